@@ -1,0 +1,64 @@
+# The doors of this repository: `make help` lists them.
+# Each makes .venv when it is missing; `make test PYTHON=python3.12` makes it with another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+TASK ?= cls
+PRESET_cls := digits
+ARGS ?=
+
+# An install that ran to its end leaves a stamp named after what it installed, so that a changed requirements file, a
+# moved folder or an interrupted install is installed again, and nothing else is.
+stamp = $(VENV)/installed-$(shell (pwd; cat $(1)) | cksum | cut -d ' ' -f 1)
+RUN_STAMP := $(call stamp,requirements.txt pyproject.toml)
+DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt)-dev
+
+# Where `make demo` trains: on the GPUs that are there, else in two processes on the CPU.
+define CONFIG_FOR_THIS_MACHINE
+import torch
+gpus = torch.cuda.device_count()
+config = "multi_cpu.yaml" if gpus == 0 else "single_gpu.yaml" if gpus == 1 else f"multi_gpu.yaml --num_processes {gpus}"
+print("accelerate_configs/" + config)
+endef
+export CONFIG_FOR_THIS_MACHINE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-smoke test-all lint bench
+
+help: ## list the doors
+	@echo "make DOOR, with DOOR one of"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls, flags for the recipe in ARGS="--epochs 5")
+	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE") && \
+	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
+	echo "accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
+
+test: $(DEV_STAMP) ## run the tests, all but the long ones
+	@$(RUN) -m pytest $(ARGS)
+
+test-smoke: $(DEV_STAMP) ## run the tests that are quick enough for every change
+	@$(RUN) -m pytest -m smoke $(ARGS)
+
+test-all: $(DEV_STAMP) ## run all tests, the long ones too
+	@$(RUN) -m pytest -m "" $(ARGS)
+
+lint: $(DEV_STAMP) ## check the code's style
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+
+bench: $(RUN_STAMP) ## measure what docs/benchmarks.md reports
+	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN) $$script $(ARGS); done
+
+$(RUN_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \
+	{ echo "$(PYTHON) is $$($(PYTHON) -V 2> /dev/null || echo missing), and the recipes need Python 3.11 or newer:" \
+	"make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing requirements.txt into $(VENV); this takes some minutes, once."
+	@$(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

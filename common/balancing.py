@@ -1,0 +1,58 @@
+"""How much does a rare class count, in the loss and in the stream?"""
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from common.errors import Refused
+
+_POWERS = {"sqrt": 0.5, "balanced": 1.0}
+
+
+def class_weights(kind: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray | None:
+    """Weights of the classes in the loss, float64[C], with mean 1 over the training samples, so that the loss keeps its scale.
+
+    `kind` is none, sqrt or balanced (a class counts with its frequency to the power -1/2 or -1), or a YAML file of
+    `class name: weight`. Raises `Refused` for a file that does not give each class one positive weight.
+    """
+    if kind == "none":
+        return None
+    counts = _counts(labels, len(classes))
+    weights = _read(Path(kind), classes) if kind not in _POWERS else np.maximum(counts, 1.0) ** -_POWERS[kind]
+    return weights * counts.sum() / (weights * counts).sum()
+
+
+def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
+    """How often each sample is drawn, relative to the others, float64[N]; None for `natural` (all the same).
+
+    `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al., 2018). Raises `Refused` for
+    multi-label data, where a sample has no one class.
+    """
+    if kind == "natural":
+        return None
+    if labels.ndim == 2:
+        raise Refused(
+            f"--sampling {kind}: a sample of multi-label data has no one class to weigh by; use --class_weights {kind}"
+        )
+    return _counts(labels, classes)[labels] ** -_POWERS[kind]
+
+
+def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
+    return (labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)).astype(np.float64)
+
+
+def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
+    if not path.is_file():
+        raise Refused(
+            f"--class_weights {path}: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file"
+        )
+    given = {str(name): weight for name, weight in (yaml.safe_load(path.read_text()) or {}).items()}
+    wrong = sorted(set(classes) ^ given.keys()) + [
+        name for name, weight in given.items() if not 0 < float(weight) < float("inf")
+    ]
+    if wrong:
+        raise Refused(
+            f"--class_weights {path}: needs one positive weight a class; missing, unknown or wrong: {', '.join(wrong[:5])}"
+        )
+    return np.array([float(given[name]) for name in classes])

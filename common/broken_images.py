@@ -1,0 +1,39 @@
+"""How many training images could not be read, and are that too many?"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.errors import Refused
+
+_WINDOW = 1_000  # samples, at least, over which the share is judged
+
+
+@dataclass
+class BrokenImages:
+    """Counts over fixed windows of the stream, so that the verdict is the same on any layout and after a resume."""
+
+    max_share: float
+    global_batch_size: int
+    say: Callable[[str], None]
+    total: int = 0
+    in_window: int = 0
+    _named: set[str] = field(default_factory=set)
+
+    def count(self, step: int, names: Iterable[str]) -> None:
+        """Add what step `step` (from 1) met on all ranks. Raises `Refused` when its window has more than `max_share`."""
+        names = list(names)
+        steps = -(-_WINDOW // self.global_batch_size)
+        if (step - 1) % steps == 0:
+            self.in_window = 0
+        self.total += len(names)
+        self.in_window += len(names)
+        for name in dict.fromkeys(names):
+            if name not in self._named:
+                self._named.add(name)
+                self.say(f"can't be read, its neighbour stands in: {name}")
+        if self.in_window > self.max_share * steps * self.global_batch_size:
+            raise Refused(
+                f"step {step}: {self.in_window} of at most {steps * self.global_batch_size} images could not be read "
+                f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {self.max_share}: "
+                "mend the data, or raise the limit"
+            )

@@ -1,0 +1,159 @@
+"""Which checkpoints are there, are they whole, and how does a new one come to be without endangering an old one?
+
+A checkpoint is a folder `step_00000200/` of safetensors and JSON files: nothing in it can execute code. It is written under
+another name, synced, given a manifest of sizes and hashes, and then renamed, so that a folder of that name is complete.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from common.errors import Refused
+from common.state import Tensors
+
+_NAME = re.compile(r"step_(\d{8,})")
+_MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; its text says which file and how."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete, verified checkpoint folder."""
+
+    path: Path
+    record: dict  # what `record.json` holds: step, best result, configuration, numbers of the training state, ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done when it was made."""
+        return self.record["step"]
+
+    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """File -> tensor -> shape, from the headers alone."""
+        shapes = {}
+        for path in self.path.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                shapes[path.stem] = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        return shapes
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {path.stem: load_file(path) for path in self.path.glob("*.safetensors")}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; used by the one process that writes."""
+
+    folder: Path
+    keep: int = 2
+
+    def paths(self) -> list[Path]:
+        """Folders that have a complete checkpoint's name, newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]), reverse=True)
+
+    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that verifies; each damaged one that is passed over is reported to `say`."""
+        for path in self.paths():
+            try:
+                return verify(path)
+            except Damaged as error:
+                say(f"checkpoint {path} is damaged ({error}): trying the one before it")
+        if self.paths():
+            raise Refused(
+                f"{self.folder}: all {len(self.paths())} checkpoints are damaged; "
+                "put a copy back, or start anew with another --name"
+            )
+        return None
+
+    def save(self, record: dict, files: dict[str, Tensors]) -> Path:
+        """Make the checkpoint of step `record["step"]` durable, then remove the oldest beyond `keep`.
+
+        Raises OSError where the disk is full or read-only; then nothing of the new checkpoint is left and the old are whole.
+        """
+        final = self.folder / f"step_{record['step']:08d}"
+        if final.exists():  # the same step of the same run, after a resume: the same bits
+            return final
+        draft = self.folder / f".{final.name}.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.mkdir(parents=True)
+            for name, tensors in files.items():
+                _save_tensors(tensors, draft / f"{name}.safetensors")
+            (draft / "record.json").write_text(json.dumps(record, indent=1))
+            manifest = {path.name: _stamp(path) for path in sorted(draft.iterdir())}
+            (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+            for path in [*draft.iterdir(), draft]:
+                _sync(path)
+            draft.rename(final)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _sync(self.folder)
+        for old in self.paths()[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def sweep(self) -> None:
+        """Remove drafts that a killed process left."""
+        for draft in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        for name, stamp in manifest.items():
+            found = _stamp(path / name)
+            if found["bytes"] != stamp["bytes"]:
+                raise Damaged(f"{name} has {found['bytes']} bytes, {stamp['bytes']} were written")
+            if found != stamp:
+                raise Damaged(f"{name} is not what was written: its hash differs")
+        extra = {file.name for file in path.iterdir()} - manifest.keys() - {_MANIFEST}
+        if extra:
+            raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
+        return Checkpoint(path, json.loads((path / "record.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def _save_tensors(tensors: Tensors, path: Path) -> None:
+    # Tied and strided tensors: safetensors refuses memory that two names share, and layouts such as channels_last.
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:  # "No space left on device" arrives as this
+        raise OSError(str(error)) from None
+
+
+def _stamp(path: Path) -> dict:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,274 @@
+"""How do a dataclass, a YAML file and the command line become one checked configuration?
+
+A recipe's `Config` is a flat dataclass with a docstring under each field; what recipes share it inherits from the
+dataclasses below. A YAML file is flags written down: both go through the same typed parser, and flags win over the file.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+import yaml
+
+from common.errors import Refused
+
+C = TypeVar("C")
+
+
+def option(default, *, low=None, high=None, may_change=False):
+    """A field with limits (both included); `may_change` marks what a resumed run may be given another value for."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "may_change": may_change})
+
+
+@dataclass
+class RunConfig:
+    """What every recipe needs to know about a run: how long, how spread, where to, how often."""
+
+    global_batch_size: int = option(64, low=1)
+    """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
+    max_micro_batch_size: int = option(256, low=1, may_change=True)
+    """The most samples that one device takes at once; a larger share is accumulated over micro-steps."""
+    epochs: float = option(10.0, low=0, may_change=True)
+    """Length of the run in passes over the training set, rounded up to whole steps."""
+    max_steps: int = option(0, low=0, may_change=True)
+    """Length of the run in steps; wins over --epochs (0: take --epochs)."""
+    seed: int = option(0, low=0)
+    """Makes the run: initial weights, order of the samples, augmentation."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of weights and activations; float64 is for proving that layouts agree. fp16/bf16 come from the Accelerate config."""
+    output_dir: str = option("runs", may_change=True)
+    """Folder of run folders."""
+    name: str = option("", may_change=True)
+    """Name of the run folder (default: recipe and hash of the configuration, so that the same command resumes)."""
+    resume: str = option("auto", may_change=True)
+    """auto: go on from the newest good checkpoint of the run folder; never: start from nothing; or a checkpoint folder."""
+    checkpoint_every: int = option(0, low=0, may_change=True)
+    """Steps between checkpoints (0: at the end of every epoch). The last step always makes one."""
+    keep_checkpoints: int = option(2, low=1, may_change=True)
+    """How many complete checkpoints stay on disk."""
+    eval_every: int = option(0, low=0, may_change=True)
+    """Steps between evaluations (0: at the end of every epoch). The last step always makes one."""
+    log_every: int = option(10, low=1, may_change=True)
+    """Steps between rows of metrics.jsonl and the tracker."""
+    workers: int = option(-1, low=-1, may_change=True)
+    """Data-loading processes per rank (0: load in the training process; -1: the cores there are, shared by the ranks)."""
+    tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True)
+    """Dashboard; wandb without a key runs offline. metrics.jsonl is written in any case."""
+    project: str = option("vision-recipes", may_change=True)
+    """Project name on the dashboard."""
+    max_broken_share: float = option(0.02, low=0, high=1, may_change=True)
+    """Stop when more than this share of a window of 1,000 training images or more can't be read."""
+    dry_run: bool = option(False, may_change=True)
+    """Print the start table, do two steps, one evaluation, one save and load in a temporary folder, and end."""
+
+
+@dataclass
+class OptimizationConfig:
+    """How weights move: optimizer, learning rate, clipping, averaging."""
+
+    opt: str = "adamw"
+    """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
+    lr: float = option(4e-3, low=0)
+    """Peak learning rate at the reference batch --lr_batch_size."""
+    lr_batch_size: int = option(64, low=1)
+    """Global batch for which --lr is stated."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows global_batch_size / lr_batch_size."""
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_epochs: float = option(0.0, low=0)
+    """Linear warm-up from zero, in epochs."""
+    min_lr_ratio: float = option(0.0, low=0, high=1)
+    """Where cosine and linear end, as a share of the peak."""
+    step_epochs: float = option(30.0, low=0)
+    """schedule step: epochs between two falls."""
+    step_factor: float = option(0.1, low=0, high=1)
+    """schedule step: factor of each fall."""
+    weight_decay: float = option(0.05, low=0)
+    """Weight decay; norms, biases and what the model exempts have none."""
+    momentum: float = option(0.9, low=0, high=1)
+    """Momentum of SGD and its kin."""
+    layer_decay: float = option(1.0, low=0, high=1)
+    """Factor of the learning rate per layer from the head down (1: off), for fine-tuning."""
+    clip: float = option(0.0, low=0)
+    """Limit of gradient clipping (0: off)."""
+    clip_mode: Literal["norm", "agc"] = "norm"
+    """Clip the global gradient norm, or adaptively per unit (AGC: Brock et al., 2021)."""
+    ema_decay: float = option(0.0, low=0, high=1)
+    """Decay of the exponential moving average of the weights, warmed up (0: off). Evaluated and exported when on."""
+
+
+@dataclass
+class AugmentationConfig:
+    """How a training image is varied; each choice is a pure function of the seed and the sample's position."""
+
+    crop_scale: float = option(0.7, low=0, high=1)
+    """Least area of a random crop as a share of the image (ImageNet training: 0.08; 1: no cropping beyond the ratio)."""
+    hflip: float = option(0.0, low=0, high=1)
+    """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
+    vflip: float = option(0.0, low=0, high=1)
+    """Probability of an upside-down image."""
+    color_jitter: float = option(0.0, low=0)
+    """Strength of brightness, contrast and saturation jitter."""
+    augment: str = ""
+    """Policy in timm's notation: rand-m9-mstd0.5, augmix-m3-w3, original (AutoAugment); empty: none."""
+    random_erasing: float = option(0.0, low=0, high=1)
+    """Probability that a rectangle is replaced by noise."""
+    mixup: float = option(0.0, low=0)
+    """Alpha of MixUp (0: off)."""
+    cutmix: float = option(0.0, low=0)
+    """Alpha of CutMix (0: off); with both on, each pair takes one of them at even odds."""
+    repeats: int = option(1, low=1)
+    """Repeated augmentation: how often each image of a global batch stands in it."""
+
+
+def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
+    """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
+
+    `argv` is without the program's name (default: the command line).
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path, argv = _take_config(argv)
+    default = None
+    if path:
+        where = str(path)
+        default = _parse(config_class, _flags(_read(path), config_class, where), None, where)
+    config = _parse(config_class, argv, default, program or Path(sys.argv[0]).name)
+    for field in dataclasses.fields(config):
+        value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
+        if (
+            isinstance(value, float)
+            and value != value
+            or low is not None
+            and value < low
+            or high is not None
+            and value > high
+        ):
+            limit = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise Refused(f"--{field.name} {value}: must be {limit}")
+    return config
+
+
+def save(config, path: Path) -> None:
+    """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
+    own = type(config).__annotations__
+    everything = sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in own)
+    path.write_text(yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=True))
+
+
+def identity(config) -> dict:
+    """The fields that make the run what it is: all but those that may change at a resume."""
+    fixed = {field.name for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name in fixed}
+
+
+def short_hash(values: dict) -> str:
+    """Six hex digits that name `values`."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def nearest(name: str, names) -> str:
+    """`; did you mean X, Y?` or nothing, to end an error about an unknown name."""
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice instead of silently taking the last."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key_node.value} is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> dict:
+    if not path.is_file():
+        presets = sorted(str(p) for p in path.parent.glob("*.yaml")) or sorted(
+            str(p) for p in Path().glob("recipes/presets/*.yaml")
+        )
+        raise Refused(f"--config {path}: no such file" + nearest(str(path), presets))
+    try:
+        content = yaml.load(path.read_text(), Loader=_StrictLoader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(f"--config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
+    return content
+
+
+def _flags(content: dict, config_class, where: str) -> list[str]:
+    """{'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']; text goes to the same parser as the command line's."""
+    fields = {field.name: field.type for field in dataclasses.fields(config_class)}
+    flags = []
+    for key, value in content.items():
+        if key not in fields:
+            raise Refused(f"{where}: unknown key {key}{nearest(str(key), fields)}")
+        if isinstance(value, (dict, list)) or value is None:
+            raise Refused(f"{where}: {key} must be a single value, not {value!r}")
+        if (fields[key] is bool) != isinstance(value, bool):
+            raise Refused(
+                f"{where}: {key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
+            )
+        flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
+    return flags
+
+
+def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
+    rest, paths = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            paths.append(next(words, ""))
+        elif word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+        else:
+            rest.append(word)
+    if len(paths) > 1:
+        raise Refused(f"--config is given {len(paths)} times: name one file and set the rest by flags")
+    if paths and not paths[0]:
+        raise Refused("--config needs the path of a YAML file")
+    return (Path(paths[0]) if paths else None), rest
+
+
+def _parse(config_class: type[C], argv: list[str], default: C | None, where: str) -> C:
+    names = {field.name for field in dataclasses.fields(config_class)}
+    for word in argv:
+        name = word.removeprefix("--").split("=", 1)[0].replace("-", "_")
+        if word.startswith("--") and name not in names | {"help"} and name.removeprefix("no_") not in names:
+            raise Refused(f"{where}: unknown flag {word.split('=', 1)[0]}{nearest(name, names | {'config'})}")
+    asked_for_help = {"-h", "--help"} & set(argv)
+    captured = io.StringIO()
+    quiet = contextlib.nullcontext() if asked_for_help else contextlib.redirect_stderr(captured)
+    try:
+        with quiet:
+            return tyro.cli(config_class, prog=where, args=argv, default=default, use_underscores=True)
+    except SystemExit as stop:
+        if asked_for_help or not stop.code:
+            raise
+    raise Refused(f"{where}: {_one_line(captured.getvalue())}")
+
+
+def _one_line(box: str) -> str:
+    """The message inside the box that tyro draws: its text up to the first rule."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
+    message = []
+    for line in lines:
+        if not line or set(line) <= set("─╰╯"):
+            break
+        message.append(line)
+    return " ".join(message)

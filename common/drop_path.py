@@ -1,0 +1,74 @@
+"""Which residual branches does a sample skip, whatever the layout of the run?"""
+
+import numpy as np
+import torch
+from timm.layers import DropPath
+from torch import nn
+
+from common.randomness import key_of, uniforms
+
+
+class PositionalDropPath(nn.Module):
+    """Stochastic depth per sample, decided by numbers set from outside: [batch, ...] -> [batch, ...].
+
+    The mathematics are those of timm's DropPath; in eval mode it is the identity.
+    A model that calls one layer several times in a forward drops these branches together.
+    Source: Huang et al. 2016, "Deep Networks with Stochastic Depth" (arXiv:1603.09382).
+    """
+
+    def __init__(self, drop_prob: float, scale_by_keep: bool, layer: int, shared: "_Draws") -> None:
+        super().__init__()
+        self.drop_prob, self.scale_by_keep, self.layer, self.shared = drop_prob, scale_by_keep, layer, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        mask = (self.shared.draws[self.layer] < keep_prob).to(x.dtype)
+        if keep_prob > 0 and self.scale_by_keep:
+            mask = mask / keep_prob
+        if len(mask) != len(x):  # windows or patches of a sample as rows of their own: they stay or go together
+            mask = mask.repeat_interleave(len(x) // len(mask))
+        return x * mask.view(-1, *[1] * (x.dim() - 1))
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3f}, layer={self.layer}"
+
+
+class _Draws:
+    """The numbers of the micro-batch that is going on, shared by a model's layers (a deepcopy has its own)."""
+
+    draws: torch.Tensor  # float32[layers, batch]
+
+
+def convert(model: nn.Module) -> int:
+    """Put a `PositionalDropPath` in the place of every active timm DropPath of `model`; returns how many there are.
+
+    Layers are numbered in the order of `model.named_modules()`. Before every forward in training, `set_draws` is due.
+    """
+    shared = _Draws()
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, DropPath) and child.drop_prob > 0
+    ]
+    for layer, (parent, name, child) in enumerate(places):
+        setattr(parent, name, PositionalDropPath(child.drop_prob, child.scale_by_keep, layer, shared))
+    return len(places)
+
+
+def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1] of samples by their positions in the stream: int64[n] -> float32[layers, n].
+
+    A pure function of (seed, position, layer): a sample gets the same column in whatever batch it stands.
+    """
+    rows = [uniforms(positions, key_of(seed, "drop path", layer)) for layer in range(layers)]
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(layers, len(positions)))
+
+
+def set_draws(model: nn.Module, draws: torch.Tensor) -> None:
+    """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on the model's device."""
+    layer = next((module for module in model.modules() if isinstance(module, PositionalDropPath)), None)
+    if layer is not None:
+        layer.shared.draws = draws

@@ -1,0 +1,51 @@
+"""On what did this run happen?"""
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from common.collectives import gather_objects, local_world_size, world_size
+
+_PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
+
+
+def environment(precision: str) -> dict:
+    """Versions, commit, command, layout and devices of this start; every rank calls it, a device a rank is listed."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "command": " ".join(sys.argv),
+        "commit": _commit(Path(sys.argv[0]).resolve().parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "world_size": world_size(),
+        "local_world_size": local_world_size(),
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "ranks": [f"{device} on {host}" for device, host in gather_objects((device, platform.node()))],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit that `folder` is at, with `+changes` where files differ from it; None outside git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

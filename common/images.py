@@ -1,0 +1,113 @@
+"""How does any image file become the same upright RGB pixels a person would see?
+
+Whatever the file holds (grey, palette, transparency, CMYK, 16 bits, floats, a camera's rotation), what comes out is
+upright 8-bit RGB. What can't be decoded is a `BrokenImage` with its reason; what to do about it is the caller's choice.
+"""
+
+import errno
+import io
+import warnings
+from os import PathLike
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+MAX_PIXELS = 89_478_485  # Pillow's own line between large and suspicious: 256 MiB as RGB
+
+# Pillow hands EPS to Ghostscript, a program that a data set must not be able to start; the others it can't decode.
+_NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+Image.preinit()  # the common formats first: they are tried in this order
+Image.init()
+_FORMATS = tuple(name for name in Image.ID if name not in _NEVER)
+SUFFIXES = frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS)
+
+# Errors that say something about the file. The others (too many open files, a failing disk) say something about the
+# machine: replacing the image then would train one layout on other samples than the next, so they stop the run.
+_FAULTS_OF_THE_FILE = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+
+# The range of values that stands for black to white, of modes that hold more than 8 bits.
+_WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65535, "F": 1.0}
+
+
+class BrokenImage(Exception):
+    """An image that can't be decoded; its text is the reason, in one line, without the file's name."""
+
+
+def open_rgb(source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Decode `source` (a path, the bytes of a file, an open file, or an image) to an upright image of mode RGB.
+
+    - Transparent pixels are laid on white: what lies under them is arbitrary (often black), and white is the page on
+      which such pictures were drawn to be seen.
+    - 16-bit grey is scaled from 0..65535 and floats from 0..1. Values beyond (32-bit integers, floats in another unit)
+      have no known white, and are stretched from the image's own minimum and maximum.
+    - The camera's rotation (EXIF orientation 1 to 8) is applied. A colour profile is not.
+    - Of an animation, the first frame.
+
+    Raises `BrokenImage` for what is missing, no image, truncated, empty, or larger than `max_pixels` (or than twice
+    `MAX_PIXELS`, where Pillow itself stops), which is read from the header before anything is decoded. A JPEG with
+    flipped bits decodes to garbage without a word: that can't be seen here.
+    """
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow remarks on sizes, which are checked below, and on odd EXIF tags
+            if isinstance(source, Image.Image):
+                return _to_rgb(_upright(_checked(source, max_pixels)))
+            with Image.open(source, formats=_FORMATS) as image:
+                return _to_rgb(_upright(_checked(image, max_pixels)))
+    except (BrokenImage, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise BrokenImage("not an image: empty, cut off in its header, or of an unknown format") from error
+    except OSError as error:
+        if error.errno not in _FAULTS_OF_THE_FILE:
+            raise
+        raise BrokenImage(_one_line(error.strerror or str(error))) from error
+    except Exception as error:  # a damaged file makes Pillow raise almost anything
+        raise BrokenImage(_one_line(f"{type(error).__name__}: {error}")) from error
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _checked(image: Image.Image, max_pixels: int) -> Image.Image:
+    width, height = image.size
+    if width * height == 0:
+        raise BrokenImage(f"{width} x {height} pixels: the image has no pixels")
+    if width * height > max_pixels:
+        raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}")
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    image.load()
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # the pixels are good: a camera's note that can't be read is no reason to lose them
+        orientation = 1
+    return image if orientation == 1 else ImageOps.exif_transpose(image)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _WHITE:
+        image = Image.fromarray(_to_8_bit(np.asarray(image), _WHITE[image.mode]))
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
+    """Scale [height, width] of any number type to uint8: from 0..`white`, or minimum..maximum if that is exceeded."""
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
+        raise BrokenImage("no finite pixel value")
+    low, high = float(finite.min()), float(finite.max())
+    if 0 <= low and high <= white:
+        low, high = 0.0, float(white)
+    values = np.nan_to_num(values.astype(np.float32), nan=low, posinf=high, neginf=low)
+    scale = 255 / max(high - low, np.finfo(np.float32).tiny)  # a constant image becomes black
+    return np.rint(values * np.float32(scale) - np.float32(low * scale)).clip(0, 255).astype(np.uint8)

@@ -1,0 +1,102 @@
+"""What does a run tell people and programs, and where?
+
+Lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard, and one live bar shows the progress. On all
+but the main process a `Journal` is silent.
+"""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from common.run_folder import RunFolder
+from common.tracking import Tracker
+
+_LINE_SECONDS = 2.0  # without a terminal, progress lines are at least this far apart
+
+
+class Journal:
+    """The voice of one run; `folder` is None on every process but the main one."""
+
+    def __init__(self, folder: RunFolder | None):
+        self._folder, self._bar, self._tracker = folder, None, None
+        self._row: dict = {}
+        self._said_at = 0.0
+
+    def say(self, text: str) -> None:
+        """A line (or several) for people: terminal and log.txt."""
+        if self._folder:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+            self._folder.log(text)
+
+    def open(self, tracker: Tracker, done: int, total: int) -> None:
+        """Start the bar and the dashboard, for a run of `total` steps of which `done` are done."""
+        self._tracker, self._total, self._first, self._began = tracker, total, done, time.perf_counter()
+        if self._folder and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done; the bar draws itself at most ten times a second."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def note(self, step: int, values: dict[str, float]) -> None:
+        """Add to the row of `step`; a row is written when a later step's begins, so that no step has two."""
+        if self._row and self._row["step"] != step:
+            self.flush()
+        self._row = {"step": step} | self._row | values
+
+    def flush(self) -> None:
+        """Write the row that is being collected."""
+        row, self._row = self._row, {}
+        if not row or not self._folder:
+            return
+        self._folder.row(row)
+        self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+        self._show(row)
+
+    def summary(self, values: dict) -> None:
+        """Results, last and best: summary.json and the dashboard's table of runs."""
+        if self._folder and self._tracker:
+            self._folder.write("summary.json", values)
+            self._tracker.summary(
+                {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}
+            )
+
+    def close(self, exit_code: int, patience: float) -> str:
+        """Stop the bar and the dashboard, waiting `patience` seconds for it; where the dashboard's files are."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if not self._tracker:
+            return ""
+        self._tracker.finish(exit_code, patience)
+        return self._tracker.where()
+
+    def pictures(self, pictures: dict) -> None:
+        """Send picture files (key -> path) to the dashboard."""
+        if self._tracker:
+            self._tracker.images(pictures)
+
+    def _show(self, row: dict) -> None:
+        parts = [f"{name} {row[key]:.4g}" for key, name in _SHOWN.items() if row.get(key) is not None]
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(parts))
+        now, step = time.perf_counter(), row["step"]
+        evaluated = any(key.startswith("eval/") for key in row)
+        if evaluated or self._bar is None and (now - self._said_at >= _LINE_SECONDS or step == self._total):
+            self._said_at = now
+            left = (now - self._began) / max(1, step - self._first) * (self._total - step)
+            self.say(f"step {step}/{self._total}  {'  '.join(parts)}  {left:.0f} s left")
+
+
+_SHOWN = {
+    "train/loss": "loss",
+    "train/loss_scale": "loss scale",
+    "eval/loss": "eval loss",
+    "eval/top1": "top-1",
+    "eval/ema_top1": "EMA top-1",
+    "eval/f1": "F1",
+    "perf/images_per_second": "images/s",
+}

@@ -1,0 +1,236 @@
+"""Is the world that this process woke up in the one it was launched for?"""
+
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, str_to_bool
+
+from common.errors import Refused
+
+# What torchrun and the MPI families call the number of processes. Accelerate reads all of them for CPU processes, but
+# for GPUs only sees a world whose LOCAL_RANK is set.
+WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+OTHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+LAUNCHERS = (
+    ["accelerate", "launch"],
+    ["accelerate-launch"],
+    ["accelerate.commands.launch"],
+    ["accelerate.commands.accelerate_cli", "launch"],
+)
+PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def start(timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
+    """Join the world that `accelerate launch` (or torchrun, mpirun, plain python) made, and return its Accelerator.
+
+    Device and precision come from the launch and never from here. The first thing a process does: an Accelerator, a
+    PartialState or an accelerate logger made earlier pins the world without the checks.
+
+    `timeout` is the longest that a rank waits for the others in a collective before it fails.
+    Raises Refused, before a process group is formed wherever the environment shows the reason.
+    """
+    # torch 2.14 proposes a successor that 2.11 does not have.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()), _own_address())
+    accelerator = Accelerator(
+        cpu=wants_cpu(os.environ) or accelerators == 0,
+        gradient_accumulation_steps=1,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[
+            # The recipes keep running statistics equal themselves: DDP would broadcast rank 0's before every forward.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timeout),
+        ],
+    )
+    if accelerator.num_processes != world_size:
+        raise Refused(
+            f"launched as {world_size} processes, but accelerate formed a world of {accelerator.num_processes} on "
+            f"{accelerator.device.type}: launch with a file of accelerate_configs/"
+        )
+    if accelerator.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+    return accelerator
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a recipe's `main`: what it refuses is said in one line, by one process a machine, and the exit code is 2."""
+    try:
+        main()
+    except Refused as refusal:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Print on the main process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def describe(accelerator: Accelerator) -> str:
+    """Where and in which precision a run happens, for its start table.
+
+    One process: "1 process, cpu, fp32". Two ranks, on both: "2 processes on 1 node, cpu (gloo), fp32".
+    """
+    device = accelerator.device.type
+    name = torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device
+    precision = PRECISION_NAMES[accelerator.mixed_precision]
+    if precision == "fp32" and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        precision = "fp32 (TF32)"
+    if not torch.distributed.is_initialized():
+        return f"1 process, {name}, {precision}"
+    processes = accelerator.num_processes
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    return (
+        f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}, "
+        f"{name} ({torch.distributed.get_backend()}), {precision}"
+    )
+
+
+def wants_cpu(environ: Mapping[str, str]) -> bool:
+    """Whether the launch asked for the CPU: by use_cpu with one process, or by GPUs hidden as -1.
+
+    `accelerate launch` tells several ranks nothing of use_cpu, so the CPU files of accelerate_configs/ hide the GPUs
+    with gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES is no such wish: a scheduler leaves it to a job
+    that was given no GPU.
+    """
+    return _is_on(environ, "ACCELERATE_USE_CPU") or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
+
+
+def check_launch(
+    environ: Mapping[str, str], accelerators: int, asked_for: int | None = None, own_address: str = ""
+) -> int:
+    """The number of processes in the world that `environ` describes, once nothing speaks against it.
+
+    `accelerators` is the number of devices this machine shows, `asked_for` what the launcher was told (None if
+    that can't be known), `own_address` what this machine's own name resolves to ("" if to nothing).
+    Raises Refused when the launch asks for what the recipes don't do, or would silently train something else.
+    """
+    for variable, engine in OTHER_ENGINES.items():
+        if _is_on(environ, variable):
+            raise Refused(f"{engine} is not supported yet: launch with a file of accelerate_configs/, which use DDP")
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        raise Refused(
+            f"dynamo_backend {environ['ACCELERATE_DYNAMO_BACKEND']} renames the model's weights: remove it from the "
+            "launch and compile with the recipe's own flag"
+        )
+    accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        raise Refused(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={accumulation} would divide the loss a second time: unset it, "
+            "--max_micro_batch_size decides the accumulation"
+        )
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in PRECISION_NAMES:
+        raise Refused(
+            f"--mixed_precision {precision} is not one of {', '.join(PRECISION_NAMES)}: launch with one of them"
+        )
+
+    world_size = next((int(environ[variable]) for variable in WORLD_SIZE_VARIABLES if variable in environ), 1)
+    if asked_for is not None and asked_for != world_size:
+        raise Refused(
+            f"launched for {asked_for} processes, but the world has {world_size}: --num_processes is the total "
+            "of all machines and a multiple of their number, and on the CPU several processes need multi_cpu.yaml"
+        )
+
+    if wants_cpu(environ) or (accelerators == 0 and not _launched(environ)):
+        if precision == "fp16":
+            raise Refused("fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16")
+    elif accelerators == 0:
+        name = "multi_cpu.yaml" if world_size > 1 else "cpu.yaml"
+        raise Refused(
+            f"launched for {world_size} GPU{'s' * (world_size > 1)}, but this machine shows none: check the driver and "
+            f"CUDA_VISIBLE_DEVICES, or train on the CPU with accelerate_configs/{name}"
+        )
+    else:
+        local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        if world_size > 1 and "LOCAL_RANK" not in environ:
+            raise Refused(
+                f"{world_size} processes without LOCAL_RANK would each train alone on the first GPU: start them with "
+                "accelerate launch, or export RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for each"
+            )
+        if local_world_size > accelerators:
+            raise Refused(
+                f"{local_world_size} processes on a machine with {accelerators} GPUs: pass --num_processes, "
+                f"{accelerators} for each machine"
+            )
+
+    # Gloo announces the address that the machine's own name resolves to; the others can't reach a loopback, and wait.
+    reached_from_outside = not _is_loopback(environ.get("MASTER_ADDR", "localhost"))
+    several_nodes = int(environ.get("GROUP_WORLD_SIZE", 1)) > 1
+    if several_nodes and reached_from_outside and _is_loopback(own_address) and "GLOO_SOCKET_IFNAME" not in environ:
+        raise Refused(
+            f"this machine's name resolves to {own_address or 'no address'}, where the other machines can't reach it: "
+            "export GLOO_SOCKET_IFNAME with the name of its network interface"
+        )
+    return world_size
+
+
+def processes_asked(command: Sequence[str]) -> int | None:
+    """The num_processes that the command line of an `accelerate launch` asks for, None when it is another command.
+
+    The launcher rounds 3 processes on 2 machines to 2, and starts one process for several when told MULTI_CPU or --cpu.
+    It leaves no trace of this in the environment of its ranks, so they read it where it was asked.
+    """
+    # The program stands first, behind its interpreter, or behind the interpreter's -m.
+    behind_interpreter = list(command[1:]) if command and Path(command[0]).name.startswith("python") else list(command)
+    program = behind_interpreter[1:] if behind_interpreter[:1] == ["-m"] else behind_interpreter
+    names = [Path(word).name for word in program[:2]]
+    launcher = next((launcher for launcher in LAUNCHERS if names[: len(launcher)] == launcher), None)
+    if launcher is None:
+        return None
+    arguments = launch_command_parser().parse_args(program[len(launcher) :])
+    if arguments.num_processes is not None:
+        return arguments.num_processes
+    if arguments.config_file is not None or (os.path.isfile(default_config_file) and not arguments.cpu):
+        return load_config_from_file(arguments.config_file).num_processes
+    return None
+
+
+def _parent_command() -> list[str]:
+    """The command line of the process that started this one, empty where the system doesn't show it."""
+    try:
+        return psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return []
+
+
+def _own_address() -> str:
+    """The address that this machine's own name resolves to, empty if to none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _launched(environ: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` or torchrun started this process, rather than a plain python or mpirun."""
+    return "ACCELERATE_MIXED_PRECISION" in environ or "LOCAL_RANK" in environ
+
+
+def _is_on(environ: Mapping[str, str], variable: str) -> bool:
+    return bool(str_to_bool(environ.get(variable, "false") or "false"))
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("", "localhost", "::1") or address.startswith("127.")

@@ -1,0 +1,211 @@
+"""How do samples get from the stream into batches on the device?
+
+An endless batch sampler yields, micro-step after micro-step, the positions that are this rank's; a worker turns positions
+into sample indices, reads, varies and stacks. It starts at any step at once and workers never restart.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from common import drop_path, mixing
+from common.augmentation import Transform
+from common.collectives import local_world_size, rank, world_size
+from common.images import BrokenImage
+from common.plan import BatchPlan
+from common.randomness import key_of, mix, seed_generators
+from common.sources import Source
+from common.stream import Stream
+
+_NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
+
+
+@dataclass
+class Batch:
+    """A micro-batch of B samples."""
+
+    images: torch.Tensor  # uint8[B, 3, H, W]
+    labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
+    positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
+    mixing: torch.Tensor | None = None  # float32[B / 2, 6], see common.mixing.draw
+    drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
+    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour stands in
+    broken: tuple[str, ...] = ()  # images that could not be read: name and reason
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, function) -> "Batch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{k: function(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+
+
+@dataclass
+class TrainingSamples(Dataset):
+    """Positions of the stream -> `Batch`; a pure function, whichever worker computes it."""
+
+    source: Source
+    stream: Stream
+    transform: Transform
+    seed: int
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    drop_path_layers: int = 0
+
+    def __getitems__(self, positions: np.ndarray) -> Batch:
+        keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
+        images, indices, broken = [], [], []
+        for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
+            image, index = self._read(index, broken)
+            seed_generators(key)
+            images.append(self.transform(image))
+            indices.append(index)
+        images = torch.stack(images)
+        mixed = layered = None
+        if self.mixup or self.cutmix:
+            mixed = torch.from_numpy(mixing.draw(positions, self.seed, self.mixup, self.cutmix, *images.shape[2:]))
+        if self.drop_path_layers:
+            layered = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
+        labels = torch.from_numpy(self.source.labels[indices])
+        return Batch(images, labels, torch.from_numpy(positions), mixed, layered, tuple(broken))
+
+    def _read(self, index: int, broken: list[str]):
+        """The image at `index`, or its nearest readable neighbour above: (image, the index it really has)."""
+        for neighbour in range(index, index + _NEIGHBOURS):
+            neighbour %= len(self.source)
+            try:
+                return self.source.image(neighbour), neighbour
+            except BrokenImage as error:
+                broken.append(f"{self.source.name(neighbour)}: {error}")
+        return _black(), index
+
+
+@dataclass
+class EvaluationSamples(Dataset):
+    """Sample indices -> `Batch`; an image that can't be read is black, and marked."""
+
+    source: Source
+    transform: Transform
+
+    def __getitems__(self, indices: np.ndarray) -> Batch:
+        images, broken = [], []
+        readable = torch.ones(len(indices), dtype=torch.bool)
+        for place, index in enumerate(indices.tolist()):
+            try:
+                image = self.source.image(index)
+            except BrokenImage as error:
+                broken.append(f"{self.source.name(index)}: {error}")
+                image, readable[place] = _black(), False
+            images.append(self.transform(image))
+        labels = torch.from_numpy(self.source.labels[indices])
+        return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
+
+
+@dataclass
+class _Positions:
+    """This rank's positions, one array a micro-step, for the steps `[start, stop)`."""
+
+    stream: Stream
+    plan: BatchPlan
+    rank: int
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        spans = [self.plan.span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)]
+        for step in range(self.start, self.stop):
+            for span in spans:
+                yield self.stream.positions(step, span)
+
+
+def training_loader(samples: TrainingSamples, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
+    """This rank's micro-batches of the steps `[start, stop)`, in order. Not for Accelerate's `prepare`: it is split already."""
+    return _loader(samples, _Positions(samples.stream, plan, rank(), start, stop), workers)
+
+
+def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> DataLoader:
+    """This rank's batches of a set that the ranks cover together, every sample once.
+
+    The batches are `[0, B), [B, 2B), ...` on every layout, so that an image meets the same neighbours in them.
+    """
+    starts = np.arange(0, len(samples.source), batch_size)
+    mine = np.array_split(starts, world_size())[rank()]
+    batches = [np.arange(start, min(start + batch_size, len(samples.source))) for start in mine]
+    return _loader(samples, batches, workers)
+
+
+class Feed:
+    """The batches of a loader on the device, and what it took to get them."""
+
+    def __init__(self, loader: DataLoader, device: torch.device):
+        self._batches, self._device = iter(loader), device
+        self._waited, self._broken = 0.0, ()
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        batch = next(self._batches)
+        self._waited += time.perf_counter() - began
+        self._broken += batch.broken
+        return batch.to(self._device)
+
+    def take(self) -> tuple[float, tuple[str, ...]]:
+        """Seconds waited and images that could not be read since the last call."""
+        taken = self._waited, self._broken
+        self._waited, self._broken = 0.0, ()
+        return taken
+
+
+def worker_count(asked: int) -> int:
+    """`asked`, or for -1 the cores this process may use, shared by the ranks of the machine, less one for training itself."""
+    if asked >= 0:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(16, cores // local_world_size() - 1))
+
+
+def _loader(samples: Dataset, batches, workers: int) -> DataLoader:
+    if workers:
+        atexit.unregister(_end_workers)
+        atexit.register(_end_workers)
+    return DataLoader(
+        samples,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_deaf,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+    )
+
+
+def _deaf(worker: int) -> None:
+    """A signal to the whole process group is for the training process, which still needs its workers to save and stop."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """At exit, before multiprocessing waits for its children: these are deaf to its SIGTERM, and have nothing to save."""
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _black():
+    from PIL import Image
+
+    return Image.new("RGB", (32, 32))

@@ -1,0 +1,93 @@
+"""How does a name become a model, and a trained model a folder that others can load?"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.data import resolve_data_config
+from timm.models._hub import save_config_for_hf
+
+from common.config import nearest
+from common.errors import Refused
+
+
+def build_classifier(
+    name: str,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    image_size: int = 0,
+    drop: float = 0.0,
+    drop_path: float = 0.0,
+    seed: int = 0,
+) -> torch.nn.Module:
+    """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
+
+    Initial weights are a function of `seed`. A local folder brings its weights; with `pretrained` a name does. A head of
+    another number of classes is replaced by a new one. `image_size` 0 is the model's own.
+    Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
+    """
+    local = Path(name).is_dir()
+    if local and not (Path(name) / "config.json").is_file():
+        raise Refused(
+            f"--model {name}: the folder has no config.json; a folder that timm saved has one, as has a run's best/"
+        )
+    source = f"local-dir:{name}" if local else name
+    known = local or source.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
+    if not known:
+        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{nearest(name, timm.list_models())}")
+    options = {"drop_rate": drop or None, "drop_path_rate": drop_path or None}
+    default = None if ":" in source else timm.get_pretrained_cfg(name)
+    if image_size and default is not None and default.fixed_input_size:
+        options["img_size"] = image_size
+    torch.manual_seed(seed)
+    try:
+        return timm.create_model(source, pretrained=pretrained or local, num_classes=classes, **options)
+    except TypeError as error:
+        raise Refused(f"--model {name}: does not take one of --drop, --drop_path, --image_size ({error})") from None
+    except (RuntimeError, OSError, ValueError) as error:
+        weights = (
+            " with pretrained weights (is the hub in reach?); without --pretrained it starts from random"
+            if pretrained
+            else ""
+        )
+        raise Refused(f"--model {name}: can't be made{weights}: {_first_line(error)}") from None
+
+
+def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
+    """What the model wants to see: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps the model's own."""
+    wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct or None}
+    return resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
+
+
+def freeze_backbone(model: torch.nn.Module) -> None:
+    """Leave only the classifier trainable."""
+    model.requires_grad_(False)
+    model.get_classifier().requires_grad_(True)
+
+
+def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
+    """Recompute activations in the backward pass. Raises `Refused` for a model that can't."""
+    try:
+        model.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError):
+        raise Refused(f"--grad_checkpointing: {name} does not offer it; lower --max_micro_batch_size instead") from None
+
+
+def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results: dict, folder: Path) -> None:
+    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
+
+    `results.json` beside it says what it reached. The folder must not exist.
+    """
+    folder.mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,106 @@
+"""How do the weights move: which optimizer, at what learning rate, with which clipping and averaging?"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import timm.optim
+import torch
+from timm.utils import ModelEmaV3
+from timm.utils.agc import adaptive_clip_grad
+
+from common.config import OptimizationConfig, nearest
+from common.errors import Refused
+from common.stream import Stream
+
+_FUSED = {
+    "adam",
+    "adamw",
+    "sgd",
+    "momentum",
+}  # torch's own in timm's factory: 6 times as fast, and no host sync under fp16
+
+
+def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of timm's factory over the trainable parameters of `model`.
+
+    Norms, biases and what `model.no_weight_decay()` names have no weight decay; with `layer_decay` < 1 each parameter
+    group carries `lr_scale`. Set the rate of a step with `set_learning_rate`. Raises `Refused` for an unknown name.
+    """
+    name = config.opt.lower()
+    if name not in timm.optim.list_optimizers():
+        raise Refused(f"--opt {config.opt}: not an optimizer of timm{nearest(name, timm.optim.list_optimizers())}")
+    try:
+        return timm.optim.create_optimizer_v2(
+            model,
+            opt=name,
+            lr=peak_learning_rate(config),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay if config.layer_decay < 1 else None,
+            **({"fused": True} if name in _FUSED else {}),
+        )
+    except (ImportError, AssertionError, TypeError, RuntimeError) as error:
+        raise Refused(
+            f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always can"
+        ) from None
+
+
+def peak_learning_rate(config: OptimizationConfig) -> float:
+    """`lr` carried over from its reference batch to the run's global batch (Goyal et al., 2017; Krizhevsky, 2014)."""
+    ratio = config.global_batch_size / config.lr_batch_size
+    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a pure function of the step, for a run of `total_steps`."""
+
+    config: OptimizationConfig
+    stream: Stream
+    total_steps: int
+
+    def __call__(self, step: int) -> float:
+        """The learning rate at which step `step` (from 0) is made."""
+        config, peak = self.config, peak_learning_rate(self.config)
+        warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.total_steps - warmup)
+        least = peak * config.min_lr_ratio
+        if config.schedule == "cosine":
+            return least + (peak - least) * (1 + math.cos(math.pi * progress)) / 2
+        if config.schedule == "linear":
+            return least + (peak - least) * (1 - progress)
+        if config.schedule == "step":
+            return peak * config.step_factor ** (step // max(1, self.stream.steps(config.step_epochs)))
+        return peak
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set `rate` in every parameter group, times the group's `lr_scale` (layer-wise decay)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode: str) -> torch.Tensor:
+    """Clip in place where `limit` > 0; the global L2 norm before clipping: a scalar on the device, nothing waits for it.
+
+    mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights
+    (adaptive gradient clipping: Brock et al., 2021).
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    if limit and mode == "agc":
+        adaptive_clip_grad(parameters, limit)
+    elif limit:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 | None:
+    """timm's exponential moving average of weights and buffers, or None. Its decay warms up with the step.
+
+    To be built before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
+    """
+    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None

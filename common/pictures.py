@@ -1,0 +1,204 @@
+"""What does the run look like? (PNG files: curves, confusion matrix, most confident mistakes)
+
+Drawn with Matplotlib's objects instead of `pyplot`: no global state and no display. Every picture is written beside its
+place and then renamed, so that a viewer never sees half of one.
+"""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # Matplotlib takes 0.4 s to import, which waits for the first picture
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour vision.
+BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
+NUMBERED_CLASSES = 20  # up to so many, a cell of the confusion matrix shows its count
+NAMED_CLASSES = 50  # up to so many, its rows and columns carry names
+SHOWN_CELLS = 150  # a side; with more classes the cells would be too small to see, and are pooled
+SMOOTHED_POINTS = 300  # from so many on, a line is drawn pale under its mean over windows
+
+
+def curves(folder: Path, path: Path | None = None) -> None:
+    """Draws loss, accuracy and learning rate of `folder/metrics.jsonl` (at `pictures/curves.png`, unless `path` says).
+
+    Torn lines, missing keys and values that are no finite numbers are passed over.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    folder = Path(folder)
+    rows = list(_rows(folder / "metrics.jsonl"))
+    figure = _figure(7.5, 7.5)
+    loss, accuracy, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
+    _line(loss, rows, "train/loss", "training", BLUE)
+    _line(loss, rows, "eval/loss", "evaluation", ORANGE)
+    top1 = _line(accuracy, rows, "eval/top1", "top-1", ORANGE, 100)
+    top1 += _line(accuracy, rows, "eval/ema_top1", "top-1 of the averaged weights (EMA)", GREEN, 100)
+    _line(accuracy, rows, "eval/f1", "F1", ORANGE, 100)
+    _line(rate, rows, "train/lr", "", INK)
+    for axes, label in ((loss, "loss"), (accuracy, "accuracy (%)"), (rate, "learning rate")):
+        axes.set_ylabel(label)
+        axes.grid(color=PALE, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if not axes.lines:
+            axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
+        elif axes is not rate:
+            axes.legend(frameon=False)
+    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    rate.set_ylim(bottom=0)
+    rate.set_xlabel("step")
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
+    rate.xaxis.set_major_formatter("{x:,.0f}")
+    figure.align_ylabels()
+    _title(figure.suptitle, folder.resolve().name + (f": best top-1 {max(top1):.2f} %" if top1 else ""))
+    _save(figure, path or folder / "pictures" / "curves.png")
+
+
+def confusion(matrix: Any, class_names: Sequence[str], path: Path) -> None:
+    """Draws a confusion matrix, int[classes, classes] with true classes as rows; colour is the share of its row."""
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    counts = np.asarray(matrix)
+    classes, of_row = len(counts), counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(of_row, 1) * 100
+    side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
+    figure = _figure(side + 1.1, side + 0.6)
+    axes = figure.subplots()
+    colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
+    # With many classes the few errors are thinly spread: a square root brings them out.
+    scale = PowerNorm(1 if classes <= NUMBERED_CLASSES else 0.5, 0, 100)
+    block = math.ceil(classes / SHOWN_CELLS)
+    edges = range(0, classes, block)
+    shown = np.maximum.reduceat(np.maximum.reduceat(shares, edges, 0), edges, 1)
+    extent = (-0.5, classes - 0.5, classes - 0.5, -0.5)
+    picture = axes.imshow(shown, cmap=colours, norm=scale, extent=extent, interpolation="nearest")
+    bar = figure.colorbar(picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)")
+    bar.outline.set_visible(False)
+    pooled = "" if block == 1 else f" (a dot is the largest share among {block} × {block} classes)"
+    axes.set(xlabel="predicted" + pooled, ylabel="true")
+    axes.spines[:].set_color(PALE)
+    if classes <= NAMED_CLASSES:
+        names = [_short(name, 18) for name in class_names]
+        size = 10 if classes <= NUMBERED_CLASSES else 7
+        upright = max(map(len, names)) <= 30 // classes + 1
+        axes.set_xticks(range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
+        axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
+        axes.tick_params(length=0)
+    if classes <= NUMBERED_CLASSES:
+        for row, column in np.argwhere(counts > 0):
+            colour = "white" if shares[row, column] > 55 else INK
+            number = f"{counts[row, column]:,}"
+            axes.text(column, row, number, color=colour, ha="center", va="center", fontsize=9 if classes <= 12 else 7)
+    else:
+        figure.text(
+            0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
+        )
+    _title(axes.set_title, f"{_run_of(path)}: {np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}")
+    _save(figure, path)
+
+
+def mistakes(
+    images: Sequence[Any],
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    confidences: Sequence[float],
+    class_names: Sequence[str],
+    path: Path,
+) -> None:
+    """Draws a sheet of wrongly classified images (PIL or uint8[height, width, 3]), captioned "true → predicted"."""
+    columns = min(6, max(len(images), 3))
+    lines = max(1, math.ceil(len(images) / columns))
+    figure = _figure(1.75 * columns, 2.15 * lines + 0.5)
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, image, label, predicted, confidence in zip(grid, images, labels, predictions, confidences, strict=False):
+        pixels = np.asarray(image)
+        every = 1 + max(pixels.shape[:2]) // 512
+        pixels = pixels[::every, ::every]
+        height, width = pixels.shape[:2]
+        half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
+        axes.imshow(pixels, cmap="gray", interpolation="nearest" if half < 50 else "antialiased")
+        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
+        true, guess = (_short(class_names[index], 22) for index in (label, predicted))
+        caption = f"{true} → {guess}" if len(true) + len(guess) <= 18 else f"{true}\n→ {guess}"
+        axes.set_title(f"{caption}\n{confidence:.0%}".replace("%", " %"), fontsize=9, color=INK, parse_math=False)
+    found = "most confident mistakes (true → predicted)" if len(images) else "no mistakes"
+    _title(figure.suptitle, f"{_run_of(path)}: {found}")
+    _save(figure, path)
+
+
+def _rows(path: Path) -> Iterator[dict]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+            if math.isfinite(row["step"]):
+                yield row
+        except (ValueError, TypeError, KeyError):
+            continue
+
+
+def _line(axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1) -> list[float]:
+    points = [(row["step"], row[key] * scale) for row in rows if isinstance(row.get(key), int | float)]
+    points = [point for point in points if math.isfinite(point[1])]
+    if not points:
+        return []
+    data = np.array(points)
+    if len(data) > SMOOTHED_POINTS:
+        axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
+        data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
+    few = len(data) <= 30
+    axes.plot(*data.T, color=colour, label=label, linewidth=1.8, marker="o" if few else None, markersize=4)
+    return [value for _, value in points]
+
+
+def _most_confused(counts: np.ndarray, class_names: Sequence[str], most: int = 6) -> str:
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
+    named = [f"{_short(class_names[row], 30)} → {_short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
+    return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])
+
+
+def _per_cent(counts: np.ndarray) -> str:
+    return f" ({np.trace(counts) / counts.sum() * 100:.2f} %)" if counts.sum() else ""
+
+
+def _run_of(path: Path) -> str:
+    """The run's name: pictures lie in `runs/<name>/pictures/`."""
+    return Path(path).resolve().parent.parent.name
+
+
+def _short(name: Any, most: int) -> str:
+    name = " ".join(str(name).split())
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def _title(place: Callable, text: str) -> None:
+    place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
+            figure.savefig(unfinished, format="png", bbox_inches="tight", pad_inches=0.15)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,94 @@
+"""How is a global batch spread over processes and micro-steps?"""
+
+from dataclasses import dataclass
+
+from common.errors import Refused
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The cut of `global_batch_size` samples into `world_size` x `micro_steps` contiguous micro-batches.
+
+    Every rank has the same number of micro-steps, so that collectives stay in phase; no micro-batch is empty; there are at
+    most two sizes, so that a compiled step has few shapes; and each is a multiple of `unit` samples, because MixUp works
+    on pairs and `--batch_norm group` on groups of neighbours. What is trained does not depend on this cut.
+
+    Raises `Refused` where no such cut exists.
+    """
+
+    global_batch_size: int
+    world_size: int
+    max_micro_batch_size: int
+    unit: int = 1
+
+    def __post_init__(self):
+        size, unit, world, limit = self.global_batch_size, self.unit, self.world_size, self.max_micro_batch_size
+        if size < 1 or limit < 1:
+            raise Refused(f"--global_batch_size {size} and --max_micro_batch_size {limit} must be at least 1")
+        if size % unit:
+            below, above = size // unit * unit, -(-size // unit) * unit
+            raise Refused(
+                f"--global_batch_size {size} does not divide into the {unit} samples that belong together "
+                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take {below or above} or {above}"
+            )
+        if limit < unit:
+            raise Refused(
+                f"--max_micro_batch_size {limit} is less than the {unit} samples that belong together "
+                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take at least {unit}"
+            )
+        if size // unit < world:
+            raise Refused(
+                f"--global_batch_size {size} leaves some of {world} processes without a sample "
+                f"(the least share is {unit}): take at least {world * unit} or start fewer processes"
+            )
+        if self.units < self.parts:
+            raise Refused(
+                f"--global_batch_size {size} on {world} processes can't be cut into equally many non-empty micro-batches "
+                f"of at most {limit}: take --max_micro_batch_size {2 * unit}"
+            )
+
+    @property
+    def units(self) -> int:
+        """How many indivisible units a global batch has."""
+        return self.global_batch_size // self.unit
+
+    @property
+    def micro_steps(self) -> int:
+        """How many forward-backward passes each rank makes for one optimizer step."""
+        return -(-self.units // (self.world_size * (self.max_micro_batch_size // self.unit)))
+
+    @property
+    def parts(self) -> int:
+        return self.world_size * self.micro_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """What the *sum* of a micro-batch's per-sample losses is multiplied with: world_size / global_batch_size.
+
+        DDP averages gradients over ranks and accumulation adds them over micro-steps; with this factor the outcome is
+        the gradient of the mean over the global batch, whatever the shares.
+        """
+        return self.world_size / self.global_batch_size
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes that occur, largest first: one or two."""
+        sizes = {self.unit * (-(-self.units // self.parts)), self.unit * (self.units // self.parts)}
+        return tuple(sorted(sizes, reverse=True))
+
+    def __str__(self) -> str:
+        sizes = " or ".join(map(str, self.micro_batch_sizes))
+        return (
+            f"{self.global_batch_size} = {self.world_size} processes x {self.micro_steps} micro-steps x {sizes} samples"
+        )
+
+    def span(self, rank: int, micro_step: int) -> tuple[int, int]:
+        """Where in the global batch this micro-batch lies: `(low, high)`, high excluded.
+
+        1,024 samples on 3 ranks: `span(0, 0) == (0, 342)`, `span(1, 0) == (342, 683)`, `span(2, 0) == (683, 1024)`.
+        """
+        part = rank * self.micro_steps + micro_step
+        return self._cut(part), self._cut(part + 1)
+
+    def _cut(self, part: int) -> int:
+        return self.unit * -(-self.units * part // self.parts)

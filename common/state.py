@@ -1,0 +1,92 @@
+"""What is the state of a training run, apart from any layout?
+
+Tensors by name and plain numbers: the model, its moving average, the optimizer and the loss scaler. There is no generator
+state and no data position beyond the step, because both are pure functions of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.errors import Refused
+
+Tensors = dict[str, torch.Tensor]
+_NAMED = 5  # how many differing keys an error names
+
+
+@dataclass
+class TrainingState:
+    """What a checkpoint holds. `model` is the bare module, not its DDP wrapper."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None = None  # None where only the model is looked at
+    ema: torch.nn.Module | None = None
+    scaler: Any = None  # torch.amp.GradScaler under fp16
+
+    def tensors(self) -> dict[str, Tensors]:
+        """File by file, the tensors to save; they are the live ones, not copies."""
+        files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
+        if self.ema is not None:
+            files["ema"] = self.ema.state_dict()
+        return files
+
+    def numbers(self) -> dict:
+        """What goes to JSON: numbers the optimizer keeps beside its tensors, and the loss scaler's."""
+        kept = {
+            f"{name}/{key}": value
+            for name, values in self._optimizer_states()
+            for key, value in values.items()
+            if not isinstance(value, torch.Tensor)
+        }
+        return {"optimizer": kept, "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], where: str) -> None:
+        """Refuse tensors that are not this run's, naming what differs, before anything is changed."""
+        for file, module in (("model", self.model), ("ema", self.ema)):
+            if module is None:
+                continue
+            mine = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+            theirs = shapes.get(file, {})
+            differing = [
+                f"{name} ({theirs.get(name, 'missing')} there, {mine.get(name, 'missing')} here)"
+                for name in sorted(mine.keys() | theirs.keys())
+                if mine.get(name) != theirs.get(name)
+            ]
+            if differing:
+                more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+                raise Refused(f"{where} is of another model: {', '.join(differing[:_NAMED])}{more}")
+
+    def load(self, files: dict[str, Tensors], numbers: dict) -> None:
+        """Take over a checked checkpoint's content."""
+        self.model.load_state_dict(files["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(files["ema"])
+        states: dict[str, dict[str, Any]] = {}
+        for path, value in (files["optimizer"] | numbers["optimizer"]).items():
+            name, _, key = path.rpartition("/")
+            states.setdefault(name, {})[key] = value
+        current = self.optimizer.state_dict()
+        index = {name: number for number, name in self._optimizer_names().items()}
+        current["state"] = {index[name]: values for name, values in states.items()}
+        self.optimizer.load_state_dict(current)
+        if self.scaler and numbers["scaler"]:
+            self.scaler.load_state_dict(numbers["scaler"])
+
+    def _optimizer_names(self) -> dict[int, str]:
+        """The index that the optimizer's state dict gives a parameter -> the parameter's name in the model."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
+
+    def _optimizer_states(self):
+        names = self._optimizer_names()
+        return [(names[index], values) for index, values in self.optimizer.state_dict()["state"].items()]
+
+    def _optimizer_tensors(self) -> Tensors:
+        return {
+            f"{name}/{key}": value
+            for name, values in self._optimizer_states()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }

@@ -1,0 +1,285 @@
+"""Which column of a Hugging Face data set holds the images, which the labels, and what do the labels say?"""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image
+
+from common.errors import Refused
+from common.images import BrokenImage, open_rgb
+from common.labelled import VAL_NAMES, Source, fingerprint_of
+
+if TYPE_CHECKING:
+    import datasets  # imported late below: it takes a second, and most runs don't need it
+
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
+_SPLIT = re.compile(rf"(train|{'|'.join(sorted(VAL_NAMES, key=len, reverse=True))})(?![a-z])")
+_HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Source):
+    """Rows of a split, memory-mapped. Images are decoded here, not in `datasets`: a broken one is then named as any."""
+
+    column: "datasets.Dataset"  # the image column alone: bytes, a path, or both
+    rows: np.ndarray  # int64[N]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    title: str
+    folder: str  # that relative paths start from
+
+    def name(self, index: int) -> str:
+        return f"{self.title}[{self.rows[index]}]"
+
+    def image(self, index: int) -> Image.Image:
+        (cell,) = self.column[int(self.rows[index])].values()
+        if isinstance(cell, dict):
+            cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
+        if cell is None:
+            raise BrokenImage("the row has no image")
+        return open_rgb(os.path.join(self.folder, cell) if isinstance(cell, str) else cell)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        cells = self.column.with_format("arrow")[:].column(0)
+        if _is_text(cells.type):
+            return fingerprint_of(self.classes, self.labels, self.rows[:0], cells.take(self.rows))
+        contents, paths = cells, None
+        if pa.types.is_struct(cells.type):
+            contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
+        sizes = pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows]
+        is_named = paths is not None and contents.null_count > 0  # else a path is where the bytes once came from
+        return fingerprint_of(self.classes, self.labels, sizes, paths.take(self.rows) if is_named else None)
+
+    def part(self, rows: np.ndarray) -> "Table":
+        return replace(self, rows=self.rows[rows], labels=self.labels[rows])
+
+
+def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
+    """What opens `data` as {split: datasets.Dataset}, or None if `data` is no Hugging Face data set."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return lambda: _open_saved(path)
+        has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
+        return (lambda: _open_parquet(path, sorted(path.rglob("*.parquet")))) if has_parquet else None
+    if path.suffix == ".parquet":
+        files = sorted(Path(file) for file in glob.glob(str(path)))
+        return (lambda: _open_parquet(path.parent, files)) if files else None
+    hub = None if path.exists() else _HUB_NAME.fullmatch(data)
+    return (lambda: _open_hub(hub["name"], hub["config"])) if hub else None
+
+
+def read_table(
+    data: str, opener: Callable[[], dict[str, Any]], image_column: str, label_column: str
+) -> tuple[Table, Table | None]:
+    """The training split, and the one to evaluate on if there is one. Raises `Refused`."""
+    try:
+        splits = opener()
+    except (Refused, PermissionError):
+        raise
+    except Exception as error:  # `datasets` and the formats below it raise almost anything
+        cause = error.__cause__ or error
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}") from error
+    if "train" not in splits:
+        raise Refused(f"--data {data}: no split named train, only {', '.join(splits)}; rename one, or load it alone")
+    train = splits["train"]
+    image = _find_column(data, train, "image", image_column, exclude="")
+    label = _find_column(data, train, "label", label_column, exclude=image)
+    classes, values = _vocabulary(train, label)
+    folder = Path(data).expanduser()
+    folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
+    val_name = next((name for name in VAL_NAMES if name in splits), None)
+
+    def part(name: str) -> Table:
+        split, title = splits[name], f"{data} {name}"
+        if missing := {image, label} - set(split.column_names):
+            raise Refused(f"--data {data}: split {name} has no column {missing.pop()}, which train has")
+        if _names_of(split.features[label]) != _names_of(train.features[label]):
+            raise Refused(f"--data {data}: splits train and {name} name other classes in {label}; make them the same")
+        labels = _labels(title, split, label, classes, values)
+        column = split.select_columns([image])
+        if hasattr(split.features[image], "decode"):
+            column = column.cast_column(image, replace(split.features[image], decode=False))
+        return Table(column, np.arange(split.num_rows), labels, classes, title, folder)
+
+    return part("train"), part(val_name) if val_name else None
+
+
+# ---- opening
+
+
+def _open_saved(path: Path) -> dict[str, Any]:
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    return saved if isinstance(saved, dict) else {"train": saved}
+
+
+def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
+    """Of several files, each belongs to the split that its name or folder begins with: `val-0000`, `test/0000`."""
+    import datasets
+
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        parts = (file.stem, *file.relative_to(folder).parts[:-1]) if len(files) > 1 else ()
+        found = next((found for part in parts if (found := _SPLIT.match(part))), None)
+        splits.setdefault(found[0] if found else "train", []).append(str(file.absolute()))
+    return datasets.load_dataset("parquet", data_files=splits)
+
+
+def _open_hub(name: str, config: str | None) -> dict[str, Any]:
+    """Asked once, with a short wait, before `datasets` would retry; without an answer the local cache is used."""
+    import datasets
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    why = "offline mode is on" if constants.is_offline_mode() else ""
+    try:
+        if not why:
+            HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
+    except RepositoryNotFoundError as error:
+        raise Refused(
+            f"--data {name}: nothing of this name is here or on the Hugging Face Hub; "
+            "check the spelling, or run `hf auth login` if it is private"
+        ) from error
+    except Exception as error:  # whatever the client's own HTTP library raises
+        why = " ".join(str(error).split()) or type(error).__name__
+    if not why:
+        return datasets.load_dataset(name, config)
+    try:
+        with _offline(datasets.config, constants):
+            return datasets.load_dataset(name, config)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise Refused(
+            f"--data {name}: nothing of this name is here or in the cache of the Hugging Face Hub, "
+            f"which can't be reached ({why}); give an existing folder, or download the data set first"
+        ) from error
+
+
+@contextmanager
+def _offline(*modules: Any) -> Iterator[None]:
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+# ---- columns
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Bytes as such, or beside a path, as the Image type looks in a file that has lost Hugging Face's own notes."""
+    is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
+    return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _names_of(feature: Any) -> list[str] | None:
+    """The class names of a ClassLabel, or of a list of them; None of any other feature."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def _find_column(data: str, split: "datasets.Dataset", what: str, named: str, exclude: str) -> str:
+    """The column named, or the only one that says by its type that it is the image or label, or that could be it."""
+    from datasets import Image as ImageFeature
+
+    kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
+    if what == "image":
+        sure = [name for name in kinds if isinstance(split.features[name], ImageFeature)]
+        likely = [name for name, kind in kinds.items() if _is_bytes(kind)]
+        possible = sure + likely + [name for name, kind in kinds.items() if _is_text(kind)]
+    else:
+        inner = {name: kind.value_type if _is_list(kind) else kind for name, kind in kinds.items()}
+        sure = [name for name in kinds if _names_of(split.features[name])]
+        likely = possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or _is_text(kind)]
+    columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    if named:
+        if named not in possible:
+            problem = f"can't be the {what} column" if named in kinds else "is no column"
+            raise Refused(f"--{what}_column {named}: {problem} of --data {data}, which has {columns}")
+        return named
+    found = sure or likely
+    if len(found) != 1:
+        problem = f"{', '.join(found)} could each be the {what}" if found else f"no {what} column found"
+        raise Refused(f"--data {data}: {problem}; name it with --{what}_column NAME (columns: {columns})")
+    return found[0]
+
+
+# ---- labels
+
+
+def _cells(split: "datasets.Dataset", column: str) -> pa.Array:
+    return split.select_columns([column]).with_format("arrow")[:].column(0).combine_chunks()
+
+
+def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...], pa.Array]:
+    """Class names, and the values that stand for them in the column: as ClassLabel says, else those found, sorted."""
+    feature = split.features[column]
+    if names := _names_of(feature):
+        classes, values = tuple(names), pa.array(range(len(names)), pa.int64())
+    else:
+        cells = _cells(split, column)
+        values = pc.unique(pc.list_flatten(cells) if _is_list(cells.type) else cells).drop_null()
+        if pa.types.is_integer(values.type):
+            values = values.filter(pc.greater_equal(values, 0))  # a negative number is a missing label everywhere
+        values = values.take(pc.sort_indices(values))
+        classes = tuple(str(value) for value in values.to_pylist())
+    return classes, values
+
+
+def _labels(
+    title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array
+) -> np.ndarray:
+    """int64[N] class ids, or bool[N, C] of a column of lists. Every label must be one of `values`."""
+    cells = _cells(split, column)
+    several = _is_list(cells.type)
+    if len(classes) < (1 if several else 2):
+        found = f"only the class {classes[0]}" if classes else "no class"
+        raise Refused(f"--data {title}: {found} in column {column}; needs {1 if several else 2} or more")
+    if cells.null_count:
+        row = pc.index(cells.is_null(), True).as_py()
+        raise Refused(f"--data {title}: row {row} has no label in column {column} (null); remove the row or label it")
+    flat = pc.list_flatten(cells) if several else cells
+    rows = pc.list_parent_indices(cells).to_numpy() if several else np.arange(len(flat))
+    ids = pc.index_in(flat.cast(values.type), value_set=values).fill_null(-1).to_numpy().astype(np.int64)
+    if (ids < 0).any():
+        first = int(np.argmin(ids))
+        range_text = f"0 to {len(classes) - 1}" if _names_of(split.features[column]) else ", ".join(classes[:10])
+        raise Refused(
+            f"--data {title}: row {rows[first]} has label {flat[first].as_py()!r} in column {column}, "
+            f"but the {len(classes)} classes are {range_text}; remove the row or correct it"
+        )
+    if not several:
+        return ids
+    matrix = np.zeros((len(cells), len(classes)), bool)
+    matrix[rows, ids] = True
+    twice = np.flatnonzero(np.bincount(rows, minlength=len(cells)) > matrix.sum(axis=1))
+    if twice.size:
+        raise Refused(
+            f"--data {title}: row {twice[0]} has a class twice in column {column}; "
+            "a row lists the classes it shows, not a 0 or 1 for each"
+        )
+    return matrix

@@ -1,0 +1,259 @@
+"""Where can people watch the run? (W&B, TensorBoard or Trackio: Accelerate's trackers, in a thread of their own)
+
+A tracker is a window on the run, never a part of it: `metrics.jsonl` in the run folder is the truth. So whatever a
+tracker needs (its import, its login, its network, its disk) happens in one daemon thread behind a queue. Training only
+puts rows into that queue, and a tracker that fails is said once.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+
+from common.errors import Refused
+
+PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "none": ()}
+MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
+INIT_TIMEOUT_S = (
+    20.0  # then W&B goes offline; less than the next line, so that a short run keeps its rows without network
+)
+FINISH_TIMEOUT_S = 30.0
+
+
+class Tracker:
+    """Sends rows, results and pictures to a tracker without waiting for it or failing with it.
+
+    Every rank makes one and calls it alike; only the main process sends. Values are plain numbers and texts.
+    `finish` belongs into a `finally`: W&B's own exit hook can wait minutes for a network that isn't there.
+
+    Args:
+        kind: "wandb", "tensorboard", "trackio" or "none".
+        folder: The run folder; the tracker's files go below it.
+        project: What the tracker groups runs by.
+        name: The run's name for people.
+        config: The run's complete config.
+        run_id: The `run_id` of the run that goes on; None for a new one.
+        sent_up_to: The last step the tracker has; rows up to it are not sent again.
+        say: Tells people one line; also called from the tracker's thread.
+
+    Attributes:
+        run_id: Keep it in the run folder: the next start that is given it continues the same W&B run.
+
+    Raises:
+        Refused: The kind is unknown or its package is missing (on every rank, before anything expensive).
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        kind: str,
+        *,
+        folder: Path,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+        sent_up_to: int = 0,
+        say: Callable[[str], None] = print,
+    ):
+        if kind not in PACKAGES:
+            raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
+        if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
+            raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
+        self.run_id = run_id or secrets.token_hex(4)
+        self._kind, self._say, self._sent_up_to, self._step = kind, say, sent_up_to, sent_up_to
+        self._where, self._failed = "", False
+        self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if kind != "none" and accelerator.is_main_process:
+            backend = {"wandb": _WandB, "tensorboard": _TensorBoard, "trackio": _Trackio}[kind]
+            start = functools.partial(backend, folder, project, name, dict(config), self.run_id, sent_up_to, say)
+            self._thread = threading.Thread(target=self._serve, args=(start,), name="tracker", daemon=True)
+            self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queues one row: microseconds, whatever state the tracker is in."""
+        if step > self._sent_up_to:
+            self._step, row = step, dict(metrics)
+            self._put(lambda backend: backend.log(step, row))
+
+    def summary(self, values: Mapping[str, float | int | str]) -> None:
+        """Queues the run's results: what a table of runs shows."""
+        self._put(lambda backend, values=dict(values): backend.summary(values))
+
+    def images(self, pictures: Mapping[str, Path]) -> None:
+        """Queues picture files; they are shown at the step that was logged last."""
+        self._put(lambda backend, step=self._step, pictures=dict(pictures): backend.images(step, pictures))
+
+    def where(self) -> str:
+        """An address, or a folder and the command that shows or uploads it; "" while there is none."""
+        return self._where
+
+    def finish(self, exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S) -> None:
+        """Sends what is queued and closes the run; leaves it behind when `timeout_s` are over.
+
+        An `exit_code` other than 0 marks a W&B run as failed.
+        """
+        self._calls.put(lambda backend: backend.finish(exit_code))
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self._fail(f"not done {timeout_s:g} s after the end")
+
+    def _put(self, call: Callable[["_Backend"], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            return
+        if self._calls.qsize() < MOST_WAITING:
+            self._calls.put(call)
+        else:
+            self._fail(f"it hangs, rows from step {self._step} on are left out")
+
+    def _serve(self, start: Callable[[], "_Backend"]) -> None:
+        try:
+            backend = start()
+        except Exception as error:  # nothing a tracker does may reach the training
+            return self._fail(_one_line(error))
+        self._where = backend.where
+        while call := self._calls.get():
+            try:
+                call(backend)
+            except Exception as error:
+                self._fail(_one_line(error))
+
+    def _fail(self, reason: str) -> None:
+        if self._kind == "wandb":
+            _drop_exit_hook_of_wandb()
+        if not self._failed:
+            self._failed = True
+            self._say(f"{self._kind} failed ({reason}): training goes on, metrics.jsonl has every row")
+
+
+class _Backend:
+    """What runs in the thread: one of Accelerate's trackers. Making one starts it."""
+
+    tracker: Any
+    where: str
+
+    def log(self, step: int, metrics: dict) -> None:
+        self.tracker.log(metrics, step=step)
+
+    def summary(self, values: dict) -> None:
+        self.tracker.log({f"summary/{key}": value for key, value in values.items()})
+
+    def finish(self, exit_code: int) -> None:
+        self.tracker.finish()
+
+
+class _WandB(_Backend):
+    """Online with credentials, else offline; offline as well when the server can't be reached."""
+
+    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+        files = _writable(folder / "wandb")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        def start(mode: str) -> WandBTracker:
+            settings = wandb.Settings(
+                console="off",  # the training thread would pay for capturing prints, and the run folder has its own log
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=FINISH_TIMEOUT_S - 5,
+                finish_timeout_raises=True,
+                x_transaction_log_flush_interval=1.0,  # seconds of rows that a killed run can lose; else 15
+            )
+            run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
+            tracker = WandBTracker(project, **run)
+            tracker.start()
+            return tracker
+
+        mode = wandb.setup().settings.mode  # from WANDB_MODE or a settings file
+        online = mode in ("online", "shared")
+        try:
+            no_key = online and not wandb.login(prompt=False, verify=False)
+            self.tracker = start("offline" if no_key else mode)
+        except Exception as error:
+            if not online:
+                raise
+            say(f"W&B can't be reached ({_one_line(error)}): its rows are written offline")
+            wandb.teardown()  # its service still holds the run id
+            self.tracker = start("offline")
+        self.run = self.tracker.tracker
+        # The step is a column of ours: W&B's own counts rows, and starts from 0 in an offline resume.
+        self.run.define_metric("*", step_metric="step")
+        self.tracker.store_init_configuration(config)
+        offline = "" if self.run.disabled else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
+        self.where = self.run.url or offline
+
+    def log(self, step, metrics):
+        self.tracker.log({"step": step, **metrics})
+
+    def summary(self, values):
+        self.run.summary.update(values)
+
+    def images(self, step, pictures):
+        import wandb
+
+        self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
+
+    def finish(self, exit_code):
+        self.run.finish(exit_code=exit_code)
+
+
+class _TensorBoard(_Backend):
+    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+        files = _writable(folder / "tensorboard")
+        # purge_step hides what a killed run wrote beyond the step from which it goes on.
+        self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=sent_up_to + 1)
+        self.tracker.start()
+        self.tracker.tracker.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+        self.where = f"{files} (to look: tensorboard --logdir {files})"
+
+    def images(self, step, pictures):
+        import numpy
+        from PIL import Image
+
+        for key, path in pictures.items():
+            pixels = numpy.asarray(Image.open(path).convert("RGB"))[None]  # [1, height, width, 3]
+            self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
+
+
+class _Trackio(_Backend):
+    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+        files = _writable(folder / "trackio")
+        os.environ["TRACKIO_DIR"] = str(files)  # read when the package is imported
+        self.tracker = TrackioTracker(project, name=name, resume="allow", config=config, embed=False)
+        self.tracker.start()
+        self.where = f"{files} (to look: TRACKIO_DIR={files} trackio show)"
+
+    def images(self, step, pictures):
+        import trackio
+
+        self.log(step, {key: trackio.Image(str(path)) for key, path in pictures.items()})
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made when missing: W&B would quietly take the machine's temporary folder instead."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} is read-only")
+    return folder
+
+
+def _drop_exit_hook_of_wandb() -> None:
+    """W&B's exit hook waits for its service, also a hanging one; the service ends with this process by itself."""
+    with contextlib.suppress(Exception):  # not imported, not started, or another version of W&B
+        sys.modules["wandb.sdk.wandb_setup"]._singleton.assert_service()._cleanup()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

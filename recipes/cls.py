@@ -1,0 +1,340 @@
+"""Train an image classifier: the same run on one CPU, one GPU, many GPUs or many machines.
+
+    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/cls.py --config recipes/presets/digits.yaml
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --data /data/flowers \
+        --config recipes/presets/finetune.yaml
+
+The defaults train on the handwritten digits that scikit-learn ships. How the global batch is spread over processes and
+micro-steps is derived and changes nothing: losses and weights are those of any other layout. Kill it at any moment, start
+the same command again on whatever hardware there is, and it goes on from the last complete checkpoint.
+This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
+from common.augmentation import evaluation_transform, training_transform
+from common.balancing import class_weights, sample_weights
+from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
+from common.config import AugmentationConfig, OptimizationConfig, RunConfig, parse
+from common.errors import Refused
+from common.metrics import ClassificationCounts, Mistakes
+from common.optimization import (
+    Schedule,
+    build_ema,
+    build_optimizer,
+    clip_gradients,
+    peak_learning_rate,
+    set_learning_rate,
+)
+from common.plan import BatchPlan
+from common.randomness import key_of, seed_generators
+from common.resume import load_model
+from common.run import Run
+from common.state import TrainingState
+from common.stream import Stream
+from common.wrapping import warm_up
+
+
+@dataclass
+class Config(AugmentationConfig, OptimizationConfig, RunConfig):
+    """Image classification with timm models. Defaults < --config file.yaml < flags."""
+
+    data: str = "digits"
+    """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
+    model: str = "test_resnet"
+    """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
+    pretrained: bool = False
+    """Start from the weights that timm publishes for the model; a head for other classes is new."""
+    image_size: int = 32
+    """Side of the square that the model sees, in pixels (0: the model's own)."""
+    crop_pct: float = 1.0
+    """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
+    val_share: float = 0.2
+    """Share of the images that is held out where the data has no validation part."""
+    image_column: str = ""
+    """Hugging Face data: column of the images (default: found by its type)."""
+    label_column: str = ""
+    """Hugging Face data: column of the labels (default: found by its type)."""
+    loss: Literal["ce", "bce"] = "ce"
+    """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread over all classes."""
+    class_weights: str = "none"
+    """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
+    sampling: Literal["natural", "sqrt", "balanced"] = "natural"
+    """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
+    """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
+    norm_batch_size: int = 16
+    """batch_norm group: consecutive samples that share statistics."""
+    drop: float = 0.0
+    """Dropout before the head. Its masks depend on the layout: runs on different layouts agree only statistically."""
+    drop_path: float = 0.0
+    """Stochastic depth, drawn per sample and layer."""
+    freeze_backbone: bool = False
+    """Train the head only; BatchNorm statistics stay as well."""
+    grad_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    channels_last: bool = False
+    """Keep pixels of all channels together in memory: faster convolutions on GPUs under fp16 and bf16."""
+    compile: bool = False
+    """torch.compile the model."""
+    eval_only: str = ""
+    """Only evaluate this checkpoint or exported model, and print the results."""
+
+
+def build_data(config: Config):
+    """Training and validation images, and the fingerprint of both, which all ranks must share."""
+    with main_process_first("reading the data", local=True):  # it may download and convert
+        train, val = sources.load(
+            config.data,
+            seed=config.seed,
+            val_share=config.val_share,
+            image_column=config.image_column,
+            label_column=config.label_column,
+        )
+        if train.multi_label and config.loss != "bce":
+            raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
+    return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
+
+
+def build_model(config: Config, classes: int):
+    """The model, its number of drop path layers, and what it wants to see."""
+    with together("building the model"):
+        model = models.build_classifier(
+            config.model,
+            classes,
+            pretrained=config.pretrained,
+            image_size=config.image_size,
+            drop=config.drop,
+            drop_path=config.drop_path,
+            seed=config.seed,
+        )
+        if config.grad_checkpointing:
+            models.checkpoint_gradients(model, config.model)
+    if config.freeze_backbone:
+        models.freeze_backbone(model)
+    norm = "frozen" if config.freeze_backbone else config.batch_norm
+    batch_norm.convert(model, norm, group_size=config.norm_batch_size)
+    model.to(dtype=getattr(torch, config.dtype))
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model, drop_path.convert(model), models.data_config(model, config.image_size, config.crop_pct)
+
+
+def build_plan(config: Config) -> BatchPlan:
+    """How the global batch is spread; MixUp pairs and norm groups stay together."""
+    pair = 2 if config.mixup or config.cutmix else 1
+    group = config.norm_batch_size if config.batch_norm == "group" else 1
+    plan = BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size, unit=math.lcm(pair, group))
+    if config.batch_norm in ("node", "global") and plan.micro_steps > 1:
+        raise Refused(
+            f"--batch_norm {config.batch_norm} needs the whole share of a process at once, not {plan.micro_steps} micro-steps: "
+            f"raise --max_micro_batch_size to {-(-config.global_batch_size // plan.world_size)}, or take --batch_norm group"
+        )
+    return plan
+
+
+def build_stream(config: Config, train: sources.Source) -> Stream:
+    """The endless sequence of training samples."""
+    weights = sample_weights(config.sampling, train.labels, len(train.classes))
+    return Stream(len(train), config.global_batch_size, config.seed, config.repeats, weights)
+
+
+def build_inputs(config: Config, train: sources.Source, data_config: dict, device: torch.device):
+    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and inputs(batch) -> images and targets [B, K], mixed."""
+    dtype, classes = getattr(torch, config.dtype), len(train.classes)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    mean, std = (
+        255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None] for key in ("mean", "std")
+    )
+    uniform = 0.5 if train.multi_label else 1 / classes
+
+    def normalize(images):
+        return images.to(dtype, memory_format=layout).sub_(mean).div_(std)
+
+    def inputs(batch):
+        targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
+        targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
+        images = normalize(batch.images)
+        return (images, targets) if batch.mixing is None else mixing.blend(images, targets, batch.mixing)
+
+    return normalize, inputs
+
+
+def build_loss(config: Config, train: sources.Source, device: torch.device):
+    """losses(logits [B, K], targets [B, K]) -> [B]: one a sample, never a mean over the micro-batch."""
+    weights = class_weights(config.class_weights, train.labels, train.classes)
+    weights = torch.as_tensor(weights if weights is not None else 1.0).to(device, getattr(torch, config.dtype))
+
+    def losses(logits, targets):
+        logits = logits.to(targets.dtype)  # out of half precision
+        if config.loss == "bce":
+            return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights).mean(1)
+        return -(targets * weights * logits.log_softmax(1)).sum(1)
+
+    return losses
+
+
+def build_val_loader(config: Config, val: sources.Source, data_config: dict):
+    """Batches of the validation set, of a size that does not depend on the layout."""
+    samples = loading.EvaluationSamples(val, evaluation_transform(data_config))
+    return loading.evaluation_loader(samples, config.max_micro_batch_size, loading.worker_count(config.workers))
+
+
+@torch.no_grad()
+def evaluate(model, loader, accelerator, normalize, val):
+    """Results over every validation image once, whatever the layout; the counts behind them and the worst mistakes."""
+    counts = ClassificationCounts(len(val.classes), accelerator.device, multi_label=val.multi_label)
+    mistakes = Mistakes()
+    model.eval()
+    for batch in loader:
+        batch = batch.to(accelerator.device)
+        with accelerator.autocast():
+            logits = model(normalize(batch.images))  # [B, K]
+        counts.update(logits, batch.labels, batch.readable)
+        if not val.multi_label:
+            mistakes.update(logits.float().softmax(1), batch.labels, batch.positions, batch.readable)
+    model.train()
+    counts = counts.reduce()
+    results = counts.results()
+    if results["count"] != len(val):
+        raise RuntimeError(f"evaluated {results['count']} images of {len(val)}: each must count exactly once")
+    return results, counts, mistakes.merge()
+
+
+def evaluate_only(config: Config, accelerator) -> None:
+    """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
+    path = Path(config.eval_only)
+    exported = (path / "config.json").is_file()
+    train, val, _ = build_data(config)
+    model, _, data_config = build_model(
+        dataclasses.replace(config, model=str(path)) if exported else config, len(val.classes)
+    )
+    if not exported:
+        with together("loading the checkpoint"):
+            load_model(model, path)
+    normalize, _ = build_inputs(config, train, data_config, accelerator.device)
+    loader = build_val_loader(config, val, data_config)
+    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
+    launch.say(json.dumps({"eval_only": str(path)} | results))
+
+
+def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
+    """Pictures of the last evaluation."""
+    if counts.confusion is not None:
+        run.draw("confusion", pictures.confusion, counts.confusion, val.classes)
+    if mistakes:
+        indices, labels, predictions, confidences = zip(*mistakes, strict=True)
+        images = [val.image(index) for index in indices]
+        run.draw("mistakes", pictures.mistakes, images, labels, predictions, confidences, val.classes)
+
+
+def main() -> None:
+    config = parse(Config)
+    accelerator = launch.start()
+    if config.eval_only:
+        return evaluate_only(config, accelerator)
+
+    with Run(config, accelerator, recipe="cls") as run:
+        plan = build_plan(config)
+        train, val, fingerprint = build_data(config)
+        stream = build_stream(config, train)
+        schedule = Schedule(config, stream, run.length(stream))
+        bare, drop_path_layers, data_config = build_model(config, len(train.classes))
+        normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
+        losses_of = build_loss(config, train, accelerator.device)
+        transform = training_transform(config, data_config)
+        samples = loading.TrainingSamples(
+            train, stream, transform, config.seed, config.mixup, config.cutmix, drop_path_layers
+        )
+        val_loader = build_val_loader(config, val, data_config)
+
+        bare.to(accelerator.device)
+        ema = build_ema(config, bare)
+        if config.compile:
+            bare.compile()
+        model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
+        blank = torch.zeros(
+            plan.micro_batch_sizes[0], *data_config["input_size"], dtype=torch.uint8, device=accelerator.device
+        )
+        drop_path.set_draws(bare, torch.zeros(drop_path_layers, len(blank), device=accelerator.device))
+        warm_up(model, bare, lambda: model(normalize(blank)).sum())
+
+        run.describe(
+            {
+                "data": f"{config.data}: {len(train):,} + {len(val):,} images, {len(train.classes)} classes, {fingerprint}",
+                "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                "input": f"{data_config['input_size']}",
+                "layout": launch.describe(accelerator),
+                "batch": str(plan),
+                "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
+                "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
+                "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
+                "run folder": f"{run.path}",
+            }
+        )
+        state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
+        first, last = run.start(state, stream, schedule, fingerprint), schedule.total_steps
+        loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
+        batches = loading.Feed(loader, accelerator.device)
+
+        bare.train()
+        for step in range(first, last):
+            set_learning_rate(optimizer, schedule(step))
+            losses, positions = [], []
+            for micro_step in range(plan.micro_steps):
+                batch = next(batches)
+                images, targets = inputs(batch)
+                drop_path.set_draws(bare, batch.drop_path)
+                seed_generators(key_of(config.seed, "model", step, micro_step, rank()))  # for dropout
+                is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
+                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                    with accelerator.autocast():
+                        logits = model(images)  # [B, K]
+                    loss = losses_of(logits, targets)  # [B]
+                    accelerator.backward(loss.sum() * plan.loss_scale)
+                losses.append(loss.detach())
+                positions.append(batch.positions)
+
+            accelerator.unscale_gradients(optimizer)
+            grad_norm = clip_gradients(bare.parameters(), config.clip, config.clip_mode)
+            optimizer.step()
+            optimizer.zero_grad()
+            batch_norm.update_running_statistics(bare)
+            done = step + 1
+            if ema:
+                ema.update(bare, done)
+            run.observe(done, torch.cat(losses), torch.cat(positions), grad_norm, *batches.take())
+
+            if run.evaluates(done):
+                run.settle()
+                results, counts, mistakes = evaluate(bare, val_loader, accelerator, normalize, val)
+                if ema:
+                    of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
+                    results |= {f"ema_{key}": value for key, value in of_ema.items()}
+                if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
+                    run.keep_best(
+                        partial(models.export, ema.module if ema else bare, val.classes, data_config, results)
+                    )
+                if done == last:
+                    draw(run, val, counts, mistakes)
+            if run.saves(done):
+                run.save(done)
+            if run.stopping:
+                break
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,63 @@
+"""How do tests run a function on several real gloo processes without starting these for every case?"""
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+PATIENCE = 120  # seconds until a case counts as hanging
+
+
+class Processes:
+    """Up to `most` worker processes, started once; each case gets a fresh process group of the size it asks for."""
+
+    def __init__(self, most: int) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(most)]
+        self.connections = [here for here, _ in pipes]
+        self.workers = [context.Process(target=_serve, args=(there,), daemon=True) for _, there in pipes]
+        for worker in self.workers:
+            worker.start()
+
+    def run(self, case: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+        """What `case(*arguments)` returned on each of `ranks` ranks; it is a function at the top of a test module."""
+        with tempfile.NamedTemporaryFile() as file:
+            for rank, connection in enumerate(self.connections[:ranks]):
+                connection.send((case, arguments, f"file://{file.name}.store", rank, ranks))
+            answers = []
+            for rank, connection in enumerate(self.connections[:ranks]):
+                if not connection.poll(PATIENCE):
+                    for worker in self.workers:
+                        worker.kill()
+                    raise AssertionError(f"{case.__name__}: rank {rank} hangs")
+                answers.append(connection.recv())
+        if failures := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:
+            raise AssertionError("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for connection, worker in zip(self.connections, self.workers, strict=True):
+            connection.close()  # which ends the worker
+            worker.join()
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            case, arguments, store, rank, ranks = connection.recv()
+        except EOFError:
+            return
+        dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), rank=rank, world_size=ranks)
+        try:
+            answer = ("", case(*arguments))
+        except BaseException:  # whatever it is, the test has to see it
+            answer = (traceback.format_exc(), None)
+        dist.destroy_process_group()
+        connection.send(answer)

@@ -1,0 +1,102 @@
+"""What do tests that launch the real scripts share?"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A test's launch inherits no world, no precision and no account from the shell it was started in.
+NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "TORCHELASTIC_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+@dataclass
+class Started:
+    """A command that runs. Its output goes to files: a pipe would stay open as long as an orphaned rank lives."""
+
+    process: subprocess.Popen
+    stdout: Path
+    stderr: Path
+
+    def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for the end, at most `timeout` seconds; past that the command and its descendants are killed."""
+        family = psutil.Process(self.process.pid)
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            for process in [family, *family.children(recursive=True)]:
+                process.kill()
+            pytest.fail(f"no end within {timeout} s\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
+        return subprocess.CompletedProcess(
+            self.process.args, self.process.returncode, self.stdout.read_text(), self.stderr.read_text()
+        )
+
+
+class Launcher:
+    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def start(
+        self,
+        config: str,
+        script: str | Path,
+        *arguments: object,
+        flags: Sequence[object] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Started:
+        """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml", *flags]
+        return self.start_python(*launcher, script, *arguments, env=env)
+
+    def start_python(self, *arguments: object, env: Mapping[str, str] | None = None) -> Started:
+        """`python <arguments>`."""
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(NOT_INHERITED) and name not in NOT_INHERITED_NAMES
+        }
+        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
+        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                cwd=ROOT,
+                env={**inherited, "HOME": str(self.home), "OMP_NUM_THREADS": "1", **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        return Started(process, *outputs)
+
+    def __call__(
+        self, config: str, script: str | Path, *arguments: object, timeout: float = 120, **options
+    ) -> subprocess.CompletedProcess[str]:
+        """`start` and wait for the end."""
+        return self.start(config, script, *arguments, **options).finish(timeout)
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """`launch("multi_cpu", script, "--seed", 1, flags=["--num_processes", 3])`; `launch.start` doesn't wait for it."""
+    return Launcher(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Gives a TCP port that nothing listens on."""
+
+    def find() -> int:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return listener.getsockname()[1]
+
+    return find

@@ -1,0 +1,176 @@
+"""Does every file of accelerate_configs/ start the world that it promises?"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+from common.errors import Refused
+from common.launch import check_launch
+
+FOLDER = Path(__file__).parent.parent / "accelerate_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node", "4node")
+PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
+# All that the files need. Accelerate 1.15 takes more keys and ignores some: rdzv_backend, same_network,
+# enable_cpu_affinity, downcast_bf16.
+KEYS = {
+    "distributed_type",
+    "gpu_ids",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "mixed_precision",
+    "num_machines",
+    "num_processes",
+    "use_cpu",
+}
+
+# Every rank writes the world that it got, and a sum over ranks that only ranks which hear each other can know.
+PROBE = """
+import json, os, sys, torch
+from common.errors import Refused
+from common.launch import describe, start
+try:
+    accelerator = start()
+except Refused as refusal:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"refused: {refusal}", file=sys.stderr)
+    sys.exit(1)
+rank = accelerator.process_index
+total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
+with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
+    json.dump([accelerator.num_processes, total, describe(accelerator)], file)
+accelerator.end_training()
+"""
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    script = tmp_path_factory.mktemp("probe") / "probe.py"
+    script.write_text(PROBE)
+    return script
+
+
+def worlds(folder: Path) -> dict[str, list]:
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+
+
+def keys_of(name: str) -> dict[str, object]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+@pytest.mark.smoke
+def test_every_layout_has_its_files() -> None:
+    names = {f"{layout}{suffix}" for layout in GPU_LAYOUTS for suffix in PRECISIONS}
+    assert {path.stem for path in FILES} == names | {"cpu", "multi_cpu", "mps", "2node_cpu"}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_holds_only_keys_that_have_an_effect(path: Path) -> None:
+    assert set(yaml.safe_load(path.read_text())) <= KEYS
+    config = load_config_from_file(str(path))
+    assert config.num_processes % config.num_machines == 0
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_opens_with_the_command_for_each_of_its_machines(path: Path) -> None:
+    comment = re.match(r"(#.*\n)+", path.read_text()).group()
+    commands = [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", comment)]
+    parsed = [launch_command_parser().parse_args(command[2:]) for command in commands]
+    machines = load_config_from_file(str(path)).num_machines
+    assert {arguments.config_file for arguments in parsed} == {f"accelerate_configs/{path.name}"}
+    assert {arguments.training_script for arguments in parsed} == {"recipes/cls.py"}
+    assert [arguments.machine_rank for arguments in parsed] == (list(range(machines)) if machines > 1 else [None])
+    assert all((arguments.main_process_ip is not None) == (machines > 1) for arguments in parsed)
+
+
+@pytest.mark.smoke
+def test_gpu_files_of_a_layout_differ_in_precision_alone() -> None:
+    for layout in GPU_LAYOUTS:
+        for suffix, precision in PRECISIONS.items():
+            assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
+
+
+@pytest.mark.smoke
+def test_more_machines_differ_in_number_alone() -> None:
+    two, four = keys_of("2node"), keys_of("4node")
+    assert {key for key in four if two.get(key) != four[key]} == {"num_machines", "num_processes", "machine_rank"}
+    assert four["num_processes"] / 4 == two["num_processes"] / 2 == keys_of("multi_gpu")["num_processes"]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", [path for path in FILES if "cpu" not in path.stem], ids=lambda path: path.stem)
+def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    environ = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "WORLD_SIZE": str(config.num_processes)}
+    with pytest.raises(Refused, match="this machine shows none"):
+        check_launch(environ, accelerators=0, asked_for=config.num_processes)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "layout"),
+    [
+        ("cpu", [], [1, 1, "1 process, cpu, fp32"]),
+        ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32"]),
+        pytest.param(
+            "multi_cpu",
+            ["--num_processes", 3, "--mixed_precision", "bf16"],
+            [3, 6, "3 processes on 1 node, cpu (gloo), bf16"],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, config, flags, layout) -> None:
+    done = launch(config, probe, tmp_path, flags=flags)
+    assert done.returncode == 0, done.stderr
+    assert worlds(tmp_path) == {f"rank{rank}.json": layout for rank in range(layout[0])}
+
+
+def on_two_machines(launch, free_port: Callable[[], int], probe: Path, folder: Path, processes: int) -> list:
+    """Both launchers of 2node_cpu on this machine, run to their end."""
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", processes]
+    started = [launch.start("2node_cpu", probe, folder, flags=["--machine_rank", rank, *address]) for rank in range(2)]
+    return [node.finish() for node in started]
+
+
+def test_a_rehearsal_of_two_machines_makes_one_world(launch, free_port, probe, tmp_path) -> None:
+    nodes = on_two_machines(launch, free_port, probe, tmp_path, processes=2)
+    assert [node.returncode for node in nodes] == [0, 0], nodes
+    layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32"]
+    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
+
+
+@pytest.mark.long
+def test_three_processes_on_two_machines_are_refused_instead_of_running_two(launch, free_port, probe, tmp_path) -> None:
+    nodes = on_two_machines(launch, free_port, probe, tmp_path, processes=3)
+    assert all(node.returncode != 0 for node in nodes)
+    assert "refused: launched for 3 processes, but the world has 2" in nodes[0].stderr
+    assert worlds(tmp_path) == {}
+
+
+def test_a_forgotten_flag_of_two_machines_is_named_at_once(launch, probe, tmp_path) -> None:
+    rank, address = ["--machine_rank", 1], ["--main_process_ip", "127.0.0.1"]
+    without_rank = launch.start("2node_cpu", probe, tmp_path, flags=address)
+    without_address = launch.start("2node_cpu", probe, tmp_path, flags=rank)
+    for started, said in ((without_rank, "pass --machine_rank"), (without_address, "pass --main_process_ip")):
+        done = started.finish(timeout=60)
+        assert done.returncode != 0
+        assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
+def test_a_gpu_file_without_gpus_is_refused_once_instead_of_training_alone(launch, probe, tmp_path) -> None:
+    done = launch("multi_gpu", probe, tmp_path, flags=["--num_processes", 2])
+    assert done.returncode != 0
+    assert done.stderr.count("refused: launched for 2 GPUs, but this machine shows none") == 1
+    assert worlds(tmp_path) == {}
