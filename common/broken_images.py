@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.errors import Refused
+from common.ledger import Ledger
 
 _WINDOW = 1_000  # samples, at least, over which the share is judged
 
@@ -12,28 +13,27 @@ _WINDOW = 1_000  # samples, at least, over which the share is judged
 class BrokenImages:
     """Counts over fixed windows of the stream, so that the verdict is the same on any layout and after a resume."""
 
+    ledger: Ledger
     max_share: float
     global_batch_size: int
     say: Callable[[str], None]
-    total: int = 0
-    in_window: int = 0
     _named: set[str] = field(default_factory=set)
 
     def count(self, step: int, names: Iterable[str]) -> None:
-        """Add what step `step` (from 1) met on all ranks. Raises `Refused` when its window has more than `max_share`."""
+        """Add what step `step` (from 1) met on all ranks. Raises `Refused` beyond `max_share` of its window."""
         names = list(names)
         steps = -(-_WINDOW // self.global_batch_size)
         if (step - 1) % steps == 0:
-            self.in_window = 0
-        self.total += len(names)
-        self.in_window += len(names)
+            self.ledger.broken_in_window = 0
+        self.ledger.broken += len(names)
+        self.ledger.broken_in_window += len(names)
         for name in dict.fromkeys(names):
             if name not in self._named:
                 self._named.add(name)
                 self.say(f"can't be read, its neighbour stands in: {name}")
-        if self.in_window > self.max_share * steps * self.global_batch_size:
+        if self.ledger.broken_in_window > self.max_share * steps * self.global_batch_size:
             raise Refused(
-                f"step {step}: {self.in_window} of at most {steps * self.global_batch_size} images could not be read "
+                f"step {step}: {self.ledger.broken_in_window} of at most {steps * self.global_batch_size} images could not be read "
                 f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {self.max_share}: "
                 "mend the data, or raise the limit"
             )

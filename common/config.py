@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import io
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -145,16 +146,10 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     config = _parse(config_class, argv, default, program or Path(sys.argv[0]).name)
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
-        if (
-            isinstance(value, float)
-            and value != value
-            or low is not None
-            and value < low
-            or high is not None
-            and value > high
-        ):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not finite or (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise Refused(f"--{field.name} {value}: must be {limit}")
+            raise Refused(f"--{field.name} {value}: must be {limit if low is not None else 'a finite number'}")
     return config
 
 

@@ -53,7 +53,6 @@ class Health:
 
     global_batch_size: int
     fp16: bool = False
-    skipped: int = 0  # fp16 steps in the whole run that were skipped
     skipped_in_a_row: int = 0
     _posted: deque = field(default_factory=deque)
 
@@ -110,7 +109,6 @@ class Health:
             posted.work.wait()
         loss, bad, wait, broken, stop = posted.summed.tolist()
         skipped = self.fp16 and not math.isfinite(posted.grad_norm)
-        self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if bad and not skipped:
             self._refuse(posted)

@@ -30,6 +30,11 @@ class Journal:
             sys.stdout.flush()
             self._folder.log(text)
 
+    def table(self, rows: dict[str, str]) -> None:
+        """Names and values, one a line."""
+        width = max(map(len, rows))
+        self.say("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar and the dashboard, for a run of `total` steps of which `done` are done."""
         self._tracker, self._total, self._first, self._began = tracker, total, done, time.perf_counter()

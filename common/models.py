@@ -39,15 +39,22 @@ def build_classifier(
     known = local or source.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
     if not known:
         raise Refused(f"--model {name}: not a model of timm {timm.__version__}{nearest(name, timm.list_models())}")
-    options = {"drop_rate": drop or None, "drop_path_rate": drop_path or None}
+    options = {"drop_rate": drop, "drop_path_rate": drop_path}  # some models drop by default: 0 is passed on, too
     default = None if ":" in source else timm.get_pretrained_cfg(name)
     if image_size and default is not None and default.fixed_input_size:
         options["img_size"] = image_size
-    torch.manual_seed(seed)
     try:
-        return timm.create_model(source, pretrained=pretrained or local, num_classes=classes, **options)
-    except TypeError as error:
-        raise Refused(f"--model {name}: does not take one of --drop, --drop_path, --image_size ({error})") from None
+        while True:
+            torch.manual_seed(seed)
+            try:
+                return timm.create_model(source, pretrained=pretrained or local, num_classes=classes, **options)
+            except TypeError as error:  # of an option that this model does not know
+                unknown = [option for option in options if f"'{option}'" in str(error)]
+                if not unknown or any(options[option] for option in unknown):
+                    raise Refused(
+                        f"--model {name}: does not take --drop, --drop_path or --image_size ({error})"
+                    ) from None
+                del options[unknown[0]]
     except (RuntimeError, OSError, ValueError) as error:
         weights = (
             " with pretrained weights (is the hub in reach?); without --pretrained it starts from random"

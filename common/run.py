@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from common.environment import environment
 from common.errors import Refused
 from common.health import Health, Report
 from common.journal import Journal
+from common.ledger import Ledger
 from common.optimization import Schedule
 from common.resume import choose
 from common.run_folder import RunFolder
@@ -47,29 +48,26 @@ class Run:
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
-        self.step, self.stopping = 0, False
-        self.best: dict[str, float] = {}
-        self.last: dict[str, float] = {}
         with together("opening the run folder"):
             self._folder = RunFolder(self.path) if is_main() else None
         self._journal = Journal(self._folder)
         self.say = self._journal.say
+        self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
-        self._broken = BrokenImages(config.max_broken_share, config.global_batch_size, self.say)
         self._signal = ""
-        self._started = False
-        self._seconds = 0.0  # of training, over all starts
-        self._row_steps, self._row_seconds, self._row_wait = 0, 0.0, 0.0  # since the last row
+        self._started = self._stopping = False
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        asked_to_stop = error is None and self.stopping and self.step < self.total_steps
+        stopped = error is None and self._ledger.step < self.total_steps
         try:
-            if asked_to_stop or isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self._end("resumable", self._signal or "stopped on request", patience=5.0)
+            if not self._started:
+                self._leave_no_trace()
+            elif stopped or isinstance(error, (KeyboardInterrupt, SystemExit)):
+                self._end("resumable", self._signal or kind.__name__, patience=5.0)
             elif error is None:
                 self._end("finished", "", patience=30.0)
             else:
@@ -81,7 +79,7 @@ class Run:
                 self._folder.close()
             if self._scratch and is_main():
                 shutil.rmtree(self._scratch, ignore_errors=True)
-        if asked_to_stop:
+        if stopped:
             sys.exit(RESUMABLE)
 
     # --- before the first step
@@ -93,13 +91,12 @@ class Run:
 
     def describe(self, rows: dict[str, str]) -> None:
         """The start table."""
-        self.say(_table(rows))
+        self._journal.table(rows)
 
     def start(self, state: TrainingState, stream: Stream, schedule: Schedule, fingerprint: str) -> int:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done."""
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
         self._identity = identity(self.config) | {"data": fingerprint}
-        self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
         with together("choosing a checkpoint"):
             found = choose(self.config.resume, self._checkpoints, self._identity, self.say) if is_main() else None
         if found := broadcast_object(found):
@@ -107,16 +104,26 @@ class Run:
                 state.check(found.shapes(), str(found.path))
                 state.load(found.tensors(), found.record["numbers"])
             self._take_over(found)
+        size = self.config.global_batch_size
+        self._health = Health(size, fp16=state.scaler is not None)
+        self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
+        self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(self.accelerator.mixed_precision)
         with together("writing the run folder"):
             if self._folder:
                 self._open_files(facts)
-        self._durations: dict[int, float] = {}
         self._started = True
-        self.resume_clock()
-        return self.step
+        return self._ledger.step
 
     # --- every step
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are to be made, until the last, or until some rank was asked to stop."""
+        for step in range(self._ledger.step, self.total_steps):
+            self._began = time.perf_counter()
+            yield step
+            if self._stopping:
+                return
 
     def observe(
         self,
@@ -128,12 +135,12 @@ class Run:
         broken: tuple[str, ...],
     ) -> None:
         """Hand over what this rank's share of `step` made: per-sample losses [n], positions [n], seconds waited for data."""
-        now = time.perf_counter()
-        self._durations[step], self._tick = now - self._tick, now
-        self.step = step
+        self._ledger.step = step
         self._health.post(step, losses, positions, grad_norm, data_wait, broken, bool(self._signal))
+        reports = self._health.read()
+        self._seconds[step] = time.perf_counter() - self._began
         self._journal.advance(step)
-        self._take_in(self._health.read())
+        self._take_in(reports)
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`: a function of the step alone."""
@@ -141,7 +148,7 @@ class Run:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`: by the cadence, or because some rank was asked to stop."""
-        return self._due(self.config.checkpoint_every, step) or self.stopping
+        return self._due(self.config.checkpoint_every, step) or self._stopping
 
     def settle(self) -> None:
         """Wait until every step so far is known to be finite on all ranks: evaluation and checkpoints build on that."""
@@ -151,21 +158,13 @@ class Run:
         """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         self._journal.note(step, numbers)
-        self.last = {"step": step} | numbers
-        leading = f"eval/{leading}"
-        better = not self.best or (self.last[leading] or 0) > (self.best[leading] or 0)
-        if better:
-            self.best = self.last
-        return better
+        return self._ledger.judge(step, numbers, f"eval/{leading}")
 
     def keep_best(self, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new folder, which then takes the place of `best/`."""
         with together("writing best/"):
             if self._folder:
-                draft = self.path / ".best.tmp"
-                shutil.rmtree(draft, ignore_errors=True)
-                write(draft)
-                self._folder.replace_folder(draft, "best")
+                self._folder.replace("best", write)
 
     def save(self, step: int) -> None:
         """Make a checkpoint of `step`, once it is known that all its steps were finite."""
@@ -173,17 +172,11 @@ class Run:
         self._journal.flush()
         with together("writing a checkpoint"):
             if self._folder:
-                path = self._checkpoints.save(self._record(step), self._state.tensors())
+                path = self._checkpoints.save(self._record(), self._state.tensors())
                 self._journal.summary(self._summary())
                 self._folder.status("running", step)
                 if self.config.dry_run:
                     self._state.load(verify(path).tensors(), self._state.numbers())
-                    self.say("dry run: a checkpoint was written, verified and loaded")
-        self.resume_clock()
-
-    def resume_clock(self) -> None:
-        """Leave what was done since the last step out of the training time."""
-        self._tick = time.perf_counter()
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is said, not raised."""
@@ -207,93 +200,74 @@ class Run:
 
     def _take_in(self, reports: list[Report]) -> None:
         for report in reports:
-            duration = self._durations.pop(report.step)
-            self._seconds += duration
-            self.stopping = self.stopping or report.stop
+            self._ledger.take_in(report, self._seconds.pop(report.step))
             self._broken.count(report.step, report.broken)
-            self._row_steps += 1
-            self._row_seconds += duration
-            self._row_wait += report.data_wait
+            self._stopping = self._stopping or report.stop
             if report.step % self.config.log_every == 0 or self.evaluates(report.step):
                 self._journal.note(report.step, self._row(report))
-                self._row_steps, self._row_seconds, self._row_wait = 0, 0.0, 0.0
 
     def _row(self, report: Report) -> dict[str, float]:
-        samples = report.step * self.config.global_batch_size
         row = {
             "epoch": self._stream.epoch(report.step),
-            "samples": samples,
+            "samples": report.step * self.config.global_batch_size,
             "train/loss": report.loss,
             "train/lr": self._schedule(report.step - 1),
             "train/grad_norm": report.grad_norm,
-            "perf/images_per_second": self._row_steps * self.config.global_batch_size / self._row_seconds,
-            "perf/data_wait": self._row_wait / self._row_seconds,
-            "data/broken": self._broken.total,
+            **self._ledger.pace(self.config.global_batch_size),
+            "data/broken": self._ledger.broken,
         }
         if self._state.scaler:
-            row["train/loss_scale"] = self._state.scaler.get_scale()
-            row["train/skipped_steps"] = self._health.skipped
+            row |= {"train/loss_scale": self._state.scaler.get_scale(), "train/skipped_steps": self._ledger.skipped}
         if torch.cuda.is_available():
             row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return row
 
     def _take_over(self, found: Checkpoint) -> None:
-        record = found.record
-        self.step, self.best, self.last, self._seconds = (
-            record["step"],
-            record["best"],
-            record["last"],
-            record["seconds"],
-        )
-        self._broken.total, self._broken.in_window = record["broken"], record["broken_in_window"]
-        self._health.skipped = record["skipped"]
-        self.say(f"going on from step {self.step} of {self.total_steps} ({found.path})")
-        if self.step >= self.total_steps:
+        self._ledger = Ledger(**found.record["ledger"])
+        step, before, now = self._ledger.step, found.record["total_steps"], self.total_steps
+        self.say(f"going on from step {step} of {now} ({found.path})")
+        if step >= now:
             self.say("this run is finished; a larger --epochs or --max_steps takes it further")
-        elif record["total_steps"] != self.total_steps:
-            before = dataclasses.replace(self._schedule, total_steps=record["total_steps"])
+        elif before != now:
+            rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             self.say(
-                f"its length was {record['total_steps']} steps: the schedule is now that of {self.total_steps} from the start, "
-                f"so the learning rate goes on at {self._schedule(self.step):.3g} (it ended at {before(self.step - 1):.3g})"
+                f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
+                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
             )
 
-    def _record(self, step: int) -> dict:
+    def _record(self) -> dict:
         return {
-            "step": step,
+            "step": self._ledger.step,
             "total_steps": self.total_steps,
             "identity": self._identity,
             "numbers": self._state.numbers(),
-            "best": self.best,
-            "last": self.last,
-            "broken": self._broken.total,
-            "broken_in_window": self._broken.in_window,
-            "skipped": self._health.skipped,
-            "seconds": self._seconds,
+            "ledger": dataclasses.asdict(self._ledger),
             "config": dataclasses.asdict(self.config),
             "environment": self._facts,
             "tracker": self._tracker_id,
         }
 
     def _summary(self) -> dict:
-        samples = self.step * self.config.global_batch_size
+        ledger = self._ledger
+        samples = ledger.step * self.config.global_batch_size
         return {
-            "step": self.step,
-            "epoch": self._stream.epoch(self.step),
+            "step": ledger.step,
+            "epoch": self._stream.epoch(ledger.step),
             "samples": samples,
-            "best": self.best,
-            "last": self.last,
-            "train_seconds": round(self._seconds, 3),
-            "images_per_second": round(samples / self._seconds, 1) if self._seconds else None,
-            "broken": self._broken.total,
-            "skipped_steps": self._health.skipped,
+            "best": ledger.best,
+            "last": ledger.last,
+            "train_seconds": round(ledger.seconds, 3),
+            "images_per_second": round(samples / ledger.seconds, 1) if ledger.seconds else None,
+            "broken": ledger.broken,
+            "skipped_steps": ledger.skipped,
         }
 
     def _open_files(self, facts: dict) -> None:
         folder, config = self._folder, self.config
         configuration.save(config, self.path / "config.yaml")
         folder.write("environment.json", facts)
-        stood = folder.rewind(self.step)
-        folder.status("running", self.step)
+        stood = folder.rewind(self._ledger.step)
+        folder.status("running", self._ledger.step)
         tracker = Tracker(
             self.accelerator,
             "none" if config.dry_run else config.tracker,
@@ -302,51 +276,53 @@ class Run:
             name=self.path.name,
             config=dataclasses.asdict(config),
             run_id=folder.read("tracker.json").get("id"),
-            sent_up_to=stood if self.step else 0,
+            sent_up_to=stood if self._ledger.step else 0,
             say=self.say,
         )
         self._facts, self._tracker_id = facts, tracker.run_id
         folder.write("tracker.json", {"id": tracker.run_id})
-        self._journal.open(tracker, self.step, self.total_steps)
+        self._journal.open(tracker, self._ledger.step, self.total_steps)
+
+    def _leave_no_trace(self) -> None:
+        """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
+        if self._folder and self._folder.fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _end(self, status: str, cause: str, patience: float) -> None:
         if not self._folder:
             return
         where = ""
         try:
-            if self._started:
-                if status == "finished":
-                    self._journal.flush()
-                    self.draw("curves", pictures.curves, self.path)
-                self._journal.summary(self._summary())
-                where = self._journal.close(exit_code=int(status == "failed"), patience=patience)
-            self._folder.status(status, self.step, cause)
+            if status == "finished":
+                self._journal.flush()
+                self.draw("curves", pictures.curves, self.path)
+            self._journal.summary(self._summary())
+            where = self._journal.close(exit_code=int(status == "failed"), patience=patience)
+            self._folder.status(status, self._ledger.step, cause)
         except OSError as error:
             self.say(f"{self.path}: its last word could not be written: {error}")
-        if self._started and status != "failed":
-            self.say(self._last_word(status, cause, where))
-
-    def _last_word(self, status: str, cause: str, where: str) -> str:
         if status == "resumable":
-            return f"stopped by {cause} at step {self.step} of {self.total_steps}: the same command goes on from there"
-        rows = {
-            "finished": f"step {self.step}, {self._stream.epoch(self.step):.1f} epochs, {self._seconds:.0f} s of training"
-        }
-        for name, results in (("last", self.last), ("best", self.best)):
-            shown = ", ".join(
-                f"{key.removeprefix('eval/')} {value:.4g}" for key, value in results.items() if "eval/" in key
+            self.say(f"stopped by {cause} at step {self._ledger.step}: the same command goes on from there")
+        elif self.config.dry_run and status == "finished":
+            self.say(
+                "dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it"
             )
+        elif status == "finished":
+            self._say_results(where)
+
+    def _say_results(self, where: str) -> None:
+        ledger = self._ledger
+        rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training"}
+        for name, results in (("last", ledger.last), ("best", ledger.best)):
+            numbers = {key.removeprefix("eval/"): value for key, value in results.items() if key != "step"}
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items() if value is not None)
             rows[name] = f"step {results.get('step', '-')}: {shown}"
-        rows |= {
-            "model": f"{self.path / 'best'}",
-            "pictures": f"{self.path / 'pictures'}",
-            "rows": f"{self.path / 'metrics.jsonl'}",
-        }
+        rows["model"] = f"{self.path / 'best'}  (timm.create_model('local-dir:{self.path / 'best'}', pretrained=True))"
+        rows["pictures"] = str(self.path / "pictures")
+        rows["numbers"] = f"{self.path / 'metrics.jsonl'}, {self.path / 'summary.json'}"
         if where:
             rows[self.config.tracker] = where
-        return _table(rows)
-
-
-def _table(rows: dict[str, str]) -> str:
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+        longer = "--max_steps" if self.config.max_steps else "--epochs"
+        rows["go on"] = f"the same command with {longer} {2 * (self.config.max_steps or self.config.epochs):g}"
+        rows["evaluate"] = f"the same command with --eval_only {self.path / 'best'}"
+        self._journal.table(rows)

@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self.fresh = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             # lockf, not flock: data workers inherit a flock and hold it for seconds after a kill.
@@ -92,9 +94,11 @@ class RunFolder:
         self._rows.write(json.dumps(clean) + "\n")
         self._rows.flush()
 
-    def replace_folder(self, draft: Path, name: str) -> None:
-        """Put `draft` in the place of the folder `name`; a kill in between is mended at the next start."""
-        final, old = self.path / name, self.path / f".{name}.old"
+    def replace(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a new folder and put it in the place of `name`; a kill in between is mended at the next start."""
+        final, draft, old = (self.path / part for part in (name, f".{name}.tmp", f".{name}.old"))
+        shutil.rmtree(draft, ignore_errors=True)
+        write(draft)
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
@@ -120,7 +124,7 @@ def _read_rows(path: Path) -> list[dict]:
 
 
 def _mend_swap(final: Path) -> None:
-    """Undo a `replace_folder` that was killed half-way."""
+    """Undo a `replace` that was killed half-way."""
     old = final.with_name(f".{final.name}.old")
     if old.exists() and not final.exists():
         old.rename(final)

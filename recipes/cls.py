@@ -26,7 +26,7 @@ from common import batch_norm, drop_path, launch, loading, mixing, models, pictu
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import AugmentationConfig, OptimizationConfig, RunConfig, parse
+from common.config import AugmentationConfig, OptimizationConfig, RunConfig, option, parse
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
 from common.optimization import (
@@ -56,11 +56,11 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
-    image_size: int = 32
+    image_size: int = option(32, low=0)
     """Side of the square that the model sees, in pixels (0: the model's own)."""
-    crop_pct: float = 1.0
+    crop_pct: float = option(1.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    val_share: float = 0.2
+    val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out where the data has no validation part."""
     image_column: str = ""
     """Hugging Face data: column of the images (default: found by its type)."""
@@ -68,7 +68,7 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """Hugging Face data: column of the labels (default: found by its type)."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = option(0.0, low=0, high=1)
     """Share of each target that is spread over all classes."""
     class_weights: str = "none"
     """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
@@ -76,11 +76,11 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
     """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
-    norm_batch_size: int = 16
+    norm_batch_size: int = option(16, low=2)
     """batch_norm group: consecutive samples that share statistics."""
-    drop: float = 0.0
+    drop: float = option(0.0, low=0, high=1)
     """Dropout before the head. Its masks depend on the layout: runs on different layouts agree only statistically."""
-    drop_path: float = 0.0
+    drop_path: float = option(0.0, low=0, high=1)
     """Stochastic depth, drawn per sample and layer."""
     freeze_backbone: bool = False
     """Train the head only; BatchNorm statistics stay as well."""
@@ -274,15 +274,17 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images, {len(train.classes)} classes, {fingerprint}",
+                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
+                "fingerprint": f"{fingerprint}, the same on all ranks",
                 "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
-                "input": f"{data_config['input_size']}",
+                "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator),
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
+                **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
-                "run folder": f"{run.path}",
+                "run folder": str(run.path),
             }
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
@@ -291,7 +293,7 @@ def main() -> None:
         batches = loading.Feed(loader, accelerator.device)
 
         bare.train()
-        for step in range(first, last):
+        for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             losses, positions = [], []
             for micro_step in range(plan.micro_steps):
@@ -332,8 +334,6 @@ def main() -> None:
                     draw(run, val, counts, mistakes)
             if run.saves(done):
                 run.save(done)
-            if run.stopping:
-                break
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""What has the run done so far, in numbers?"""
+
+from dataclasses import dataclass, field
+
+from common.health import Report
+
+
+@dataclass
+class Ledger:
+    """Totals over all starts of a run. They travel in its checkpoints, so that a resumed run goes on counting."""
+
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of training: without start-up, evaluation and checkpoints
+    skipped: int = 0  # steps that an fp16 overflow left without effect
+    broken: int = 0  # training images that could not be read
+    broken_in_window: int = 0  # of them, in the present window of the stream
+    best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
+    last: dict = field(default_factory=dict)  # the newest one
+
+    def __post_init__(self):
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
+
+    def take_in(self, report: Report, seconds: float) -> None:
+        """Count a step that took `seconds`."""
+        self.seconds += seconds
+        self.skipped += report.skipped
+        self._steps += 1
+        self._seconds += seconds
+        self._waited += report.data_wait
+
+    def pace(self, samples_per_step: int) -> dict[str, float]:
+        """Images per second over all processes and the share of time spent waiting for data, since the last call."""
+        pace = {
+            "perf/images_per_second": self._steps * samples_per_step / self._seconds,
+            "perf/data_wait": self._waited / self._seconds,
+        }
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        return pace
+
+    def judge(self, step: int, results: dict[str, float], leading: str) -> bool:
+        """Keep an evaluation's results; whether `results[leading]` (larger is better) is the best so far."""
+        self.last = {"step": step} | results
+        better = not self.best or (results[leading] or 0) > (self.best[leading] or 0)
+        if better:
+            self.best = self.last
+        return better
