@@ -187,7 +187,9 @@ def update_running_statistics(model: nn.Module) -> None:
         dist.all_reduce(sums)
     means, variances = [layer.running_mean for layer in layers], [layer.running_var for layer in layers]
     running = torch.stack([torch.cat(means), torch.cat(variances)])
-    collected = torch.where(sums[2] > 0, sums[:2] / sums[2], running)
+    collected = sums[:2] / sums[2]
+    # Not finite: a layer that was not used, or an fp16 overflow, for which the optimizer skips the step as well.
+    collected = torch.where(collected.isfinite(), collected, running)
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
     # Momentum None asks for the mean over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]

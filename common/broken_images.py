@@ -20,9 +20,10 @@ class BrokenImages:
     _named: set[str] = field(default_factory=set)
 
     def count(self, step: int, names: Iterable[str]) -> None:
-        """Add what step `step` (from 1) met on all ranks. Raises `Refused` beyond `max_share` of its window."""
+        """Add what `step` (from 1) met on all ranks. Raises `Refused` beyond `max_share` of a window."""
         names = list(names)
         steps = -(-_WINDOW // self.global_batch_size)
+        window = steps * self.global_batch_size
         if (step - 1) % steps == 0:
             self.ledger.broken_in_window = 0
         self.ledger.broken += len(names)
@@ -31,9 +32,9 @@ class BrokenImages:
             if name not in self._named:
                 self._named.add(name)
                 self.say(f"can't be read, its neighbour stands in: {name}")
-        if self.ledger.broken_in_window > self.max_share * steps * self.global_batch_size:
+        if self.ledger.broken_in_window > self.max_share * window:
             raise Refused(
-                f"step {step}: {self.ledger.broken_in_window} of at most {steps * self.global_batch_size} images could not be read "
+                f"step {step}: {self.ledger.broken_in_window} of {window} images could not be read "
                 f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {self.max_share}: "
                 "mend the data, or raise the limit"
             )

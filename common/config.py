@@ -15,7 +15,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import tyro
 import yaml
@@ -212,12 +212,12 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
     flags = []
     for key, value in content.items():
         if key not in fields:
-            raise Refused(f"{where}: unknown key {key}{nearest(str(key), fields)}")
+            raise Refused(f"{where}unknown key {key}{nearest(str(key), fields)}")
         if isinstance(value, (dict, list)) or value is None:
-            raise Refused(f"{where}: {key} must be a single value, not {value!r}")
+            raise Refused(f"{where}{key} must be a single value, not {value!r}")
         if (fields[key] is bool) != isinstance(value, bool):
             raise Refused(
-                f"{where}: {key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
+                f"{where}{key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
             )
         flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
     return flags
@@ -240,22 +240,46 @@ def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(paths[0]) if paths else None), rest
 
 
-def _parse(config_class: type[C], argv: list[str], default: C | None, where: str) -> C:
-    names = {field.name for field in dataclasses.fields(config_class)}
-    for word in argv:
-        name = word.removeprefix("--").split("=", 1)[0].replace("-", "_")
-        if word.startswith("--") and name not in names | {"help"} and name.removeprefix("no_") not in names:
-            raise Refused(f"{where}: unknown flag {word.split('=', 1)[0]}{nearest(name, names | {'config'})}")
-    asked_for_help = {"-h", "--help"} & set(argv)
+def _parse(config_class: type[C], argv: list[str], default: C | None, program: str, where: str = "") -> C:
+    kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, _, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        switch = name if name in kinds else name.removeprefix("no_")
+        if flag.startswith("--") and switch not in kinds:
+            raise Refused(f"{where}unknown flag {flag}{nearest(name, [*kinds, 'config'])}")
+        if (
+            flag.startswith("--")
+            and kinds[switch] is bool
+            and (value or following.lower() in ("true", "false", "1", "0"))
+        ):
+            raise Refused(f"{where}{flag} takes no value: give --{switch} or --no_{switch}")
     captured = io.StringIO()
-    quiet = contextlib.nullcontext() if asked_for_help else contextlib.redirect_stderr(captured)
     try:
-        with quiet:
-            return tyro.cli(config_class, prog=where, args=argv, default=default, use_underscores=True)
-    except SystemExit as stop:
-        if asked_for_help or not stop.code:
-            raise
-    raise Refused(f"{where}: {_one_line(captured.getvalue())}")
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
+    except SystemExit:
+        raise Refused(where + _one_line(captured.getvalue())) from None
+
+
+@dataclass
+class _ConfigFlag:
+    config: str = ""
+    """YAML file of flags without their dashes, such as a preset or a run's config.yaml; flags win over it."""
+
+
+def _help(config_class: type, argv: list[str], default, program: str) -> NoReturn:
+    """Print the flags, the recipe's own first, with the values they have without and end; one process a machine prints."""
+    own, fields = config_class.__annotations__, config_class.__dataclass_fields__
+    shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
+    shown.__dataclass_fields__ = _ConfigFlag.__dataclass_fields__ | dict(
+        sorted(fields.items(), key=lambda item: item[0] not in own)
+    )
+    default = shown(**dataclasses.asdict(default)) if default else None
+    quiet = contextlib.redirect_stdout(io.StringIO()) if os.environ.get("LOCAL_RANK", "0") != "0" else None
+    with quiet or contextlib.nullcontext():
+        tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
+    raise SystemExit
 
 
 def _one_line(box: str) -> str:

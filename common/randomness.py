@@ -8,6 +8,7 @@ import hashlib
 import random
 
 import numpy as np
+import torch
 
 _U64 = np.uint64
 _TWO_53 = 2.0**53
@@ -41,8 +42,17 @@ def seed_generators(key: int) -> None:
 
     `torch.manual_seed` would also visit every accelerator and, in the CUDA build, format a traceback: 71-218 µs.
     """
-    import torch  # late, so that benchmarks of the stream alone stay light
-
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
+def seed_model(key: int, device: torch.device) -> None:
+    """Seed what a model's dropout draws from on `device`."""
+    key &= 0x7FFFFFFFFFFFFFFF
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(key)
+    elif device.type == "mps":
+        torch.mps.manual_seed(key)
+    else:
+        torch.default_generator.manual_seed(key)

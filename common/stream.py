@@ -7,6 +7,7 @@ no list to shuffle, no iterator to fast-forward on resume, and a billion samples
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,12 +27,11 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
-    keys = [key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS)]
     result = np.empty(len(index), _U64)
     todo, x = np.arange(len(index)), np.asarray(index).astype(_U64)
     while len(todo):
         left, right = x // _U64(b), x % _U64(b)
-        for turn, key in enumerate(keys):
+        for turn, key in enumerate(_round_keys(seed, epoch)):
             if turn % 2:
                 right = (right + mix(left, key) % _U64(b)) % _U64(b)
             else:
@@ -41,6 +41,11 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
         result[todo[inside]] = x[inside]
         todo, x = todo[~inside], x[~inside]
     return result.astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    return [key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS)]
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,9 @@ class Stream:
             drawn = step * distinct + place % distinct
         epochs, places = np.divmod(drawn, self.size)
         result = np.empty(len(drawn), np.int64)
-        for epoch in np.unique(epochs):  # one, or two where a batch straddles epochs
+        for epoch in set(epochs.tolist()):  # one, or two where a batch straddles epochs
             here = epochs == epoch
-            result[here] = self._draw(places[here], int(epoch))
+            result[here] = self._draw(places[here], epoch)
         return result
 
     def _draw(self, places: np.ndarray, epoch: int) -> np.ndarray:

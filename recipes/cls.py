@@ -38,7 +38,7 @@ from common.optimization import (
     set_learning_rate,
 )
 from common.plan import BatchPlan
-from common.randomness import key_of, seed_generators
+from common.randomness import key_of, seed_model
 from common.resume import load_model
 from common.run import Run
 from common.state import TrainingState
@@ -266,9 +266,7 @@ def main() -> None:
         if config.compile:
             bare.compile()
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        blank = torch.zeros(
-            plan.micro_batch_sizes[0], *data_config["input_size"], dtype=torch.uint8, device=accelerator.device
-        )
+        blank = torch.zeros(plan.micro_batch_sizes[0], *data_config["input_size"]).to(accelerator.device, torch.uint8)
         drop_path.set_draws(bare, torch.zeros(drop_path_layers, len(blank), device=accelerator.device))
         warm_up(model, bare, lambda: model(normalize(blank)).sum())
 
@@ -300,7 +298,7 @@ def main() -> None:
                 batch = next(batches)
                 images, targets = inputs(batch)
                 drop_path.set_draws(bare, batch.drop_path)
-                seed_generators(key_of(config.seed, "model", step, micro_step, rank()))  # for dropout
+                seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
                 is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
                     with accelerator.autocast():
