@@ -33,7 +33,7 @@ help: ## list the doors
 demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls, flags for the recipe in ARGS="--epochs 5")
 	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE") && \
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
-	echo "accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
+	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
 test: $(DEV_STAMP) ## run the tests, all but the long ones
 	@$(RUN) -m pytest $(ARGS)

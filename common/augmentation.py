@@ -4,17 +4,20 @@ The transforms are timm's. They draw from Python's, NumPy's and torch's generato
 sample's position. Pixels stay uint8 up to the device, where they are normalised.
 """
 
+import re
 from collections.abc import Callable
 
 import torch
-from PIL import Image
-from timm.data import create_transform
+from PIL import Image, ImageOps
+from timm.data import auto_augment, create_transform
+from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision.transforms import Compose, RandomErasing
 
 from common.config import AugmentationConfig
 from common.errors import Refused
 
 Transform = Callable[[Image.Image], torch.Tensor]  # RGB image -> uint8[3, H, W]
+_SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, such as m9 or mstd0.5
 
 
 def training_transform(config: AugmentationConfig, data_config: dict) -> Transform:
@@ -23,14 +26,17 @@ def training_transform(config: AugmentationConfig, data_config: dict) -> Transfo
     `data_config` is what `timm.data.resolve_model_data_config` returns. Raises `Refused` for a policy that timm lacks.
     """
     try:
-        transform = create_transform(
-            data_config["input_size"],
-            is_training=True,
+        for section in config.augment.split("-")[1:]:
+            if not _SECTION.fullmatch(section):  # timm skips what it does not understand
+                raise ValueError(f"unknown section {section}")
+        transform = transforms_imagenet_train(  # what create_transform calls, without a way to force_color_jitter
+            data_config["input_size"][1:],
             use_prefetcher=True,  # ends in uint8: no normalisation here
             scale=(config.crop_scale, 1.0),
             hflip=config.hflip,
             vflip=config.vflip,
             color_jitter=config.color_jitter or None,
+            force_color_jitter=True,  # timm alone would drop it beside a policy
             auto_augment=config.augment or None,
             interpolation=data_config["interpolation"],
             mean=data_config["mean"],
@@ -74,3 +80,11 @@ class _Erase:
             noise = self.mean + self.std * torch.randn(len(image), height, width, dtype=torch.float32)
             image[:, top : top + height, left : left + width] = noise.clamp(0, 255).to(torch.uint8)
         return image
+
+
+def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
+    """timm's operation, down to the 0 bits of its strongest policies: black, which Pillow from 13 on refuses to make."""
+    return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
+
+
+auto_augment.NAME_TO_OP.update({name: _posterize for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")})

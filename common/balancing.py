@@ -47,12 +47,21 @@ def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
         raise Refused(
             f"--class_weights {path}: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file"
         )
-    given = {str(name): weight for name, weight in (yaml.safe_load(path.read_text()) or {}).items()}
-    wrong = sorted(set(classes) ^ given.keys()) + [
-        name for name, weight in given.items() if not 0 < float(weight) < float("inf")
-    ]
+    try:
+        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # names and weights as the text that they are
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(f"--class_weights {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    given = content if isinstance(content, dict) else {}
+    wrong = sorted(set(classes) ^ given.keys()) + [name for name, weight in given.items() if not _is_weight(weight)]
     if wrong:
         raise Refused(
             f"--class_weights {path}: needs one positive weight a class; missing, unknown or wrong: {', '.join(wrong[:5])}"
         )
     return np.array([float(given[name]) for name in classes])
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except (TypeError, ValueError):
+        return False

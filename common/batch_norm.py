@@ -165,6 +165,7 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
         layer.__class__ = StepBatchNorm  # a new module would have to be put in its place, and would lose its hooks
         layer.mode, layer.group_size, layer.micro_batch = mode, group_size, micro_batch
         layer.collected = layer.running_mean.new_zeros(3, layer.num_features)
+    model.step_batch_norms = [layer for _, layer in layers]  # to walk through a large model takes 0.1 ms, each step
     if mode == "group" and layers:
         model.register_forward_pre_hook(micro_batch.note, with_kwargs=True)
     if mode == "node":
@@ -206,4 +207,5 @@ def discard_statistics(model: nn.Module) -> None:
 
 
 def _collecting(model: nn.Module) -> list[StepBatchNorm]:
-    return [module for module in model.modules() if isinstance(module, StepBatchNorm) and module.mode != "frozen"]
+    modules = getattr(model, "step_batch_norms", model.modules())  # a deepcopy of a converted model has its own list
+    return [module for module in modules if isinstance(module, StepBatchNorm) and module.mode != "frozen"]

@@ -66,15 +66,23 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]), reverse=True)
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; each damaged one that is passed over is reported to `say`."""
+        """The newest checkpoint that verifies; each damaged one passed over is reported to `say` and renamed."""
+        damaged = []
         for path in self.paths():
             try:
-                return verify(path)
+                found = verify(path)
             except Damaged as error:
                 say(f"checkpoint {path} is damaged ({error}): trying the one before it")
-        if self.paths():
+                damaged.append(path)
+            else:
+                for path in damaged:  # out of the way of the same step made again, and of what `keep` counts
+                    aside = path.with_suffix(".damaged")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                return found
+        if damaged:
             raise Refused(
-                f"{self.folder}: all {len(self.paths())} checkpoints are damaged; "
+                f"{self.folder}: all {len(damaged)} checkpoints are damaged; "
                 "put a copy back, or start anew with another --name"
             )
         return None
@@ -126,7 +134,9 @@ def verify(path: Path) -> Checkpoint:
         extra = {file.name for file in path.iterdir()} - manifest.keys() - {_MANIFEST}
         if extra:
             raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
-        return Checkpoint(path, json.loads((path / "record.json").read_text()))
+        found = Checkpoint(path, json.loads((path / "record.json").read_text()))
+        found.shapes()  # a file whose hash is right may still hold no tensors
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
@@ -137,10 +147,12 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
     plain = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
+        memory = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
     try:
         save_file(plain, path)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # written for its owner alone
     except SafetensorError as error:  # "No space left on device" arrives as this
         raise OSError(str(error)) from None
 

@@ -93,6 +93,31 @@ def gather_objects(item: Any) -> list[Any]:
     return gathered
 
 
+def gather_to_main(item: Any) -> list[Any] | None:
+    """Every rank's picklable object, in rank order, on rank 0; None on the others.
+
+    One process: gather_to_main("a") -> ["a"].
+    Two ranks:   gather_to_main("a" | "b") -> ["a", "b"] | None.
+    """
+    if not is_distributed():
+        return [item]
+    gathered = [None] * world_size() if is_main() else None
+    dist.gather_object(item, gathered, dst=0, group=host_group())
+    return gathered
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over the ranks, on its device and without waiting for it; a new tensor.
+
+    One process: all_sum([1.0]) -> [1.0].
+    Two ranks:   all_sum([1.0] | [2.0]) -> [3.0] | [3.0].
+    """
+    total = values.clone()
+    if is_distributed():
+        dist.all_reduce(total)
+    return total
+
+
 def broadcast_object(item: Any, source: int = 0) -> Any:
     """The picklable object that rank `source` gave, on every rank; what others gave is ignored.
 
@@ -195,6 +220,15 @@ def same_on_all_ranks(what: str, value: Any) -> Any:
     if others:
         raise Refused(f"{what} differs between ranks: {values[0]} on rank 0, {', '.join(others[:NAMED_FAILURES])}")
     return value
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` is how the loss of another process shows in a collective. No communication.
+
+    One process: never. Two ranks, of which rank 1 was killed: True for what rank 0's next collective raises.
+    """
+    # Gloo raises a plain RuntimeError that begins with the path of its source file.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 @contextmanager

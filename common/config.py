@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class RunConfig:
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, may_change=True)
     """Length of the run in steps; wins over --epochs (0: take --epochs)."""
-    seed: int = option(0, low=0)
+    seed: int = option(0, low=0, high=2**63 - 1)
     """Makes the run: initial weights, order of the samples, augmentation."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights and activations; float64 is for proving that layouts agree. fp16/bf16 come from the Accelerate config."""
@@ -139,17 +140,23 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_config(argv)
+    program = program or Path(sys.argv[0]).name
     default = None
     if path:
-        where = str(path)
-        default = _parse(config_class, _flags(_read(path), config_class, where), None, where)
-    config = _parse(config_class, argv, default, program or Path(sys.argv[0]).name)
+        where = f"--config {path}: "
+        default = _parse(config_class, _flags(_read(path), config_class, where), None, program, where)
+    if {"-h", "--help"} & set(argv):
+        _help(config_class, default, program)
+    config = _parse(config_class, argv, default, program)
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if not finite or (low is not None and value < low) or (high is not None and value > high):
+        if value == "" and field.default != "":
+            raise Refused(f"--{field.name} is empty: give it a value, or leave it out for {field.default}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"--{field.name} {value}: must be a finite number")
+        if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise Refused(f"--{field.name} {value}: must be {limit if low is not None else 'a finite number'}")
+            raise Refused(f"--{field.name} {value}: must be {limit}")
     return config
 
 
@@ -178,11 +185,16 @@ def nearest(name: str, names) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice instead of silently taking the last."""
+    """YAML that refuses a key given twice, and leaves numbers and dates the text they are, as on the command line."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key_node, _ in node.value:
+        for key_node in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key_node.value} is given twice", key_node.start_mark
@@ -242,17 +254,14 @@ def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 def _parse(config_class: type[C], argv: list[str], default: C | None, program: str, where: str = "") -> C:
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # no words at all: no pair
         flag, _, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if flag.startswith("--") and switch not in kinds:
             raise Refused(f"{where}unknown flag {flag}{nearest(name, [*kinds, 'config'])}")
-        if (
-            flag.startswith("--")
-            and kinds[switch] is bool
-            and (value or following.lower() in ("true", "false", "1", "0"))
-        ):
+        valued = value or following.lower() in ("true", "false", "0", "1")
+        if flag.startswith("--") and kinds[switch] is bool and valued:
             raise Refused(f"{where}{flag} takes no value: give --{switch} or --no_{switch}")
     captured = io.StringIO()
     try:
@@ -268,7 +277,7 @@ class _ConfigFlag:
     """YAML file of flags without their dashes, such as a preset or a run's config.yaml; flags win over it."""
 
 
-def _help(config_class: type, argv: list[str], default, program: str) -> NoReturn:
+def _help(config_class: type, default, program: str) -> NoReturn:
     """Print the flags, the recipe's own first, with the values they have without and end; one process a machine prints."""
     own, fields = config_class.__annotations__, config_class.__dataclass_fields__
     shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
@@ -276,18 +285,19 @@ def _help(config_class: type, argv: list[str], default, program: str) -> NoRetur
         sorted(fields.items(), key=lambda item: item[0] not in own)
     )
     default = shown(**dataclasses.asdict(default)) if default else None
-    quiet = contextlib.redirect_stdout(io.StringIO()) if os.environ.get("LOCAL_RANK", "0") != "0" else None
-    with quiet or contextlib.nullcontext():
+    others = os.environ.get("LOCAL_RANK", "0") != "0"
+    with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
         tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
     raise SystemExit
 
 
 def _one_line(box: str) -> str:
-    """The message inside the box that tyro draws: its text up to the first rule."""
+    """The message below the title of the box that tyro draws, in lines or where there is no UTF-8 in dashes, up to a rule."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
     message = []
     for line in lines:
-        if not line or set(line) <= set("─╰╯"):
+        if set(line) - set("─╰╯-"):
+            message.append(line)
+        elif message:
             break
-        message.append(line)
     return " ".join(message)

@@ -67,8 +67,13 @@ def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
     return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(layers, len(positions)))
 
 
-def set_draws(model: nn.Module, draws: torch.Tensor) -> None:
-    """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on the model's device."""
+def set_draws(model: nn.Module, draws: torch.Tensor | None) -> None:
+    """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on the model's device.
+
+    None is for a model without such layers.
+    """
+    if draws is None:
+        return
     layer = next((module for module in model.modules() if isinstance(module, PositionalDropPath)), None)
     if layer is not None:
         layer.shared.draws = draws

@@ -21,6 +21,7 @@ class Journal:
     def __init__(self, folder: RunFolder | None):
         self._folder, self._bar, self._tracker = folder, None, None
         self._row: dict = {}
+        self._failure: OSError | None = None
         self._said_at = 0.0
 
     def say(self, text: str) -> None:
@@ -37,7 +38,7 @@ class Journal:
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar and the dashboard, for a run of `total` steps of which `done` are done."""
-        self._tracker, self._total, self._first, self._began = tracker, total, done, time.perf_counter()
+        self._tracker, self._total, self._pace_from = tracker, total, None
         if self._folder and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -57,9 +58,23 @@ class Journal:
         row, self._row = self._row, {}
         if not row or not self._folder:
             return
-        self._folder.row(row)
+        if not self.failed:  # no row after a gap
+            try:
+                self._folder.row(row)
+            except OSError as error:
+                self._failure = error
         self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
         self._show(row)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a row could not be written (the disk is full): the run can't go on, but all ranks have to stop together."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise the OSError for which a row could not be written."""
+        if self._failure:
+            raise self._failure
 
     def summary(self, values: dict) -> None:
         """Results, last and best: summary.json and the dashboard's table of runs."""
@@ -92,8 +107,15 @@ class Journal:
         evaluated = any(key.startswith("eval/") for key in row)
         if evaluated or self._bar is None and (now - self._said_at >= _LINE_SECONDS or step == self._total):
             self._said_at = now
-            left = (now - self._began) / max(1, step - self._first) * (self._total - step)
-            self.say(f"step {step}/{self._total}  {'  '.join(parts)}  {left:.0f} s left")
+            self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
+
+    def _left(self, now: float, step: int) -> str:
+        """The time that is left at the pace since the first row; before, the start-up of the first steps would mislead."""
+        if self._pace_from is None:
+            self._pace_from = now, step
+            return ""
+        began, first = self._pace_from
+        return f"  {(now - began) / max(1, step - first) * (self._total - step):.0f} s left"
 
 
 _SHOWN = {

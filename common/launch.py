@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +34,9 @@ LAUNCHERS = (
     ["accelerate.commands.accelerate_cli", "launch"],
 )
 PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
+_PARENT = os.getppid()  # before the launcher can have gone
 
 
 def start(timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
@@ -74,8 +78,10 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except Refused as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The first process has the word, and its end ends this one; an end of this one before that would silence it.
+            time.sleep(FIRST_WORD_S)
+        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
         sys.exit(2)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -85,6 +91,14 @@ def say(text: str) -> None:
     """Print on the main process."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
+
+
+def orphaned() -> bool:
+    """Whether the launcher that started this process is gone: killed, or ended by a signal that it doesn't pass on.
+
+    Nobody waits for such a process any more, and it keeps its device and its run folder from the next start.
+    """
+    return os.getppid() != _PARENT and _launched(os.environ)
 
 
 def describe(accelerator: Accelerator) -> str:

@@ -16,6 +16,7 @@ class Ledger:
     broken_in_window: int = 0  # of them, in the present window of the stream
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
+    leading: str = ""  # the result that decides which is best
 
     def __post_init__(self):
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
@@ -39,8 +40,15 @@ class Ledger:
 
     def judge(self, step: int, results: dict[str, float], leading: str) -> bool:
         """Keep an evaluation's results; whether `results[leading]` (larger is better) is the best so far."""
-        self.last = {"step": step} | results
+        self.last, self.leading = {"step": step} | results, leading
         better = not self.best or (results[leading] or 0) > (self.best[leading] or 0)
         if better:
             self.best = self.last
         return better
+
+    def headline(self, results: dict[str, float]) -> str:
+        """The leading result for people, such as `top1 99.72 %`."""
+        value = results[self.leading]
+        return self.leading.removeprefix("eval/") + (
+            " unknown" if value is None else f" {value:.2%}".replace("%", " %")
+        )

@@ -28,8 +28,30 @@ from common.stream import Stream
 _NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
 
 
+class Movable:
+    """A dataclass whose tensors, also in lists and dicts, go to a device together."""
+
+    def to(self, device: torch.device):
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self):
+        return _map(self, torch.Tensor.pin_memory)
+
+
+def _map(value, function):
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Movable):
+        return type(value)(*(_map(getattr(value, field.name), function) for field in fields(value)))
+    if isinstance(value, list):
+        return [_map(part, function) for part in value]
+    if isinstance(value, dict):
+        return {key: _map(part, function) for key, part in value.items()}
+    return value
+
+
 @dataclass
-class Batch:
+class Batch(Movable):
     """A micro-batch of B samples."""
 
     images: torch.Tensor  # uint8[B, 3, H, W]
@@ -39,16 +61,6 @@ class Batch:
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour stands in
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-
-    def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, function) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{k: function(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
 @dataclass
@@ -78,16 +90,17 @@ class TrainingSamples(Dataset):
         if self.drop_path_layers:
             layered = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
         labels = torch.from_numpy(self.source.labels[indices])
-        return Batch(images, labels, torch.from_numpy(positions), mixed, layered, tuple(broken))
+        return Batch(images, labels, torch.from_numpy(positions), mixed, layered, broken=tuple(broken))
 
     def _read(self, index: int, broken: list[str]):
         """The image at `index`, or its nearest readable neighbour above: (image, the index it really has)."""
-        for neighbour in range(index, index + _NEIGHBOURS):
-            neighbour %= len(self.source)
+        for distance in range(_NEIGHBOURS):
+            neighbour = (index + distance) % len(self.source)
             try:
                 return self.source.image(neighbour), neighbour
             except BrokenImage as error:
-                broken.append(f"{self.source.name(neighbour)}: {error}")
+                if distance == 0:  # a broken neighbour counts when its own turn comes
+                    broken.append(f"{self.source.name(index)}: {error}")
         return _black(), index
 
 
@@ -197,6 +210,7 @@ def _deaf(worker: int) -> None:
 
 def _end_workers() -> None:
     """At exit, before multiprocessing waits for its children: these are deaf to its SIGTERM, and have nothing to save."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise at the first of them
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
 from timm.models._hub import save_config_for_hf
@@ -30,38 +31,53 @@ def build_classifier(
     another number of classes is replaced by a new one. `image_size` 0 is the model's own.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
+    options = {"drop_rate": drop, "drop_path_rate": drop_path}
+    architecture = name.split(".")[0]  # without the tag of its weights, which may be unknown
+    default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
+    if image_size and default and default.fixed_input_size:
+        options["img_size"] = image_size
+    return create(name, pretrained=pretrained, seed=seed, wishes=options, num_classes=classes)
+
+
+def create(
+    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
+) -> torch.nn.Module:
+    """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model knows.
+
+    A wish that is 0 or one of `optional` can be left out: some models drop by default, so 0 goes to those that know it.
+    Weights are a function of `seed` unless they are loaded; then what is saved of the model keeps its origin and licence.
+    Raises `Refused` as `build_classifier` does.
+    """
     local = Path(name).is_dir()
     if local and not (Path(name) / "config.json").is_file():
         raise Refused(
-            f"--model {name}: the folder has no config.json; a folder that timm saved has one, as has a run's best/"
+            f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
         )
-    source = f"local-dir:{name}" if local else name
-    known = local or source.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
-    if not known:
-        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{nearest(name, timm.list_models())}")
-    options = {"drop_rate": drop, "drop_path_rate": drop_path}  # some models drop by default: 0 is passed on, too
-    default = None if ":" in source else timm.get_pretrained_cfg(name)
-    if image_size and default is not None and default.fixed_input_size:
-        options["img_size"] = image_size
+    if not (local or name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
+        raise Refused(
+            f"--model {name}: not a model of timm {timm.__version__}{nearest(name.lower(), timm.list_models())}"
+        )
+    source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     try:
         while True:
             torch.manual_seed(seed)
             try:
-                return timm.create_model(source, pretrained=pretrained or local, num_classes=classes, **options)
-            except TypeError as error:  # of an option that this model does not know
-                unknown = [option for option in options if f"'{option}'" in str(error)]
-                if not unknown or any(options[option] for option in unknown):
+                model = timm.create_model(source, pretrained=pretrained, **options, **wishes)
+                break
+            except TypeError as error:
+                unknown = [wish for wish in wishes if f"'{wish}'" in str(error)]
+                if not unknown or any(wishes[wish] and wish not in optional for wish in unknown):
                     raise Refused(
                         f"--model {name}: does not take --drop, --drop_path or --image_size ({error})"
                     ) from None
-                del options[unknown[0]]
-    except (RuntimeError, OSError, ValueError) as error:
-        weights = (
-            " with pretrained weights (is the hub in reach?); without --pretrained it starts from random"
-            if pretrained
-            else ""
-        )
-        raise Refused(f"--model {name}: can't be made{weights}: {_first_line(error)}") from None
+                del wishes[unknown[0]]
+    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
+        weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
+        raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    if not pretrained:
+        for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
+            model.pretrained_cfg.pop(key, None)
+    return model
 
 
 def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
@@ -92,6 +108,7 @@ def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results
     folder.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
     save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
 

@@ -13,12 +13,10 @@ from common.config import OptimizationConfig, nearest
 from common.errors import Refused
 from common.stream import Stream
 
-_FUSED = {
-    "adam",
-    "adamw",
-    "sgd",
-    "momentum",
-}  # torch's own in timm's factory: 6 times as fast, and no host sync under fp16
+# torch's own in timm's factory: 6 times as fast, and no host sync under fp16.
+_FUSED = {"adam", "adamw", "sgd", "momentum"}
+# Kron draws from a generator of its own and keeps lists of tensors, AdaHessian wants second derivatives.
+_UNFIT = ["kron*", "adahessian"]
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -27,9 +25,9 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     Norms, biases and what `model.no_weight_decay()` names have no weight decay; with `layer_decay` < 1 each parameter
     group carries `lr_scale`. Set the rate of a step with `set_learning_rate`. Raises `Refused` for an unknown name.
     """
-    name = config.opt.lower()
-    if name not in timm.optim.list_optimizers():
-        raise Refused(f"--opt {config.opt}: not an optimizer of timm{nearest(name, timm.optim.list_optimizers())}")
+    name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
+    if name not in known:
+        raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
     try:
         return timm.optim.create_optimizer_v2(
             model,
@@ -40,7 +38,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             layer_decay=config.layer_decay if config.layer_decay < 1 else None,
             **({"fused": True} if name in _FUSED else {}),
         )
-    except (ImportError, AssertionError, TypeError, RuntimeError) as error:
+    except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise Refused(
             f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always can"
         ) from None

@@ -100,7 +100,10 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path) -> None:
         figure.text(
             0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
         )
-    _title(axes.set_title, f"{_run_of(path)}: {np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}")
+    _title(
+        axes.set_title,
+        f"{_run_of(path)}, last evaluation: {np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}",
+    )
     _save(figure, path)
 
 
@@ -131,7 +134,7 @@ def mistakes(
         caption = f"{true} → {guess}" if len(true) + len(guess) <= 18 else f"{true}\n→ {guess}"
         axes.set_title(f"{caption}\n{confidence:.0%}".replace("%", " %"), fontsize=9, color=INK, parse_math=False)
     found = "most confident mistakes (true → predicted)" if len(images) else "no mistakes"
-    _title(figure.suptitle, f"{_run_of(path)}: {found}")
+    _title(figure.suptitle, f"{_run_of(path)}, last evaluation: {found}")
     _save(figure, path)
 
 

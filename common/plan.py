@@ -25,16 +25,18 @@ class BatchPlan:
         size, unit, world, limit = self.global_batch_size, self.unit, self.world_size, self.max_micro_batch_size
         if size < 1 or limit < 1:
             raise Refused(f"--global_batch_size {size} and --max_micro_batch_size {limit} must be at least 1")
-        if size % unit:
-            below, above = size // unit * unit, -(-size // unit) * unit
-            raise Refused(
-                f"--global_batch_size {size} does not divide into the {unit} samples that belong together "
-                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take {below or above} or {above}"
-            )
         if limit < unit:
             raise Refused(
                 f"--max_micro_batch_size {limit} is less than the {unit} samples that belong together "
-                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take at least {unit}"
+                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take at least {2 * unit}"
+            )
+        if size % unit:
+            fitting = unit if limit >= 2 * unit else unit * world  # a multiple of this can be cut
+            below, above = size // fitting * fitting, -(-size // fitting) * fitting
+            take = sorted({max(size, unit * world) for size in (below, above)})
+            raise Refused(
+                f"--global_batch_size {size} does not divide into the {unit} samples that belong together "
+                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take {' or '.join(map(str, take))}"
             )
         if size // unit < world:
             raise Refused(
@@ -77,10 +79,9 @@ class BatchPlan:
         return tuple(sorted(sizes, reverse=True))
 
     def __str__(self) -> str:
-        sizes = " or ".join(map(str, self.micro_batch_sizes))
-        return (
-            f"{self.global_batch_size} = {self.world_size} processes x {self.micro_steps} micro-steps x {sizes} samples"
-        )
+        world, steps, sizes = self.world_size, self.micro_steps, " or ".join(map(str, self.micro_batch_sizes))
+        processes, micro_steps = f"process{'es' * (world > 1)}", f"micro-step{'s' * (steps > 1)}"
+        return f"{self.global_batch_size} = {world} {processes} x {steps} {micro_steps} x {sizes} samples"
 
     def span(self, rank: int, micro_step: int) -> tuple[int, int]:
         """Where in the global batch this micro-batch lies: `(low, high)`, high excluded.

@@ -14,7 +14,7 @@ def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str
     """The verified checkpoint that `--resume` means, or None for a new start; the main process decides for all.
 
     `mine` is the run's identity: its configuration and the fingerprint of its data. Raises `Refused` for `never` where there
-    are checkpoints, for a path that is not a whole checkpoint or older than what the folder has, and for another identity.
+    are checkpoints, for a path that is no whole checkpoint or an older one of this folder, and for another identity.
     """
     checkpoints.sweep()
     there, run = checkpoints.paths(), checkpoints.folder.parent
@@ -24,7 +24,7 @@ def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str
                 f"--resume never: {run} holds {there[0].name}; give this run another --name, or remove that folder"
             )
         return None
-    found = checkpoints.newest(say) if resume == "auto" else _named(Path(resume), there, run)
+    found = checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
     if found:
         theirs = found.record["identity"]
         differing = [
@@ -45,14 +45,21 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
     model.load_state_dict(files.get("ema", files["model"]))
 
 
-def _named(path: Path, there: list[Path], run: Path) -> Checkpoint:
-    found = _whole(path)
-    if there and there[0].resolve() != path.resolve() and int(there[0].name.removeprefix("step_")) >= found.step:
-        raise Refused(f"--resume {path}: {run} has gone on to {there[0].name}; to branch off give another --name")
-    return found
+def _named(path: Path, checkpoints: Checkpoints, say: Callable[[str], None]) -> Checkpoint:
+    found, there = _whole(path), checkpoints.paths()
+    if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
+        return found
+    if path.resolve().parent != checkpoints.folder.resolve():
+        return checkpoints.newest(say)  # it once began there: after a kill the same command goes on from what it has
+    raise Refused(
+        f"--resume {path}: {checkpoints.folder.parent} has gone on to {there[0].name}; to branch off give another --name"
+    )
 
 
 def _whole(path: Path) -> Checkpoint:
+    if not (path / "manifest.json").is_file():
+        found = "no manifest.json is in it" if path.exists() else "nothing is there"
+        raise Refused(f"{path}: no checkpoint, {found}; name a folder such as RUN/checkpoints/step_00000200")
     try:
         return verify(path)
     except Damaged as error:

@@ -4,6 +4,7 @@ A recipe opens a `Run`, takes the first step from `start`, hands over what each 
 evaluate, save and stop. Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
+import contextlib
 import dataclasses
 import shutil
 import signal
@@ -17,10 +18,10 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import pictures
+from common import launch, pictures
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
-from common.collectives import broadcast_object, is_main, together
+from common.collectives import broadcast_object, gather_objects, is_lost_peer, is_main, rank, together
 from common.config import RunConfig, identity, short_hash
 from common.environment import environment
 from common.errors import Refused
@@ -29,7 +30,7 @@ from common.journal import Journal
 from common.ledger import Ledger
 from common.optimization import Schedule
 from common.resume import choose
-from common.run_folder import RunFolder
+from common.run_folder import RunFolder, write_status, writing
 from common.state import TrainingState
 from common.stream import Stream
 from common.tracking import Tracker
@@ -43,8 +44,13 @@ class Run:
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, recipe: str):
         self.config, self.accelerator = config, accelerator
+        if config.dtype == "float64" and accelerator.mixed_precision != "no":
+            raise Refused(
+                f"--dtype float64 would be computed in {accelerator.mixed_precision}, as the launch says: "
+                "launch with --mixed_precision no, or leave out --dtype"
+            )
         name = config.name or f"{recipe}-{short_hash(identity(config))}"
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
@@ -54,24 +60,20 @@ class Run:
         self.say = self._journal.say
         self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
-        self._signal = ""
+        self._asked_by = ""  # what asked this process to stop
         self._started = self._stopping = False
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, _, error, trace) -> None:
         stopped = error is None and self._ledger.step < self.total_steps
         try:
-            if not self._started:
-                self._leave_no_trace()
-            elif stopped or isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self._end("resumable", self._signal or kind.__name__, patience=5.0)
-            elif error is None:
-                self._end("finished", "", patience=30.0)
+            if self._started:
+                self._end(*self._outcome(stopped, error))
             else:
-                self._end("failed", str(error) or kind.__name__, patience=5.0)
+                self._leave_no_trace()
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -87,6 +89,8 @@ class Run:
     def length(self, stream: Stream) -> int:
         """The run's length in steps: --max_steps, or else --epochs in whole steps, rounded up; two for --dry_run."""
         steps = self.config.max_steps or stream.steps(self.config.epochs)
+        if steps < 1:
+            raise Refused(f"--epochs {self.config.epochs}: no step to make; train longer, or take --eval_only")
         return min(2, steps) if self.config.dry_run else steps
 
     def describe(self, rows: dict[str, str]) -> None:
@@ -102,15 +106,21 @@ class Run:
         if found := broadcast_object(found):
             with together(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
-                state.load(found.tensors(), found.record["numbers"])
-            self._take_over(found)
+                try:
+                    state.load(found.tensors(), found.record["numbers"])
+                    self._take_over(found)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise Refused(
+                        f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
+                        "go on with the version that wrote it, or give this run another --name"
+                    ) from error
         size = self.config.global_batch_size
         self._health = Health(size, fp16=state.scaler is not None)
         self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(self.accelerator.mixed_precision)
-        with together("writing the run folder"):
-            if self._folder:
+        with together("writing the run folder"), writing(self.path):
+            if self._folder and self._ledger.step < self.total_steps:
                 self._open_files(facts)
         self._started = True
         return self._ledger.step
@@ -136,7 +146,10 @@ class Run:
     ) -> None:
         """Hand over what this rank's share of `step` made: per-sample losses [n], positions [n], seconds waited for data."""
         self._ledger.step = step
-        self._health.post(step, losses, positions, grad_norm, data_wait, broken, bool(self._signal))
+        if launch.orphaned():
+            self._asked_by = self._asked_by or "the end of its launcher"
+        stop = bool(self._asked_by) or self._journal.failed
+        self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
         reports = self._health.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._journal.advance(step)
@@ -162,7 +175,7 @@ class Run:
 
     def keep_best(self, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new folder, which then takes the place of `best/`."""
-        with together("writing best/"):
+        with together("writing best/"), writing(self.path):
             if self._folder:
                 self._folder.replace("best", write)
 
@@ -170,8 +183,10 @@ class Run:
         """Make a checkpoint of `step`, once it is known that all its steps were finite."""
         self.settle()
         self._journal.flush()
-        with together("writing a checkpoint"):
+        with together("writing a checkpoint"), writing(self.path):
             if self._folder:
+                self._journal.check()
+                self._folder.sync_rows()
                 path = self._checkpoints.save(self._record(), self._state.tensors())
                 self._journal.summary(self._summary())
                 self._folder.status("running", step)
@@ -191,9 +206,9 @@ class Run:
     # --- inside
 
     def _on_signal(self, number: int, frame) -> None:
-        if self._signal and number == signal.SIGINT:
+        if self._asked_by and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: at once, without saving
-        self._signal = signal.Signals(number).name
+        self._asked_by = signal.Signals(number).name
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
@@ -225,10 +240,11 @@ class Run:
     def _take_over(self, found: Checkpoint) -> None:
         self._ledger = Ledger(**found.record["ledger"])
         step, before, now = self._ledger.step, found.record["total_steps"], self.total_steps
-        self.say(f"going on from step {step} of {now} ({found.path})")
         if step >= now:
-            self.say("this run is finished; a larger --epochs or --max_steps takes it further")
-        elif before != now:
+            self.say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
+            return
+        self.say(f"going on from step {step} of {now} ({found.path})")
+        if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             self.say(
                 f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
@@ -288,21 +304,43 @@ class Run:
         if self._folder and self._folder.fresh:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _end(self, status: str, cause: str, patience: float) -> None:
+    def _outcome(self, stopped: bool, error: BaseException | None) -> tuple[str, str]:
+        """How this start ends, and why."""
+        if stopped:
+            return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(self._asked_by))))
+        if error is None:
+            return "finished", ""
+        cause = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return "resumable", self._asked_by or cause
+        if is_lost_peer(error):
+            return "resumable", "the loss of another process"
+        if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
+            with contextlib.suppress(OSError):
+                write_status(self.path, "failed", self._ledger.step, f"rank {rank()}: {type(error).__name__}: {cause}")
+        return "failed", cause
+
+    def _end(self, status: str, cause: str) -> None:
         if not self._folder:
             return
         where = ""
         try:
+            self._journal.flush()
             if status == "finished":
-                self._journal.flush()
                 self.draw("curves", pictures.curves, self.path)
             self._journal.summary(self._summary())
-            where = self._journal.close(exit_code=int(status == "failed"), patience=patience)
-            self._folder.status(status, self._ledger.step, cause)
+            where = self._journal.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
+            known = self._folder.read("status.json")
+            if status != "resumable" or known.get("status") != "failed":  # it says why a rank was lost
+                self._folder.status(status, self._ledger.step, cause)
+            if status == "failed":
+                self._folder.log(f"failed at step {self._ledger.step}: {cause}")
         except OSError as error:
             self.say(f"{self.path}: its last word could not be written: {error}")
         if status == "resumable":
-            self.say(f"stopped by {cause} at step {self._ledger.step}: the same command goes on from there")
+            self.say(
+                f"stopped by {cause} at step {self._ledger.step}: the same command goes on from the last checkpoint"
+            )
         elif self.config.dry_run and status == "finished":
             self.say(
                 "dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it"
@@ -311,18 +349,18 @@ class Run:
             self._say_results(where)
 
     def _say_results(self, where: str) -> None:
-        ledger = self._ledger
+        ledger, best = self._ledger, self.path / "best"
         rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training"}
-        for name, results in (("last", ledger.last), ("best", ledger.best)):
-            numbers = {key.removeprefix("eval/"): value for key, value in results.items() if key != "step"}
-            shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items() if value is not None)
-            rows[name] = f"step {results.get('step', '-')}: {shown}"
-        rows["model"] = f"{self.path / 'best'}  (timm.create_model('local-dir:{self.path / 'best'}', pretrained=True))"
+        if ledger.best:
+            rows["best"] = f"{ledger.headline(ledger.best)} at step {ledger.best['step']}: {best}"
+            rows["last"] = (
+                f"{ledger.headline(ledger.last)} at step {ledger.last['step']}, of {ledger.last['eval/count']} images"
+            )
         rows["pictures"] = str(self.path / "pictures")
         rows["numbers"] = f"{self.path / 'metrics.jsonl'}, {self.path / 'summary.json'}"
         if where:
             rows[self.config.tracker] = where
         longer = "--max_steps" if self.config.max_steps else "--epochs"
         rows["go on"] = f"the same command with {longer} {2 * (self.config.max_steps or self.config.epochs):g}"
-        rows["evaluate"] = f"the same command with --eval_only {self.path / 'best'}"
+        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; all else: README.md"
         self._journal.table(rows)

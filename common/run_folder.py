@@ -12,14 +12,19 @@
 Only the main process writes, and only one run at a time: a lock that the kernel frees with the process guards the folder.
 """
 
+import contextlib
+import errno
 import fcntl
+import io
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from common.errors import Refused
 
@@ -33,36 +38,39 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             # lockf, not flock: data workers inherit a flock and hold it for seconds after a kill.
-            self._lock = (path / ".lock").open("a+")
+            self._lock = (path / ".lock").open("ab+", buffering=0)
+            self._claim()
+            _mend_swap(path / "best")
+            self._log = (path / "log.txt").open("ab", buffering=0)
         except OSError as error:
+            if self.fresh:
+                shutil.rmtree(path, ignore_errors=True)
             raise Refused(
                 f"--output_dir {path.parent}: {path} can't be written ({error.strerror}); name another folder"
             ) from None
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
-            raise Refused(
-                f"{path} is in use by {holder}: wait for it, stop it, or give this run another --name"
-            ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        self._lock.flush()
-        _mend_swap(path / "best")
-        self._log = (path / "log.txt").open("a", buffering=1)
         self._rows = None
 
+    def _claim(self) -> None:
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self._lock.seek(0)
+            holder = self._lock.read().decode().strip() or "another process"
+            raise Refused(
+                f"{self.path} is in use by {holder}: wait for it, stop it, or give this run another --name"
+            ) from None
+        self._lock.truncate(0)
+        _append(self._lock, f"process {os.getpid()} on {os.uname().nodename}")
+
     def log(self, text: str) -> None:
-        """Append to log.txt, with the time."""
+        """Append to log.txt, with the time; what doesn't fit on the disk was at least said."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._log.write("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
+        with contextlib.suppress(OSError):
+            _append(self._log, "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def write(self, name: str, content: Any) -> None:
         """Replace a JSON file in one move: a reader sees the old or the new one, whole."""
-        draft = self.path / f".{name}.tmp"
-        draft.write_text(json.dumps(content, indent=2) + "\n")
-        draft.replace(self.path / name)
+        _replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def read(self, name: str) -> dict:
         """A JSON file's content; {} where there is none or it is not whole."""
@@ -73,32 +81,34 @@ class RunFolder:
 
     def status(self, status: str, step: int, cause: str = "") -> None:
         """`status` is running, finished, resumable or failed. running with no process at work means killed, so resumable."""
-        self.write(
-            "status.json",
-            {"status": status, "step": step, "cause": cause, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-        )
+        write_status(self.path, status, step, cause)
 
     def rewind(self, step: int) -> int:
         """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; the last step that stood there."""
         path = self.path / "metrics.jsonl"
         rows = _read_rows(path)
-        draft = self.path / ".metrics.jsonl.tmp"
-        draft.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        draft.replace(path)
-        self._rows = path.open("a")
+        _replace_file(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        self._rows = path.open("ab", buffering=0)
         return max((row["step"] for row in rows), default=0)
 
     def row(self, row: dict) -> None:
         """Append to metrics.jsonl, on disk for the kernel when this returns; not-a-number becomes null."""
         clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
-        self._rows.write(json.dumps(clean) + "\n")
-        self._rows.flush()
+        _append(self._rows, json.dumps(clean) + "\n")
+
+    def sync_rows(self) -> None:
+        """Make the rows so far outlive the machine: a checkpoint builds on them."""
+        os.fsync(self._rows.fileno())
 
     def replace(self, name: str, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new folder and put it in the place of `name`; a kill in between is mended at the next start."""
         final, draft, old = (self.path / part for part in (name, f".{name}.tmp", f".{name}.old"))
         shutil.rmtree(draft, ignore_errors=True)
-        write(draft)
+        try:
+            write(draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
@@ -109,6 +119,42 @@ class RunFolder:
         for file in (self._rows, self._log, self._lock):
             if file is not None:
                 file.close()
+
+
+def write_status(run: Path, status: str, step: int, cause: str) -> None:
+    """What `RunFolder.status` does; for a rank without one that fails alone."""
+    content = {"status": status, "step": step, "cause": cause, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    _replace_file(run / "status.json", json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What can't be written below `path` is refused in one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Refused(
+            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, and the same command goes "
+            "on from the last checkpoint, or name another --output_dir"
+        ) from error
+
+
+def _replace_file(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _append(file: io.FileIO, text: str) -> None:
+    """Write all or nothing, at once: what a buffer holds back is lost in a kill, and raises again when a full disk closes."""
+    data, before = text.encode(), os.fstat(file.fileno()).st_size
+    if file.write(data) != len(data):
+        file.truncate(before)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read_rows(path: Path) -> list[dict]:

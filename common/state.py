@@ -39,7 +39,10 @@ class TrainingState:
             for key, value in values.items()
             if not isinstance(value, torch.Tensor)
         }
-        return {"optimizer": kept, "scaler": self.scaler.state_dict() if self.scaler else None}
+        # LAMB and Adan count steps in their parameter groups.
+        group_steps = [int(group["step"]) if "step" in group else None for group in self.optimizer.param_groups]
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {"optimizer": kept, "group_steps": group_steps, "scaler": scaler}
 
     def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], where: str) -> None:
         """Refuse tensors that are not this run's, naming what differs, before anything is changed."""
@@ -62,11 +65,18 @@ class TrainingState:
         self.model.load_state_dict(files["model"])
         if self.ema is not None:
             self.ema.load_state_dict(files["ema"])
+        parameters = dict(self.model.named_parameters())
         states: dict[str, dict[str, Any]] = {}
         for path, value in (files["optimizer"] | numbers["optimizer"]).items():
             name, _, key = path.rpartition("/")
+            if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
+                # In the parameter's memory layout (channels_last): fused optimizers take it for granted.
+                value = torch.empty_like(parameters[name], dtype=value.dtype, device=value.device).copy_(value)
             states.setdefault(name, {})[key] = value
         current = self.optimizer.state_dict()
+        for group, steps in zip(current["param_groups"], numbers["group_steps"], strict=True):
+            if steps is not None:
+                group["step"] = steps
         index = {name: number for number, name in self._optimizer_names().items()}
         current["state"] = {index[name]: values for name, values in states.items()}
         self.optimizer.load_state_dict(current)

@@ -7,6 +7,7 @@ no list to shuffle, no iterator to fast-forward on resume, and a billion samples
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -44,8 +45,8 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 @lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    return [key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS)]
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Stream:
 
     def steps(self, epochs: float) -> int:
         """How many steps `epochs` epochs are, rounded up: the last sample of the last epoch is still seen."""
-        return math.ceil(epochs * self.size / self.global_batch_size - 1e-9)
+        return math.ceil(Fraction(str(epochs)) * self.size / self.global_batch_size)  # exact: as a person wrote it
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch ended within the step that made `step` steps done."""

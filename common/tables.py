@@ -1,8 +1,10 @@
 """Which column of a Hugging Face data set holds the images, which the labels, and what do the labels say?"""
 
 import glob
+import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,7 +87,8 @@ def read_table(
 ) -> tuple[Table, Table | None]:
     """The training split, and the one to evaluate on if there is one. Raises `Refused`."""
     try:
-        splits = opener()
+        with _quiet():
+            splits = opener()
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
@@ -118,6 +121,22 @@ def read_table(
 
 
 # ---- opening
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No remarks of `datasets` on an error that it raises as well, and its progress bars on a terminal only."""
+    import datasets
+
+    logger = logging.getLogger("datasets")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _open_saved(path: Path) -> dict[str, Any]:

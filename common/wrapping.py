@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 
 from common import batch_norm
+from common.collectives import is_lost_peer
+from common.errors import Refused
 
 
 def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> None:
@@ -12,13 +14,20 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[
 
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
-    uninterrupted run. A no-op for a model that is not wrapped. Every rank calls it.
+    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
+    take that: images that its patches don't divide, or one sample where batch norm needs two.
     """
-    if wrapped is model:
-        return
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for _ in range(2):
-        forward().backward()
+    try:
+        for _ in range(1 if wrapped is model else 2):
+            forward().backward()
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or is_lost_peer(error):
+            raise  # of this rank alone, perhaps
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise Refused(
+            f"the model can't make a step: {reason}; look at --image_size, --global_batch_size and --max_micro_batch_size"
+        ) from error
     wrapped.zero_grad()
     model.load_state_dict(before)
     batch_norm.discard_statistics(model)

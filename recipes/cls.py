@@ -141,7 +141,7 @@ def build_plan(config: Config) -> BatchPlan:
     if config.batch_norm in ("node", "global") and plan.micro_steps > 1:
         raise Refused(
             f"--batch_norm {config.batch_norm} needs the whole share of a process at once, not {plan.micro_steps} micro-steps: "
-            f"raise --max_micro_batch_size to {-(-config.global_batch_size // plan.world_size)}, or take --batch_norm group"
+            f"raise --max_micro_batch_size to {plan.unit * -(-plan.units // plan.world_size)}, or take --batch_norm group"
         )
     return plan
 
@@ -266,7 +266,7 @@ def main() -> None:
         if config.compile:
             bare.compile()
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        blank = torch.zeros(plan.micro_batch_sizes[0], *data_config["input_size"]).to(accelerator.device, torch.uint8)
+        blank = torch.zeros(plan.micro_batch_sizes[-1], *data_config["input_size"]).to(accelerator.device, torch.uint8)
         drop_path.set_draws(bare, torch.zeros(drop_path_layers, len(blank), device=accelerator.device))
         warm_up(model, bare, lambda: model(normalize(blank)).sum())
 

@@ -28,10 +28,10 @@ class Started:
 
     def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Wait for the end, at most `timeout` seconds; past that the command and its descendants are killed."""
-        family = psutil.Process(self.process.pid)
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            family = psutil.Process(self.process.pid)
             for process in [family, *family.children(recursive=True)]:
                 process.kill()
             pytest.fail(f"no end within {timeout} s\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
@@ -53,13 +53,22 @@ class Launcher:
         *arguments: object,
         flags: Sequence[object] = (),
         env: Mapping[str, str] | None = None,
+        process_group: int | None = None,
+        cwd: Path = ROOT,
     ) -> Started:
         """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml", *flags]
-        return self.start_python(*launcher, script, *arguments, env=env)
+        file = ROOT / "accelerate_configs" / f"{config}.yaml"
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *flags]
+        return self.start_python(*launcher, script, *arguments, env=env, process_group=process_group, cwd=cwd)
 
-    def start_python(self, *arguments: object, env: Mapping[str, str] | None = None) -> Started:
-        """`python <arguments>`."""
+    def start_python(
+        self,
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        process_group: int | None = None,
+        cwd: Path = ROOT,
+    ) -> Started:
+        """`python <arguments>`; with `process_group` 0 in a group of its own, as a shell starts it."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -69,11 +78,12 @@ class Launcher:
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
                 [sys.executable, *map(str, arguments)],
-                cwd=ROOT,
+                cwd=cwd,
                 env={**inherited, "HOME": str(self.home), "OMP_NUM_THREADS": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
+                process_group=process_group,
             )
         return Started(process, *outputs)
 

@@ -1,0 +1,57 @@
+"""How do image files and what is written beside them become one source of annotated images?"""
+
+import hashlib
+import os
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from common.detection.annotated import Annotations, FixedImages
+from common.detection.box_checks import FoundBoxes, check
+from common.detection.image_headers import headers_of_files
+from common.images import open_rgb
+from common.randomness import mix
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedFiles(FixedImages):
+    """Image files below a folder, with their boxes. Satisfies `Annotated`."""
+
+    root: str
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
+    byte_counts: np.ndarray  # int64[N] size of each file
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.hash(self.paths, self.byte_counts)
+
+    def name(self, index: int) -> str:
+        return name_of(self.root, self.paths, index)
+
+    def image(self, index: int) -> Image.Image:
+        return self.as_annotated(index, open_rgb(os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))))
+
+    def part(self, rows: np.ndarray) -> "AnnotatedFiles":
+        return replace(
+            self, **self.columns_of(rows), paths=self.paths.take(pa.array(rows)), byte_counts=self.byte_counts[rows]
+        )
+
+    def draws(self, key: int) -> np.ndarray:
+        """uint64[N] random numbers, each of its image's path alone."""
+        hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in self.paths)
+        return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
+
+
+def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
+    return f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}"
+
+
+def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray) -> AnnotatedFiles:
+    """Check the boxes against the files. Raises `Refused` if files are missing, or as `box_checks.check` does."""
+    headers = headers_of_files(root, paths)
+    annotations, _ = check(found, headers)
+    columns = {field.name: getattr(annotations, field.name) for field in fields(Annotations)}
+    return AnnotatedFiles(**columns, root=root, paths=paths, byte_counts=headers[:, 3])

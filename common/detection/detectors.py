@@ -1,0 +1,90 @@
+"""What is a detector to a recipe, and how does a name become one?"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from common.detection.fcos import FCOS
+from common.detection.fpn import build_backbone
+from common.detection.mask_rcnn import MaskRCNN
+from common.detection.rcnn import FasterRCNN
+from common.detection.retinanet import RetinaNet
+from common.errors import Refused
+
+
+class Detector(Protocol):
+    """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
+
+    targets, one dict an image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
+    bool[n]; position int, of the stream; where known, size int64[2], true width and height on the canvas.
+    n may be 0. Crowd regions are neither foreground nor background; a region's own boxes still count.
+    """
+
+    stride: int  # sides of the canvas are multiples of this, in pixels
+    backbone: nn.Module  # what may be compiled; the rest breaks graphs
+
+    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+        """float64[C]: what the losses of these images are divided by, to be summed over the global batch beforehand."""
+
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The module's forward: the loss of each image [B], and its parts by name, detached [B].
+
+        `images` [B, 3, H, W] are normalised, `totals` float64[C] is the sum of `counts` over the global batch. Losses are
+        divided already: their *sum* over the global batch is its loss. Every parameter gets a gradient, boxes or none.
+        """
+
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """Detections of each image, best first: boxes [n, 4] in pixels of the canvas, scores [n], labels int64[n].
+
+        `sizes` [B, 2] are the true widths and heights of the images on the canvas [B, 3, H, W].
+        """
+
+
+def build_detector(
+    family: str,
+    backbone: str,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    levels: tuple[int, int] = (0, 0),
+    width: int = 256,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    **options,
+) -> Detector:
+    """A detector on a timm backbone with a feature pyramid; its initial weights are a function of `seed`.
+
+    Args:
+        family: one of `FAMILIES`.
+        backbone: a timm name, `hf-hub:owner/name` or a local timm folder.
+        levels: finest and coarsest level of the pyramid, of stride 2^level; (0, 0) is the family's own.
+        width: channels of the pyramid.
+        options: `convolutions` in each head (fcos, retinanet), `hidden` width of the second stage (faster_rcnn, mask_rcnn),
+            `mask_width` (mask_rcnn).
+
+    Raises:
+        Refused: for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
+    """
+    if family not in FAMILIES:
+        raise Refused(f"--detector {family} is unknown: choose one of {', '.join(FAMILIES)}")
+    if width % 32:
+        raise Refused(f"width {width}: the heads normalise 32 groups of channels; choose a multiple of 32, from 64 up")
+    kind = FAMILIES[family]
+    built = build_backbone(
+        backbone,
+        pretrained=pretrained,
+        levels=levels if any(levels) else kind.levels,
+        width=width,
+        coarser=kind.coarser,
+        drop_path=drop_path,
+        seed=seed,
+    )
+    torch.manual_seed(seed + 3)
+    detector = kind(built, classes, **options)
+    detector.seed = seed  # what a detector draws at random is a function of it and the images' positions
+    detector.pretrained_cfg = built.pretrained_cfg  # what images are normalised with, see common.models.data_config
+    return detector
+
+
+FAMILIES = {"fcos": FCOS, "retinanet": RetinaNet, "faster_rcnn": FasterRCNN, "mask_rcnn": MaskRCNN}

@@ -1,0 +1,171 @@
+"""Which images and boxes does a folder in the format of YOLO hold?
+
+images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes in
+shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://docs.ultralytics.com/datasets/detect
+"""
+
+import os
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
+from common.detection.box_checks import FoundBoxes
+from common.errors import Refused
+from common.images import SUFFIXES
+from common.labelled import VAL_NAMES
+
+
+@dataclass(frozen=True)
+class YoloFolder:
+    """Where the parts of a data set are, and what it says of its classes."""
+
+    title: str
+    root: Path
+    train: list[Path]  # folders of images, or text files that list images
+    val: list[Path]
+    names: dict[int, str] | None
+    has_keypoints: bool = False  # behind the four numbers of the box
+
+
+def find_yolo(root: Path) -> YoloFolder | None:
+    """As `data.yaml` in `root` says (or the only YAML file there); without one, images/ beside labels/."""
+    file = root / "data.yaml"
+    if not file.exists():
+        others = [other for pattern in ("*.yaml", "*.yml") for other in root.glob(pattern)] if root.is_dir() else []
+        file = others[0] if len(others) == 1 else None
+    if file:
+        return _read_yaml(root, file)
+    if not (root / "images").is_dir() or not (root / "labels").is_dir():
+        return None
+    listed = next((root / name for name in ("classes.txt", "labels/classes.txt") if (root / name).exists()), None)
+    names = dict(enumerate(listed.read_text().split("\n"))) if listed else None
+    names = names and {place: name.strip() for place, name in names.items() if name.strip()}
+    val = next((root / "images" / name for name in VAL_NAMES if (root / "images" / name).is_dir()), None)
+    if val and (root / "images/train").is_dir():
+        return YoloFolder(str(root), root, [root / "images/train"], [val], names)
+    return YoloFolder(str(root), root, [root / "images"], [], names)
+
+
+def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or "train" not in content and "names" not in content:
+        return None
+    for key in ("train", "names"):
+        if not content.get(key):
+            raise Refused(f"{file}: lacks the key {key}")
+    names = content["names"]
+    names = dict(enumerate(names)) if isinstance(names, list) else names
+    if not isinstance(names, dict) or set(names) != set(range(len(names))):
+        raise Refused(f"{file}: names must be a list, or give each class from 0 up its name")
+    starts = [Path(content.get("path") or "."), Path(".")]
+
+    def places(key: str) -> list[Path]:
+        entries = content.get(key) or []
+        return [_place(file, root, starts, key, str(e)) for e in (entries if isinstance(entries, list) else [entries])]
+
+    val = next((key for key in VAL_NAMES if content.get(key)), "val")
+    names = {place: str(name) for place, name in names.items()}
+    return YoloFolder(str(file), root, places("train"), places(val), names, "kpt_shape" in content)
+
+
+def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:
+    """Files are written with paths from their own folder, from `path` in them, or (Roboflow) with one `../` too many."""
+    places = [root / start / entry for start in starts] + [root / entry.removeprefix("../")]
+    for place in places:
+        if place.exists():
+            return Path(os.path.abspath(place))
+    raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
+
+
+def read_yolo(folder: YoloFolder) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
+    """Both parts. Boxes are of the upright image, as YOLO's own readers take them. Raises `Refused`."""
+    first = _read_part(folder, "train", folder.train, folder.names)
+    names = folder.names or dict(enumerate(first.classes))
+    return first, _read_part(folder, "val", folder.val, names) if folder.val else None
+
+
+def _read_part(folder: YoloFolder, part: str, places: list[Path], names: dict[int, str] | None) -> AnnotatedFiles:
+    files = sorted({file for place in places for file in _images(place)})
+    if not files:
+        raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")
+    rows, labels, corners = array("q"), array("q"), array("d")
+    for row, file in enumerate(files):
+        for label, box in _read_labels(_labels_of(file), len(names) if names else None, folder.has_keypoints):
+            rows.append(row)
+            labels.append(label)
+            corners.extend(box)
+    if names is None:
+        names = {label: str(label) for label in range(max(labels, default=-1) + 1)}
+    root = os.path.commonpath([os.path.dirname(file) for file in files])
+    paths = pa.array([os.fsencode(os.path.relpath(file, root)) for file in files], pa.large_binary())
+    found = FoundBoxes(
+        title=f"{folder.title} {part}",
+        classes=tuple(names[label] for label in range(len(names))),
+        category_ids=np.arange(len(names)),
+        image_ids=np.arange(len(files)),
+        sizes=np.zeros((len(files), 2), np.int64),
+        rows=np.array(rows, np.int64),
+        boxes=np.array(corners).reshape(-1, 4),
+        labels=np.array(labels, np.int64),
+        crowd=np.zeros(len(labels), bool),
+        areas=np.full(len(labels), np.nan),
+        name=lambda row: name_of(root, paths, row),
+        upright=True,
+        relative=True,
+    )
+    return read_files(found, root, paths)
+
+
+def _images(place: Path) -> list[str]:
+    if place.is_dir():
+        folders = os.walk(place, followlinks=True)
+        return [os.path.join(above, name) for above, _, names in folders for name in names if _is_image(name)]
+    lines = (line.strip() for line in place.read_text().splitlines())
+    return [os.path.normpath(place.parent / line) for line in lines if line]
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+
+
+def _labels_of(image: str) -> str:
+    """The last folder named images in the path becomes labels; where there is none, the file lies beside the image."""
+    stem = os.path.splitext(image)[0]
+    above, found, below = stem.rpartition("/images/")
+    return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
+
+
+def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
+    """Class and left, top, right, bottom in shares of the image of each line; no file means no objects."""
+    try:
+        with open(file) as text:
+            lines = text.read().splitlines()
+    except FileNotFoundError:
+        return []
+    objects = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        try:
+            label, values = int(float(words[0])), [float(word) for word in words[1:]]
+        except (ValueError, OverflowError):
+            raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
+        if not 0 <= label < (classes or label + 1):
+            raise Refused(f"{file}:{number}: unknown class {label}; there are {classes or 'classes'} from 0 up")
+        if len(values) == 4 or has_keypoints and len(values) > 4:
+            x, y, width, height = values[:4]
+            objects.append((label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)))
+        elif len(values) >= 6 and len(values) % 2 == 0:
+            objects.append((label, (min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2]))))
+        else:
+            raise Refused(f"{file}:{number}: {len(words)} numbers; needs 5, or a class and the corners of an outline")
+    return objects

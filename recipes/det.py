@@ -1,0 +1,282 @@
+"""Train an object detector: the same run on one CPU, one GPU, many GPUs or many machines.
+
+    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --config recipes/presets/det_digits.yaml
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/det.py --data /data/coco \
+        --config recipes/presets/coco_fcos_r50.yaml
+
+The defaults train on scenes of handwritten digits, made as they are needed. How the global batch is spread over processes
+and micro-steps is derived and changes nothing: losses and weights are those of any other layout. Kill it at any moment,
+start the same command again on whatever hardware there is, and it goes on from the last complete checkpoint.
+This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from common import batch_norm, drop_path, launch, loading
+from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
+from common.config import OptimizationConfig, RunConfig, option, parse
+from common.detection import detectors, sources
+from common.detection.annotated import Annotated
+from common.detection.augmentation import BoxAugmentation
+from common.detection.coco_metrics import Detections
+from common.detection.export import export
+from common.detection.loading import EvaluationScenes, TrainingScenes
+from common.errors import Refused
+from common.optimization import (
+    Schedule,
+    build_ema,
+    build_optimizer,
+    clip_gradients,
+    peak_learning_rate,
+    set_learning_rate,
+)
+from common.plan import BatchPlan
+from common.randomness import key_of, seed_model
+from common.run import Run
+from common.state import TrainingState
+from common.stream import Stream
+from common.wrapping import warm_up
+
+
+@dataclass
+class Config(OptimizationConfig, RunConfig):
+    """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
+
+    data: str = "digits"
+    """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
+    detector: Literal["fcos", "retinanet", "faster_rcnn"] = "fcos"
+    """Family of the detector."""
+    model: str = "test_resnet"
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder."""
+    pretrained: bool = False
+    """Start from the backbone's weights that timm publishes."""
+    global_batch_size: int = option(8, low=1)
+    """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
+    lr: float = option(2e-3, low=0)
+    """Peak learning rate at the reference batch --lr_batch_size."""
+    lr_batch_size: int = option(8, low=1)
+    """Global batch for which --lr is stated."""
+    levels: str = "3-4"
+    """Feature levels, finest and coarsest: level l has a cell for each 2^l x 2^l pixels (COCO: 3-7)."""
+    width: int = option(64, low=32)
+    """Channels of the feature pyramid, a multiple of 32 (COCO: 256)."""
+    convolutions: int = option(2, low=1)
+    """Convolutions in each of the detector's heads (COCO: 4)."""
+    short_sides: str = "128"
+    """Training: lengths of the image's shorter side in pixels, one of which is drawn for each image (640,672,...,800)."""
+    long_side: int = option(128, low=1)
+    """The longest that an image's longer side gets, in pixels (COCO: 1333)."""
+    eval_short_side: int = option(0, low=0)
+    """Evaluation: length of the shorter side in pixels (0: the longest of --short_sides)."""
+    scale_jitter: float = option(0.0, low=0, high=0.95)
+    """Large-scale jitter: images are scaled by a factor within 1 - this and 1 + this, and cut to --long_side."""
+    hflip: float = option(0.0, low=0, high=1)
+    """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
+    photometric: float = option(0.0, low=0, high=1)
+    """Probability of each of several distortions of brightness, contrast and colour."""
+    val_share: float = option(0.2, low=0, high=1)
+    """Share of the images that is held out where the data has no validation part."""
+    image_column: str = ""
+    """Hugging Face data: column of the images (default: found by its type)."""
+    objects_column: str = ""
+    """Hugging Face data: column of the objects (default: found by its type)."""
+    box_format: str = ""
+    """Hugging Face data: xywh, xyxy or cxcywh."""
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
+    """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
+    norm_batch_size: int = option(2, low=2)
+    """batch_norm group: consecutive samples that share statistics."""
+    drop_path: float = option(0.0, low=0, high=1)
+    """Stochastic depth in the backbone, drawn per sample and layer."""
+    compile: bool = False
+    """torch.compile the backbone and its feature pyramid."""
+
+
+def build_data(config: Config):
+    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share."""
+    with main_process_first("reading the data", local=True):
+        train, val = sources.load(
+            config.data,
+            seed=config.seed,
+            val_share=config.val_share,
+            image_column=config.image_column,
+            objects_column=config.objects_column,
+            box_format=config.box_format,
+        )
+    return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
+
+
+def build_model(config: Config, classes: int):
+    """The detector and its number of drop path layers."""
+    with together("building the model"):
+        finest, _, coarsest = config.levels.partition("-")
+        if not (finest.isdigit() and coarsest.isdigit()):
+            raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
+        model = detectors.build_detector(
+            config.detector,
+            config.model,
+            classes,
+            pretrained=config.pretrained,
+            levels=(int(finest), int(coarsest)),
+            width=config.width,
+            drop_path=config.drop_path,
+            seed=config.seed,
+            **({} if config.detector == "faster_rcnn" else {"convolutions": config.convolutions}),
+        )
+    batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
+    return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model)
+
+
+def build_plan(config: Config) -> BatchPlan:
+    """How the global batch is spread; norm groups stay together."""
+    group = config.norm_batch_size if config.batch_norm == "group" else 1
+    plan = BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size, unit=group)
+    if config.batch_norm in ("node", "global") and plan.micro_steps > 1:
+        raise Refused(
+            f"--batch_norm {config.batch_norm} needs the whole share of a process at once, not {plan.micro_steps} micro-steps: "
+            f"raise --max_micro_batch_size to {-(-config.global_batch_size // plan.world_size)}, or take --batch_norm group"
+        )
+    return plan
+
+
+def build_augmentation(config: Config) -> tuple[BoxAugmentation, BoxAugmentation]:
+    """What happens to training images, and to those of an evaluation."""
+    short_sides = tuple(int(side) for side in config.short_sides.split(",") if side.strip().isdigit())
+    if len(short_sides) != len(config.short_sides.split(",")) or min(short_sides) < 1:
+        raise Refused(
+            f"--short_sides {config.short_sides}: must be lengths in pixels joined by commas, such as 640,672,704"
+        )
+    plain = BoxAugmentation(config.seed, (config.eval_short_side or max(short_sides),), config.long_side)
+    varied = BoxAugmentation(
+        config.seed, short_sides, config.long_side, config.scale_jitter, config.hflip, config.photometric
+    )
+    return varied, plain
+
+
+def build_normalize(config: Config, mean, std, device: torch.device):
+    """normalize(uint8[B, 3, H, W]) -> images of the run's type."""
+    dtype = getattr(torch, config.dtype)
+    mean, std = (255 * torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
+    return lambda images: images.to(dtype).sub_(mean).div_(std)
+
+
+@torch.no_grad()
+def evaluate(model, loader, accelerator, normalize, val: Annotated):
+    """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
+    found = Detections()
+    model.eval()
+    for batch in loader:
+        batch = batch.to(accelerator.device)
+        with accelerator.autocast():
+            detections = model.detect(normalize(batch.images), batch.sizes)
+        indices = batch.positions.tolist()
+        for index, size, of_image in zip(indices, batch.sizes, detections, strict=True):
+            of_image["boxes"] = loader.dataset.to_original(of_image["boxes"], index, size)
+        found.update(indices, detections)
+    model.train()
+    results = found.results(val)
+    if results["count"] != len(val):
+        raise RuntimeError(f"evaluated {results['count']} images of {len(val)}: each must count exactly once")
+    return results
+
+
+def main() -> None:
+    config = parse(Config)
+    accelerator = launch.start()
+
+    with Run(config, accelerator, recipe="det") as run:
+        plan = build_plan(config)
+        train, val, fingerprint = build_data(config)
+        stream = Stream(len(train), config.global_batch_size, config.seed)
+        schedule = Schedule(config, stream, run.length(stream))
+        bare, drop_path_layers = build_model(config, len(train.classes))
+        mean, std = bare.pretrained_cfg["mean"], bare.pretrained_cfg["std"]
+        normalize = build_normalize(config, mean, std, accelerator.device)
+        settings = {name: getattr(config, name) for name in ("detector", "model", "levels", "width", "convolutions")}
+        settings |= {"mean": list(mean), "std": list(std), "short_side": config.eval_short_side or config.short_sides}
+        varied, plain = build_augmentation(config)
+        fill = tuple(round(255 * value) for value in mean)
+        samples = TrainingScenes(train, stream, varied, bare.stride, fill, config.seed, drop_path_layers)
+        workers = loading.worker_count(config.workers)
+        val_scenes = EvaluationScenes(val, plain, bare.stride, fill)
+        val_loader = loading.evaluation_loader(val_scenes, config.max_micro_batch_size, workers)
+
+        bare.to(accelerator.device)
+        ema = build_ema(config, bare)
+        if config.compile:
+            bare.backbone.compile()
+        model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
+        blank = samples.blank(plan.micro_batch_sizes[0]).to(accelerator.device)
+        drop_path.set_draws(bare, blank.drop_path)
+        totals = torch.ones_like(bare.counts(blank.targets, blank.images.shape[2:]))
+        warm_up(model, bare, lambda: model(normalize(blank.images), blank.targets, totals)[0].sum())
+
+        run.describe(
+            {
+                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
+                "fingerprint": f"{fingerprint}, the same on all ranks",
+                **{
+                    f"{name} notes": "; ".join(part.notes)
+                    for name, part in (("train", train), ("val", val))
+                    if part.notes
+                },
+                "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                "layout": launch.describe(accelerator),
+                "batch": str(plan),
+                "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
+                "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
+                "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
+                "run folder": str(run.path),
+            }
+        )
+        state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
+        first, last = run.start(state, stream, schedule, fingerprint), schedule.total_steps
+        batches = loading.Feed(loading.training_loader(samples, plan, first, last, workers), accelerator.device)
+
+        bare.train()
+        for step in run.steps():
+            set_learning_rate(optimizer, schedule(step))
+            micro_batches = [next(batches) for _ in range(plan.micro_steps)]
+            # What losses are divided by, over the whole global batch: known from the boxes, before anything is predicted.
+            totals = all_sum(sum(bare.counts(batch.targets, batch.images.shape[2:]) for batch in micro_batches))
+            losses = []
+            for micro_step, batch in enumerate(micro_batches):
+                drop_path.set_draws(bare, batch.drop_path)
+                seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
+                is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
+                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                    with accelerator.autocast():
+                        loss, _ = model(normalize(batch.images), batch.targets, totals)  # [B], in sum the step's loss
+                    accelerator.backward(loss.sum() * plan.world_size)
+                losses.append(loss.detach() * config.global_batch_size)
+
+            accelerator.unscale_gradients(optimizer)
+            grad_norm = clip_gradients(bare.parameters(), config.clip, config.clip_mode)
+            optimizer.step()
+            optimizer.zero_grad()
+            batch_norm.update_running_statistics(bare)
+            done = step + 1
+            if ema:
+                ema.update(bare, done)
+            positions = torch.cat([batch.positions for batch in micro_batches])
+            run.observe(done, torch.cat(losses), positions, grad_norm, *batches.take())
+
+            if run.evaluates(done):
+                run.settle()
+                results = evaluate(bare, val_loader, accelerator, normalize, val)
+                if ema:
+                    of_ema = evaluate(ema.module, val_loader, accelerator, normalize, val)
+                    results |= {f"ema_{key}": value for key, value in of_ema.items()}
+                if run.record(done, results, f"{'ema_' if ema else ''}AP"):
+                    run.keep_best(partial(export, ema.module if ema else bare, settings, val.classes, results))
+            if run.saves(done):
+                run.save(done)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,30 @@
+"""What the tests of several detectors share."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+CANVAS = (128, 192)  # H, W: multiples of the coarsest stride, where torchvision's strides are exact
+LEVELS = (3, 6)
+
+
+class OrderedMaps(nn.Module):
+    """Our backbone as torchvision wants one."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.features, self.fpn, self.out_channels = backbone.features, backbone.fpn, backbone.width
+        self.maps = partial(type(backbone).forward, backbone)
+
+    def forward(self, images):
+        return dict(enumerate(self.maps(images)))
+
+
+def scene(count):
+    generator = torch.Generator().manual_seed(count)
+    corners = torch.rand(count, 2, generator=generator) * torch.tensor([150.0, 90.0])
+    sides = 8 + torch.rand(count, 2, generator=generator) * 100
+    boxes = torch.cat([corners, torch.minimum(corners + sides, torch.tensor([191.7, 127.7]))], 1)
+    labels = torch.randint(4, (count,), generator=generator)
+    return {"boxes": boxes, "labels": labels, "crowd": torch.zeros(count, dtype=torch.bool), "position": count}

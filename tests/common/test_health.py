@@ -1,0 +1,184 @@
+"""All ranks learn the same of every step, one step late, and stop together when a step was not finite."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from common import health
+from common.collectives import rank, world_size
+from common.errors import Refused
+from common.health import Health, Report
+from tests.common.processes import Processes
+
+NAN, INF = float("nan"), float("inf")
+
+
+def post(state: Health, step: int, losses: list[float], norm: float = 1.0, stop: bool = False, **options) -> None:
+    """The share of this rank: `losses` of as many positions, which follow those of the ranks before it."""
+    first = (step - 1) * state.global_batch_size + rank() * len(losses)
+    state.post(
+        step,
+        torch.tensor(losses),
+        torch.arange(first, first + len(losses)),
+        torch.tensor(norm),
+        options.get("wait", 0.0),
+        options.get("broken", ()),
+        stop,
+    )
+
+
+def test_a_report_comes_one_step_late_in_order() -> None:
+    state = Health(2)
+    assert state.read() == state.settle() == []
+    came = []
+    for step in range(1, 6):
+        post(state, step, [step, step + 1], norm=step / 2, wait=0.25, broken=("a",) * (step == 3), stop=step == 4)
+        came.append([report.step for report in state.read()])
+    assert came == [[], [1], [2], [3], [4]]
+    last, more = state.settle(), state.settle()
+    assert last == [Report(5, 5.5, 2.5, 0.25, (), stop=False, skipped=False)] and more == []
+
+
+def test_a_report_says_what_was_broken_and_who_wants_to_stop() -> None:
+    state = Health(2)
+    post(state, 1, [1.0, 2.0], broken=("a: torn", "b: torn"))
+    post(state, 2, [1.0, 2.0], stop=True)
+    first, second = state.settle()
+    assert (first.broken, first.stop, second.broken, second.stop) == (("a: torn", "b: torn"), False, (), True)
+
+
+def refusal(state: Health) -> str:
+    with pytest.raises(Refused) as raised:
+        state.settle()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_names_its_step_and_samples(value: float) -> None:
+    state = Health(4)
+    post(state, 8, [1.0, value, 1.0, value])
+    told = refusal(state)
+    assert told.startswith("step 8: the loss of the samples at positions 29, 31 is not finite; no checkpoint of it")
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_too() -> None:
+    state = Health(2)
+    post(state, 3, [1.0, 1.0], norm=INF)
+    assert refusal(state).startswith("step 3: the gradient norm is not finite")
+
+
+def test_of_many_samples_the_first_are_named() -> None:
+    state = Health(100)
+    post(state, 1, [NAN] * 100, norm=NAN)
+    assert "positions 0, 1, 2, 3, 4, 5, 6, 7 and 92 more is not" in refusal(state)
+
+
+def test_it_is_known_when_the_next_step_has_been_made() -> None:
+    state = Health(1)
+    post(state, 1, [NAN])
+    assert state.read() == []
+    post(state, 2, [1.0])
+    with pytest.raises(Refused, match="step 1: "):
+        state.read()
+
+
+def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
+    state = Health(1, fp16=True)
+    for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
+        post(state, step, [INF if step == 5 else 1.0], norm)
+    assert [report.skipped for report in state.settle()] == [False, True, True, False, True]
+    assert state.skipped_in_a_row == 1
+
+
+def test_under_fp16_a_loss_that_is_not_finite_without_an_overflow_stops_the_run() -> None:
+    state = Health(1, fp16=True)
+    post(state, 1, [NAN], norm=1.0)
+    assert refusal(state).startswith("step 1: the loss of the samples at positions 0 is not finite")
+
+
+def test_a_storm_of_overflows_is_capped() -> None:
+    state = Health(1, fp16=True)
+    most = health._MAX_SKIPPED
+    for step in range(1, most + 1):
+        post(state, step, [1.0], INF)
+    post(state, most + 1, [1.0], 1.0)  # the storm is over
+    for step in range(most + 2, 2 * most + 2):
+        post(state, step, [1.0], INF)
+    assert sum(report.skipped for report in state.settle()) == 2 * most
+    post(state, 2 * most + 2, [1.0], INF)
+    assert refusal(state).startswith(f"fp16: the last {most + 1} steps up to step {2 * most + 2} overflowed")
+
+
+# --- on several ranks
+
+
+def healthy_steps() -> list[dict]:
+    state = Health(2 * world_size())
+    reports = []
+    for step in range(1, 5):
+        mine = [100.0 * step + rank(), 1.0]
+        broken = (f"{rank()}.png: torn",) * ((step == 2) + (step == 3 and rank() == 1))
+        stop = step == 3 and rank() == world_size() - 1
+        post(state, step, mine, norm=0.5 * step, stop=stop, wait=float(rank()), broken=broken)
+        reports += [asdict(report) for report in state.read()]
+    return reports + [asdict(report) for report in state.settle()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, ranks: int) -> None:
+    answers = processes.run(healthy_steps, ranks=ranks)
+    assert answers == [answers[0]] * ranks
+    reports = [Report(**report) for report in answers[0]]
+    assert [report.step for report in reports] == [1, 2, 3, 4]
+    others = sum(range(ranks))
+    for report in reports:
+        assert report.loss == pytest.approx((100 * report.step * ranks + others + ranks) / (2 * ranks))
+        assert (report.data_wait, report.grad_norm) == (others / ranks, 0.5 * report.step)
+    assert [report.stop for report in reports] == [False, False, True, False]  # one rank's wish is everyone's
+    assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
+    assert reports[2].broken == ("1.png: torn",)
+
+
+def fail_on_one_rank(fp16: bool, norm: float) -> tuple[str, int]:
+    state = Health(2 * world_size(), fp16=fp16)
+    told, step = "", 0
+    try:
+        while not told and step < 10:
+            step += 1
+            bad = step == 4 and rank() == 1
+            post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0)
+            state.read()
+    except Refused as refused:
+        told = str(refused)
+    return told, step
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes, ranks: int) -> None:
+    for fp16, norm in ((False, 1.0), (False, NAN), (True, 1.0)):
+        answers = processes.run(fail_on_one_rank, fp16, norm, ranks=ranks)
+        assert answers == [answers[0]] * ranks
+        told, step = answers[0]
+        assert told.startswith(f"step 4: the loss of the samples at positions {3 * 2 * ranks + 3} is not finite")
+        assert step == 5
+    assert processes.run(fail_on_one_rank, True, NAN, ranks=ranks) == [("", 10)] * ranks  # an overflow, skipped
+
+
+def fail_while_others_name_broken_images() -> str:
+    """The exchange of names and the refusal are collectives of the same steps: they must not cross."""
+    state = Health(world_size())
+    for step in range(1, 4):
+        post(state, step, [NAN if step == 3 else 1.0], broken=(f"{step}",) * (rank() != step % 2))
+    try:
+        state.settle()
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
+def test_names_and_refusals_do_not_cross(processes: Processes) -> None:
+    answers = processes.run(fail_while_others_name_broken_images, ranks=2)
+    assert answers == [answers[0]] * 2 and answers[0].startswith("step 3: the loss of the samples at positions 4, 5 is")

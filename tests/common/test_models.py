@@ -1,0 +1,174 @@
+"""A name becomes a model or one line says why not; a trained model becomes a folder that plain timm loads."""
+
+import copy
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+from torch import nn
+
+from common import batch_norm, drop_path, models
+from common.errors import Refused
+from common.models import build_classifier
+
+CLASSES = ("daisy", "rose", "007", "tulip & co", "no")
+SIZE = 48
+
+
+def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.eval().to(memory_format=torch.channels_last)(images)
+
+
+def converted(architecture: str) -> nn.Module:
+    """A model as a recipe trains it, with statistics that are not those of a new one."""
+    model = build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1)
+    batch_norm.convert(model, "group", group_size=2)
+    drop_path.convert(model)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.3)
+    return model.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
+    model, folder = converted(architecture), tmp_path / "best"
+    wanted = models.data_config(model, SIZE, 0.9)
+    models.export(model, CLASSES, wanted, {"top1": 0.5}, folder)
+
+    plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert torch.equal(outputs(plain), outputs(model))
+    assert tuple(plain.pretrained_cfg["label_names"]) == CLASSES
+    theirs = timm.data.resolve_model_data_config(plain)
+    assert {key: theirs[key] for key in wanted} == {**wanted, "mean": list(wanted["mean"]), "std": list(wanted["std"])}
+    assert theirs["input_size"] == (3, SIZE, SIZE) and theirs["crop_pct"] == 0.9
+    assert json.loads((folder / "results.json").read_text()) == {"top1": 0.5}
+
+    # The same folder is a --model: as it is, or with a new head where the classes are others.
+    again = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
+    assert torch.equal(outputs(again), outputs(model))
+    assert models.data_config(again) == theirs
+    other = build_classifier(str(folder), 3, image_size=SIZE, seed=1)
+    assert outputs(other).shape == (2, 3)
+    kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
+    head = {name for name, _ in other.get_classifier().named_parameters(prefix=other.default_cfg["classifier"])}
+    assert set(kept) == other.state_dict().keys() - head
+
+
+def test_an_export_does_not_touch_the_model_and_never_overwrites(tmp_path: Path) -> None:
+    model = converted("test_vit")
+    before, device_layout = copy.deepcopy(model.state_dict()), model.patch_embed.proj.weight.stride()
+    models.export(model, CLASSES, models.data_config(model, SIZE), {}, tmp_path / "a" / "best")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.patch_embed.proj.weight.stride() == device_layout
+    with pytest.raises(FileExistsError):
+        models.export(model, CLASSES, {}, {}, tmp_path / "a" / "best")
+
+
+def test_initial_weights_are_a_function_of_the_seed() -> None:
+    first = build_classifier("test_resnet", 4, seed=3).state_dict()
+    torch.rand(7)
+    again, other = (build_classifier("test_resnet", 4, seed=seed).state_dict() for seed in (3, 4))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not torch.equal(first["conv1.0.weight"], other["conv1.0.weight"])
+
+
+def test_the_head_has_the_classes_and_options_arrive() -> None:
+    model = build_classifier("test_vit", 11, image_size=32, drop=0.25, drop_path=0.1)
+    assert outputs(model, 32).shape == (2, 11)
+    assert model.head_drop.p == 0.25 and model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
+    # Some models drop by default: what is not asked for is off.
+    plain = build_classifier("efficientnet_lite0", 2)
+    assert all(getattr(module, "drop_prob", 0.0) == 0.0 for module in plain.modules()) and plain.drop_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("resnett50", r"not a model of timm .*did you mean resnet50, "),
+        ("RESNET50", r"not a model of timm .*did you mean resnet50, "),
+        ("vit_small_patch16", r"not a model of timm .*did you mean .*vit_small_patch16_224"),
+        ("qqqq", r"not a model of timm [0-9.]+$"),
+        ("/no/such/folder", r"not a model of timm"),
+        ("resnet50.nonsense", r"can't be made: Invalid pretrained tag \(nonsense\) for resnet50"),
+        ("hf-hub:nobody/nothing", r"can't be made: "),
+        ("resnet18.a1_in1k", r"can't be made with pretrained weights \(is the hub in reach\?\); without --pretrained"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_one_line(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Refused, match=told) as raised:
+        build_classifier(name, 10, pretrained="_in1k" in name)
+    assert str(raised.value).startswith(f"--model {name}: ") and "\n" not in str(raised.value)
+
+
+def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(Refused) as raised:
+            build_classifier(str(folder), len(CLASSES))
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    assert "has no config.json" in refusal()
+    folder = tmp_path / "best"
+    models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, {}, folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "can't be made" in refusal()
+    (folder / "model.safetensors").unlink()
+    assert "can't be made" in refusal()
+    (folder / "config.json").write_text("{")
+    assert "can't be made" in refusal()
+    (folder / "config.json").write_text("{}")
+    assert "can't be made" in refusal()
+
+
+def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
+    name = "selecsls42"
+    with pytest.raises(Refused, match="--model selecsls42: does not take --drop, --drop_path .*drop_path_rate"):
+        build_classifier(name, 3, drop_path=0.1)
+    model = build_classifier(name, 3, drop=0.2)
+    assert model.head_drop.p == 0.2
+    with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
+        models.checkpoint_gradients(model, name)
+    with pytest.raises(Refused, match="--grad_checkpointing: mine does not offer it"):
+        models.checkpoint_gradients(nn.Linear(1, 1), "mine")
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet"])
+def test_checkpointed_gradients_are_the_same(architecture: str) -> None:
+    plain = build_classifier(architecture, 3, image_size=32).train()
+    saving = build_classifier(architecture, 3, image_size=32).train()
+    models.checkpoint_gradients(saving, architecture)
+    for model in (plain, saving):
+        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+def test_a_frozen_backbone_leaves_the_head_alone_to_learn(architecture: str) -> None:
+    model = build_classifier(architecture, 3)
+    models.freeze_backbone(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    head = model.default_cfg["classifier"]
+    assert trained == {f"{head}.weight", f"{head}.bias"}
+
+
+def test_what_a_model_wants_to_see_can_be_overruled() -> None:
+    model = build_classifier("test_resnet", 3)
+    own = models.data_config(model)
+    assert own["input_size"] == (3, 160, 160) and own["crop_pct"] == 0.95
+    wished = models.data_config(model, 64, 1.0)
+    assert wished == {**own, "input_size": (3, 64, 64), "crop_pct": 1.0}

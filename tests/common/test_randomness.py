@@ -1,0 +1,72 @@
+"""Random numbers are a pure function of what they are for, and look random."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from common.randomness import key_of, mix, seed_generators, seed_model, uniforms
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+@given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 2**62)), KEYS)
+def test_a_number_depends_on_its_position_and_key_alone(x: np.ndarray, key: int) -> None:
+    alone = [int(mix(value, key)) for value in x]
+    assert mix(x, key).tolist() == alone == mix(x[::-1], key)[::-1].tolist()
+    assert uniforms(x.reshape(1, -1), key).tolist() == [uniforms(x, key).tolist()]
+
+
+def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
+    x = np.arange(200_000)
+    mixed = mix(x, 7)
+    assert mixed.dtype == np.uint64 and len(np.unique(mixed)) == len(x)
+    for bit in range(0, 63, 7):  # avalanche: flipping one bit of the input flips each bit of the output at even odds
+        flipped = mixed ^ mix(x ^ (1 << bit), 7)
+        shares = [np.mean(flipped >> np.uint64(place) & np.uint64(1)) for place in range(64)]
+        assert np.abs(np.array(shares) - 0.5).max() < 5 * 0.5 / len(x) ** 0.5
+
+
+def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> None:
+    first, second = uniforms(np.arange(100_000), key_of(0, "a")), uniforms(np.arange(100_000), key_of(0, "b"))
+    assert 0 <= first.min() and first.max() < 1
+    counts, *_ = np.histogram2d(first, second, bins=10)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 149  # chi-square with 99 degrees of freedom: p = 0.001
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / len(first) ** 0.5
+
+
+def test_keys_tell_purposes_apart_and_are_the_same_in_every_process() -> None:
+    parts = [(0, "a"), (1, "a"), (0, "b"), ("0", "a"), (0, "a", 0), (0,), ("0, 'a'",), (-1, "a"), (2**70, "a")]
+    keys = [key_of(*each) for each in parts]
+    assert len(set(keys)) == len(parts) and all(0 <= key < 2**64 for key in keys)
+    code = f"from common.randomness import key_of; print([key_of(*each) for each in {parts!r}])"
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert elsewhere.stdout.strip() == str(keys)
+
+
+@given(KEYS)
+def test_seeding_makes_every_generator_a_function_of_the_key(key: int) -> None:
+    def draw() -> tuple:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    seed_generators(key)
+    drawn = draw()
+    draw()
+    seed_generators(key)
+    assert draw() == drawn
+    seed_generators(key ^ 1)
+    assert all(mine != theirs for mine, theirs in zip(draw(), drawn, strict=True))
+
+
+def test_dropout_is_a_function_of_the_key() -> None:
+    dropout = torch.nn.Dropout(0.5)
+    masks = []
+    for key in (2**64 - 1, 5, 2**64 - 1):
+        seed_model(key, torch.device("cpu"))
+        masks.append(dropout(torch.ones(64)))
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])

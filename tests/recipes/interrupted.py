@@ -1,0 +1,81 @@
+"""How do tests interrupt a launched run at a step, and see that it leaves no process behind?"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import Started
+
+
+class Interrupted:
+    """A launched run that is on its way."""
+
+    def __init__(self, started: Started, folder: Path) -> None:
+        self.started, self.folder = started, folder
+        self.launcher = psutil.Process(started.process.pid)
+        self.rows = folder / "metrics.jsonl"
+        self.older_rows = _identity(self.rows)
+
+    def at_step(self, step: int) -> "Interrupted":
+        """Return as soon as this start has written a row of `step` or a later one to metrics.jsonl."""
+        while _identity(self.rows) == self.older_rows or _last_step(self.rows) < step:
+            if self.started.process.poll() is not None:
+                done = self.started.finish()
+                raise AssertionError(f"ended before step {step}\n{done.stdout}\n{done.stderr}")
+            time.sleep(0.002)
+        self.family = [self.launcher, *self.launcher.children(recursive=True)]
+        return self
+
+    def rank(self, number: int) -> psutil.Process:
+        for process in self.launcher.children():
+            if process.environ().get("RANK", "0") == str(number):
+                return process
+        raise AssertionError(f"no rank {number}")
+
+    def interrupt(self, what: str) -> "Interrupted":
+        """`what` is a signal and where it goes: "KILL launcher", "TERM rank 1", "INT group", "KILL all"."""
+        name, _, target = what.partition(" ")
+        number = signal.Signals[f"SIG{name}"]
+        if target == "group":
+            os.killpg(os.getpgid(self.launcher.pid), number)
+        elif target == "all":
+            for process in self.family[::-1]:  # children first: the launcher is to notice nothing
+                process.send_signal(number)
+        elif target == "launcher":
+            self.launcher.send_signal(number)
+        else:
+            self.rank(int(target.removeprefix("rank "))).send_signal(number)
+        return self
+
+    def gone(self, seconds: float = 60) -> int:
+        """The launcher's exit code, once every process of the run is gone: those it had, and those it started since."""
+        code = self.started.finish(seconds).returncode
+        mine = [*self.family, *(process for process in psutil.process_iter() if self._is_mine(process))]
+        _, alive = psutil.wait_procs(mine, seconds)
+        left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        for process in left:
+            process.kill()
+        assert not left, f"left behind: {left}"
+        return code
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        """By its command line: a rank's workers have that of their rank."""
+        try:
+            return str(self.folder.parent) in process.cmdline()
+        except psutil.Error:
+            return False
+
+
+def _identity(rows: Path) -> int | None:
+    """Which file it is: every start puts a new one in the place of the old."""
+    return rows.stat().st_ino if rows.exists() else None
+
+
+def _last_step(rows: Path) -> int:
+    """The step of the last whole row; 0 where there is none."""
+    whole = rows.read_bytes().rpartition(b"\n")[0]
+    return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0

@@ -1,0 +1,84 @@
+"""How does one launch run a recipe several times? Starting ranks and importing torch costs more than a small run.
+
+    accelerate launch --config_file <file> tests/recipes/several.py recipes/cls.py CASES.json [without_pictures]
+
+CASES.json is a list of command lines (lists of words, without the program's name). On every rank the recipe's own `main`
+runs once for each, in one process group that lives to the end. OUTCOMES.json beside CASES.json is rewritten after each
+case, a list of
+
+    {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the traceback,
+     "stdout": what the main process printed, "seconds": how long it took}
+
+Without pictures nothing is drawn, which takes longer than a small run. A case that ends otherwise on another rank than on
+rank 0 is "failed", and after a failed one none is started: its ranks may wait for each other no longer. Then the exit code
+is 1; else it is 0, whatever was refused.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common import pictures
+from common.collectives import gather_objects
+from common.errors import Refused
+
+
+def load(recipe: Path):
+    """The recipe as a module: a script's folder is no package."""
+    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
+    sys.modules[recipe.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(main: Callable[[], None]) -> tuple[str, str]:
+    """What became of one run on this rank: outcome and text."""
+    try:
+        main()
+    except Refused as refusal:
+        return "refused", str(refusal)
+    except SystemExit as stop:
+        return "exit", str(stop.code)
+    except Exception:
+        return "failed", traceback.format_exc()
+    return "ok", ""
+
+
+def draw_nothing(*_) -> None:
+    """In the place of a function of `common.pictures`."""
+
+
+def main(recipe: Path, cases: Path, *options: str) -> None:
+    if "without_pictures" in options:
+        pictures.curves = pictures.confusion = pictures.mistakes = draw_nothing
+    module, outcomes = load(recipe), []
+    for words in json.loads(cases.read_text()):
+        sys.argv = [str(recipe), *map(str, words)]
+        printed, start = io.StringIO(), time.perf_counter()
+        with contextlib.redirect_stdout(printed):
+            outcome, text = run(module.main)
+        if outcome != "failed":  # else the others are somewhere in the case, and this would be one more wait
+            of_ranks = gather_objects((outcome, text))
+            if len(set(of_ranks)) > 1:
+                outcome, text = "failed", f"the ranks disagree: {of_ranks}"
+        seconds = round(time.perf_counter() - start, 2)
+        outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue(), "seconds": seconds})
+        if os.environ.get("RANK", "0") == "0":  # also before there is a process group
+            cases.with_name("OUTCOMES.json").write_text(json.dumps(outcomes, indent=2))
+        if outcome == "failed":
+            sys.exit(f"{' '.join(sys.argv)}\n{text}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

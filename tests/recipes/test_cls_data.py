@@ -1,0 +1,273 @@
+"""Does the classification recipe train on data as people have them: any kind of image, any source, some of it broken?
+
+Each case is the real recipe on one and on two ranks, in float64, where both must see the same samples and make the same steps.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+from tests.recipes.conftest import Outcome
+
+CLASSES = ("an emu", "chat", "犬")
+STEPS = 8  # of 8 samples: two passes over 30 images and the beginning of a third
+WORDS = f"--model test_vit --dtype float64 --global_batch_size 8 --max_steps {STEPS} --log_every 1 --schedule constant".split()
+CLOSE = 1e-9
+
+
+# ---- the data
+
+
+def picture(label: int, number: int) -> np.ndarray:
+    """uint8[40, 56, 3]: a colour for the class, noise for the number."""
+    noise = np.random.default_rng([label, number]).integers(0, 60, (40, 56, 3))
+    return (noise + 60 * np.roll([0, 1, 3], label)).clip(0, 255).astype(np.uint8)
+
+
+def write(folder: Path, label: int, number: int) -> None:
+    """The picture in one of ten kinds of image file."""
+    image = Image.fromarray(picture(label, number))
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    grey = np.asarray(image.convert("L"))
+    kinds = (
+        ("rgb.jpg", image, {}),
+        ("grey.png", image.convert("L"), {}),
+        ("palette.gif", image.quantize(16), {"transparency": 3}),
+        ("transparent.webp", image.convert("RGBA"), {}),
+        ("print.jpg", image.convert("CMYK"), {}),
+        ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), {}),
+        ("turned.JPEG", image, {"exif": rotated}),
+        ("float.tiff", Image.fromarray(grey.astype(np.float32) / 255), {}),
+        ("grey and transparent.png", image.convert("LA"), {}),
+        ("black and white.bmp", image.convert("1"), {}),
+    )
+    name, image, options = kinds[number % len(kinds)]
+    folder.mkdir(parents=True, exist_ok=True)
+    image.save(folder / f"{number:02} {name}", **options)
+
+
+def write_classes(folder: Path, counts: Sequence[int], start: int = 0) -> Path:
+    for label, (name, count) in enumerate(zip(CLASSES, counts, strict=True)):
+        for number in range(start, start + count):
+            write(folder / name, label, number)
+    return folder
+
+
+def damage(folder: Path) -> list[Path]:
+    """Break three files below `folder`, each in another way; what a person would find damaged."""
+    cut, empty, bomb = (
+        sorted((folder / name).iterdir())[place] for name, place in zip(CLASSES, (0, 4, 8), strict=True)
+    )
+    cut.write_bytes(cut.read_bytes()[:600])
+    empty.write_bytes(b"")
+    Image.new("1", (20_000, 20_000)).save(bomb, format="png")  # 50 kB, which take 1.2 GB when they are decoded
+    return [cut, empty, bomb]
+
+
+def table(folder: Path) -> datasets.Dataset:
+    """The files below `folder` as rows, in the order in which the folder itself is read."""
+    rows = {"picture": [], "kind": []}
+    for label, name in enumerate(CLASSES):
+        for file in sorted((folder / name).iterdir(), key=os.fsencode):
+            rows["picture"].append({"bytes": file.read_bytes(), "path": None})
+            rows["kind"].append(label)
+    features = {"picture": datasets.Image(), "kind": datasets.ClassLabel(names=list(CLASSES))}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The same images from several sources, whole and broken, below a folder whose name is hard for careless programs."""
+    datasets.disable_progress_bars()
+    root = tmp_path_factory.mktemp("a folder") / "with spaces, 'quotes' & ümläuts"
+    for name in ("whole", "broken"):
+        write_classes(root / name / "train", (10, 10, 10))
+        write_classes(root / name / "val", (5, 4, 4), start=10)
+    broken = [*damage(root / "broken/train"), *sorted((root / "broken/val").glob("*/*"))[::6]]
+    for file in broken[3:]:
+        file.write_bytes(b"no picture")
+    (root / "broken.txt").write_text("\n".join(map(str, broken)))
+    for name in ("whole", "broken"):
+        parts = {part: table(root / name / part) for part in ("train", "val")}
+        datasets.DatasetDict(parts).save_to_disk(root / f"{name} saved")
+        for part, rows in parts.items():
+            rows.to_parquet(root / f"{name} parquet/{part}-00000-of-00001.parquet")
+    write_classes(root / "one folder", (12, 12, 8))
+    table(root / "one folder").to_parquet(root / "one file.parquet")
+    write_classes(root / "readable/train", (10, 10, 10))
+    write_classes(root / "readable/val", (5, 4, 4), start=10)
+    damage(root / "readable/train")
+    for file in broken[3:]:
+        (root / "readable/val" / file.relative_to(root / "broken/val")).unlink()
+    write_classes(root / "rare/train", (20, 8, 2))
+    write_classes(root / "rare/val", (3, 3, 3), start=20)
+    (root / "weights.yaml").write_text("chat: 2.5\nan emu: 1\n犬: 10.0\n")
+    return root
+
+
+# ---- the runs
+
+CASES = {
+    "whole": [],
+    "whole saved": [],
+    "whole parquet": ["--workers", 2],
+    "one folder": ["--val_share", 0.25],
+    "one file.parquet": ["--val_share", 0.25, "--output_dir", "DATA/runs of WORLD, ünter 'quotes'"],
+    "broken": [],
+    "broken saved": ["--workers", 2],
+    "readable": [],
+    "rare": [],
+}
+MORE = {
+    "balanced classes": ["--data", "DATA/rare", "--class_weights", "balanced"],
+    "weights of a file": ["--data", "DATA/rare", "--class_weights", "DATA/weights.yaml"],
+    "balanced samples": ["--data", "DATA/rare", "--sampling", "balanced"],
+    "many broken": ["--data", "DATA/broken", "--max_broken_share", 0.003],
+    "first half": ["--data", "DATA/broken", "--name", "halves", "--max_steps", 4, "--workers", 1],
+    "second half": ["--data", "DATA/broken", "--name", "halves"],
+    "few rows and checkpoints": [
+        *["--data", "DATA/whole", "--log_every", 1000, "--eval_every", 1000, "--checkpoint_every", 3, "--workers", 3],
+        *["--keep_checkpoints", 1],
+    ],
+    "one step": ["--data", "DATA/whole", "--max_steps", 1],
+    "evaluated again": ["--data", "DATA/broken", "--eval_only", "DATA/runs of WORLD/broken/best"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(run_several, data) -> dict[int, dict[str, Outcome]]:
+    """What became of each case on one and on two ranks."""
+    outcomes = {}
+    for world in (1, 2):
+        cases = {name: ["--data", data / name, *words] for name, words in CASES.items()} | MORE
+        for name, words in cases.items():
+            words = [str(word).replace("DATA", str(data)).replace("WORLD", str(world)) for word in words]
+            output = [] if "--output_dir" in words else ["--output_dir", data / f"runs of {world}"]
+            cases[name] = [*WORDS, *words, *output]
+        outcomes[world] = run_several(world, cases)
+    return outcomes
+
+
+ENDS = {"many broken": "refused"}
+LENGTHS = {"many broken": 4, "first half": STEPS, "one step": 1, "few rows and checkpoints": 1}  # rows at the end
+
+
+@pytest.mark.parametrize("name", [name for name in [*CASES, *MORE] if name != "evaluated again"])
+def test_two_ranks_see_the_same_samples_as_one(runs, name):
+    one, two = runs[1][name], runs[2][name]
+    assert one.outcome == two.outcome == ENDS.get(name, "ok"), (one, two)
+    assert one.text == two.text.replace("runs of 2", "runs of 1")
+    losses = one.column("train/loss")
+    assert len(losses) == LENGTHS.get(name, STEPS)
+    assert np.abs(losses - two.column("train/loss")).max() < CLOSE
+    assert np.array_equal(one.column("data/broken"), two.column("data/broken"))
+    if name != "many broken":
+        assert np.abs(one.column("eval/loss") - two.column("eval/loss")).max() < CLOSE
+        assert np.array_equal(one.column("eval/top1"), two.column("eval/top1"))
+
+
+@pytest.mark.parametrize(
+    "one, other", [("whole", "whole saved"), ("whole", "whole parquet"), ("broken", "broken saved")]
+)
+def test_the_same_images_from_another_kind_of_source_train_the_same_model(runs, one, other):
+    for key in ("train/loss", "data/broken", "eval/loss", "eval/top1", "eval/broken"):
+        assert np.array_equal(runs[2][one].column(key), runs[2][other].column(key))
+
+
+def test_the_loss_falls_on_images_of_all_kinds(runs):
+    for name in ("whole", "one folder", "one file.parquet", "broken"):
+        losses = runs[2][name].column("train/loss")
+        assert losses[-3:].mean() < 0.7 * losses[0], (name, losses)
+
+
+def test_the_hold_out_of_one_folder_or_file_is_a_share_of_each_class(runs):
+    for name in ("one folder", "one file.parquet"):
+        assert list(runs[2][name].column("eval/count")) == [3 + 3 + 2] * len(runs[2][name].column("eval/count"))
+
+
+def test_the_exported_model_knows_the_names_of_the_classes(runs):
+    for name in ("whole", "one file.parquet"):
+        best = runs[2][name].folder / "best"
+        assert json.loads((best / "config.json").read_text())["label_names"] == list(CLASSES)
+        assert timm.create_model(f"local-dir:{best}", pretrained=True).num_classes == len(CLASSES)
+
+
+def test_broken_images_are_named_once_with_the_reason_and_counted_each_time(runs, data):
+    outcome, broken = runs[2]["broken"], (data / "broken.txt").read_text().splitlines()[:3]
+    lines = [line for line in outcome.stdout.splitlines() if "can't be read" in line]
+    reasons = ("Truncated File Read", "not an image: empty, .*", r"DecompressionBombError: .*\(400000000 pixels\).*")
+    for file, reason in zip(broken, reasons, strict=True):
+        (line,) = [line for line in lines if file in line]
+        assert re.fullmatch(f"can't be read, its neighbour stands in: {re.escape(file)}: {reason}", line), line
+    assert len(lines) == 3
+    counts = outcome.column("data/broken")
+    assert (np.diff(counts) >= 0).all() and 2 * 3 <= counts[-1] <= 3 * 3  # in two epochs and a piece of the third
+    assert json.loads((outcome.folder / "summary.json").read_text())["broken"] == counts[-1]
+
+
+def test_a_resumed_run_replaces_broken_images_by_the_same_neighbours_and_goes_on_counting(runs):
+    for world in (1, 2):
+        halves, whole = runs[world]["second half"], runs[world]["broken"]
+        assert "going on from step 4 of 8" in halves.stdout
+        assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
+        assert np.array_equal(halves.column("data/broken"), whole.column("data/broken"))
+
+
+def test_too_many_broken_images_stop_the_run_with_the_share_and_the_limit(runs):
+    for world in (1, 2):
+        outcome = runs[world]["many broken"]
+        limit = "more than --max_broken_share 0.003: mend the data, or raise the limit"
+        assert re.fullmatch(rf"step 5: 4 of 1000 images could not be read \(the last: .*\), {limit}", outcome.text)
+        assert outcome.rows[-1]["step"] == 4 and outcome.rows[-1]["data/broken"] <= 3
+        status = json.loads((outcome.folder / "status.json").read_text())
+        assert (status["status"], status["cause"]) == ("failed", outcome.text)
+
+
+def test_a_broken_image_counts_as_wrong_in_evaluation_not_as_absent(runs, data):
+    """The same training, evaluated with and without three images that can't be read."""
+    absent = len((data / "broken.txt").read_text().splitlines()) - 3
+    assert absent == 3
+    for world in (1, 2):
+        broken, readable = runs[world]["broken"], runs[world]["readable"]
+        assert np.array_equal(broken.column("train/loss"), readable.column("train/loss"))
+        assert (broken.column("eval/count") == 13).all() and (readable.column("eval/count") == 13 - absent).all()
+        assert (broken.column("eval/broken") == absent).all() and (readable.column("eval/broken") == 0).all()
+        right = readable.column("eval/top1") * (13 - absent)
+        assert right.max() > 0 and np.allclose(broken.column("eval/top1") * 13, right)
+        assert np.allclose(broken.column("eval/loss"), readable.column("eval/loss"))
+
+
+def test_an_exported_model_is_evaluated_as_in_the_run(runs):
+    for world in (1, 2):
+        printed = json.loads(runs[world]["evaluated again"].stdout.splitlines()[-1])
+        recorded = json.loads((runs[world]["broken"].folder / "best/results.json").read_text())
+        for key in ("top1", "count", "broken", "per_class"):
+            assert printed[key] == recorded[key]
+        assert abs(printed["loss"] - recorded["loss"]) < 1e-6  # timm reads an exported model in fp32
+
+
+def test_class_weights_and_balanced_sampling_change_what_is_trained(runs):
+    """20, 8 and 2 images a class: the file's weights are the balanced ones, in another order and scale."""
+    plain, weighed, by_file, drawn = (
+        runs[2][name].column("train/loss")
+        for name in ("rare", "balanced classes", "weights of a file", "balanced samples")
+    )
+    assert np.abs(weighed - by_file).max() < CLOSE
+    assert np.abs(weighed - plain).max() > 0.01 and np.abs(drawn - plain).max() > 0.01
+
+
+def test_few_rows_and_one_checkpoint_where_that_is_asked(runs):
+    for world in (1, 2):
+        outcome = runs[world]["few rows and checkpoints"]
+        assert [row["step"] for row in outcome.rows] == [STEPS]
+        assert [path.name for path in (outcome.folder / "checkpoints").iterdir()] == [f"step_{STEPS:08}"]
+        assert [row["step"] for row in runs[world]["one step"].rows] == [1]

@@ -1,0 +1,289 @@
+"""Does an evaluation count every image exactly once on any layout, and is what a run exports as good as it says?"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import ROOT
+from tests.recipes.conftest import Outcome, distance, parameters
+from tests.recipes.several import load
+
+PROCESSES = (1, 2, 3)
+DIGITS = (  # 359 images to evaluate on, a prime, in batches of 32
+    "--data digits --model test_convnext --lr 3e-3 --max_micro_batch_size 32 --max_steps 12 --dtype float64 --ema_decay 0.5"
+)
+STRIPES = "--model test_vit --lr 2e-3 --max_micro_batch_size 10 --max_steps 15 --log_every 1 --eval_every 15"
+LABELS = "--model test_vit --lr 2e-3 --loss bce --max_steps 15 --dtype float64 --mixup 0.2 --ema_decay 0.7"
+
+
+@pytest.fixture(scope="module")
+def data(stripes, tmp_path_factory) -> dict[str, Path]:
+    """Folders: stripes, these with an unreadable class, these with but two images to evaluate on, and several labels."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("broken", "tiny"):
+        (folder / name).mkdir()
+        (folder / name / "train").symlink_to(stripes / "train")
+    shutil.copytree(stripes / "val", folder / "broken" / "val")
+    for path in (folder / "broken" / "val" / "stuff_0").iterdir():
+        path.write_bytes(path.read_bytes()[:60])
+    for name in ("stuff_1", "stuff_3"):
+        (folder / "tiny" / "val" / name).mkdir(parents=True)
+        shutil.copy(stripes / "val" / name / "0.png", folder / "tiny" / "val" / name)
+    save_colours(folder / "labels")
+    return {"stripes": stripes} | {path.name: path for path in folder.iterdir()}
+
+
+def save_colours(folder: Path) -> None:
+    """A Hugging Face data set of 80 + 23 images that are bright in none, some or all of three colours, which are the labels."""
+    import datasets
+
+    def rows(count: int, seed: int) -> dict:
+        generator = np.random.default_rng(seed)
+        shows = generator.integers(0, 2, (count, 3))
+        pixels = 60 + 120 * shows[:, None, None] + generator.normal(0, 30, (count, 32, 32, 3))
+        images = [Image.fromarray(image) for image in pixels.clip(0, 255).astype(np.uint8)]
+        return {"image": images, "colours": [np.flatnonzero(row).tolist() for row in shows]}
+
+    colours = datasets.Sequence(datasets.ClassLabel(names=["red", "green", "blue"]))
+    features = datasets.Features({"image": datasets.Image(), "colours": colours})
+    splits = {"train": rows(80, seed=0), "validation": rows(23, seed=1)}
+    parts = {name: datasets.Dataset.from_dict(part, features=features) for name, part in splits.items()}
+    datasets.DatasetDict(parts).save_to_disk(str(folder))
+
+
+@pytest.fixture(scope="module")
+def runs(run_several, data, tmp_path_factory) -> dict[int, dict[str, Outcome]]:
+    """On 1, 2 and 3 processes: training runs, and evaluations of what the runs on one process left."""
+    root = tmp_path_factory.mktemp("runs")
+    stripes, digits = root / "1" / "stripes", root / "1" / "digits"
+    evaluations = {
+        "digits best": f"--eval_only {digits}/best {DIGITS}",
+        "digits checkpoint": f"--eval_only {digits}/checkpoints/step_00000012 {DIGITS}",
+        "stripes best": f"--eval_only {stripes}/best --data {data['stripes']} {STRIPES}",
+        "stripes checkpoint": f"--eval_only {stripes}/checkpoints/step_00000015 --data {data['stripes']} {STRIPES}",
+        "broken": f"--eval_only {stripes}/best --data {data['broken']} {STRIPES}",
+        "tiny": f"--eval_only {stripes}/best --data {data['tiny']} {STRIPES} --max_micro_batch_size 1",
+        "labels best": f"--eval_only {root}/1/labels/best --data {data['labels']} {LABELS}",
+    }
+    outcomes = {}
+    for processes in PROCESSES:
+        commands = {
+            "digits": DIGITS,
+            "labels": f"--data {data['labels']} {LABELS}",
+            "one label": f"--data {data['labels']} --max_steps 2",
+            "stripes": f"--data {data['stripes']} {STRIPES}",
+        } | evaluations
+        cases = {name: [*flags.split(), "--output_dir", root / str(processes)] for name, flags in commands.items()}
+        outcomes[processes] = run_several(processes, cases, pictures=True)
+    return outcomes
+
+
+def printed(run: Outcome) -> dict:
+    """What --eval_only prints."""
+    assert run.outcome == "ok", run.text
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def recorded(run: Outcome, prefix: str = "") -> dict:
+    """The results in a run's last row that are of the weights (or with `ema_`, of their average), without their prefix."""
+    results = {
+        key.removeprefix("eval/"): value for key, value in run.rows[-1].items() if key.startswith(f"eval/{prefix}")
+    }
+    return {key.removeprefix(prefix): value for key, value in results.items() if prefix or not key.startswith("ema_")}
+
+
+def assert_same_results(one: dict, other: dict, tolerance: float = 1e-9) -> None:
+    """Counts and what is made of them are equal; the loss is but for the order of its sum."""
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if key in ("loss", "ema_loss"):
+            assert other[key] == pytest.approx(value, rel=tolerance)
+        else:
+            assert other[key] == value, key
+
+
+@pytest.mark.parametrize("processes", PROCESSES[1:])
+@pytest.mark.parametrize(("name", "count"), [("digits", 359), ("labels", 23), ("stripes", 23)])
+def test_a_run_records_the_same_results_on_any_layout(name: str, count: int, processes: int, runs) -> None:
+    one, other = runs[1][name], runs[processes][name]
+    assert one.rows[-1]["eval/count"] == count
+    if name == "stripes":  # trained in float32: its weights agree only nearly
+        assert recorded(other)["loss"] == pytest.approx(recorded(one)["loss"], rel=1e-2)
+    else:
+        assert_same_results(recorded(one), recorded(other))
+        assert_same_results(recorded(one, "ema_"), recorded(other, "ema_"))
+
+
+@pytest.mark.parametrize("processes", PROCESSES[1:])
+@pytest.mark.parametrize("picture", ["confusion", "mistakes"])
+def test_the_confusion_matrix_and_the_mistakes_are_the_same_on_any_layout(picture: str, processes: int, runs) -> None:
+    """The pictures show every count of the matrix and every mistake as a number: they are equal to the byte."""
+    one, other = (runs[number]["digits"].folder / "pictures" / f"{picture}.png" for number in (1, processes))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("what", ["best", "checkpoint"])
+@pytest.mark.parametrize("name", ["digits", "stripes"])
+def test_eval_only_prints_what_the_run_recorded(name: str, what: str, processes: int, runs) -> None:
+    """Of an exported model (timm rounds one of float64 to float32), of a checkpoint, of the average of weights if there is one."""
+    results = printed(runs[processes][f"{name} {what}"])
+    per_class = results.pop("per_class")
+    assert results.pop("eval_only").startswith(str(runs[1][name].folder / what))
+    tolerance = 1e-7 if (name, what) == ("digits", "best") else 1e-9
+    assert_same_results(recorded(runs[1][name], "ema_" if name == "digits" else ""), results, tolerance)
+    assert np.mean(per_class) == pytest.approx(results["mean_class_accuracy"])
+    assert per_class == printed(runs[1][f"{name} {what}"])["per_class"]
+    assert not runs[processes][f"{name} {what}"].folder.exists()
+
+
+def test_averaged_weights_are_evaluated_beside_the_others(runs) -> None:
+    """With --ema_decay both have results, and they differ; without it there is nothing about an average."""
+    weights, average = recorded(runs[1]["digits"]), recorded(runs[1]["digits"], "ema_")
+    assert weights.keys() == average.keys()
+    assert weights["top1"] != average["top1"]
+    assert min(weights["top1"], average["top1"]) > 0.2  # well above chance: results worth comparing
+    assert not recorded(runs[1]["stripes"], "ema_")
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_fewer_images_than_processes_count_once_each(processes: int, runs) -> None:
+    results = printed(runs[processes]["tiny"])
+    assert results["count"] == 2
+    assert [accuracy is None for accuracy in results["per_class"]] == [True, False, True, False, True]
+    assert results == printed(runs[1]["tiny"])
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_a_broken_image_counts_as_wrong(processes: int, runs) -> None:
+    """All 7 of the first class are unreadable: none of them is right, and nothing changes for the others."""
+    whole, broken = printed(runs[processes]["stripes best"]), printed(runs[processes]["broken"])
+    assert (whole["broken"], broken["broken"]) == (0, 7)
+    assert whole["count"] == broken["count"] == 23
+    assert broken["per_class"] == [0.0, *whole["per_class"][1:]]
+    images_of_others = np.array([5, 5, 3, 3])
+    assert broken["top1"] == pytest.approx(images_of_others @ whole["per_class"][1:] / 23)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_images_of_several_labels_are_learnt_and_judged_by_f1(processes: int, runs) -> None:
+    run = runs[processes]["labels"]
+    assert recorded(run, "ema_")["f1"] > 0.9 > recorded(run, "ema_")["loss"]
+    assert "top1" not in recorded(run)
+    results = printed(runs[processes]["labels best"])
+    assert results["f1"] == recorded(run, "ema_")["f1"]
+    assert len(results["per_class"]) == 3
+    refused = runs[processes]["one label"]
+    assert (refused.outcome, "--loss bce" in refused.text, refused.text.count("\n")) == ("refused", True, 0)
+
+
+TIMM_ALONE = """
+import json, sys
+from pathlib import Path
+import timm, torch
+from PIL import Image
+
+folder, images = sys.argv[1:]
+model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+names = model.pretrained_cfg["label_names"]
+look = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+paths = sorted(Path(images).rglob("*.png"))
+batch = torch.stack([look(Image.open(path).convert("RGB")) for path in paths])
+labels = torch.tensor([names.index(path.parent.name) for path in paths])
+with torch.no_grad():
+    logits = model(batch)
+assert not any(name.startswith("common") for name in sys.modules)
+print(json.dumps({
+    "top1": (logits.argmax(1) == labels).double().mean().item(),
+    "loss": torch.nn.functional.cross_entropy(logits, labels).item(),
+}))
+"""
+
+
+def test_timm_alone_loads_the_exported_model_and_gets_its_results(runs, data, launch, tmp_path) -> None:
+    """By name, with the class names and the preprocessing that stand in the folder; nothing of this repository."""
+    best = runs[1]["stripes"].folder / "best"
+    (tmp_path / "alone.py").write_text(TIMM_ALONE)
+    done = launch.start_python("-I", tmp_path / "alone.py", best, data["stripes"] / "val", cwd=tmp_path).finish()
+    assert done.returncode == 0, done.stderr
+    theirs, ours = json.loads(done.stdout), recorded(runs[1]["stripes"])
+    assert theirs["top1"] == ours["top1"]
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+    assert json.loads((best / "results.json").read_text())["top1"] == ours["top1"]
+
+
+def test_bf16_is_close_to_fp32_and_a_dry_run_leaves_nothing(run_several, runs, data, tmp_path) -> None:
+    """Under --mixed_precision bf16, on two processes: a run that is another one than in fp32, but not far from it; and
+    --dry_run, which says what it did and takes everything away."""
+    (tmp_path / "temporary").mkdir()
+    cases = {
+        "half": f"--data {data['stripes']} {STRIPES} --output_dir {tmp_path}/runs",
+        "dry": f"--data {data['stripes']} {STRIPES} --output_dir {tmp_path}/nothing --dry_run",
+    }
+    outcomes = run_several(
+        2,
+        {name: flags.split() for name, flags in cases.items()},
+        flags=["--mixed_precision", "bf16"],
+        env={"TMPDIR": str(tmp_path / "temporary")},
+    )
+    half, single = outcomes["half"].column("train/loss"), runs[2]["stripes"].column("train/loss")
+    assert "bf16" in outcomes["half"].stdout
+    assert 1e-5 < np.abs(half - single).max() < 0.1
+    assert half[-3:].mean() < 0.7 * half[0]
+
+    dry = outcomes["dry"]
+    assert (dry.outcome, dry.text) == ("ok", "")
+    assert not (tmp_path / "nothing").exists()
+    assert not [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()]
+    for part in ("199 + 23 images", "64 = 2 processes x 4 micro-steps x 8 samples", "bf16", "step 2/2", "top-1"):
+        assert part in dry.stdout
+    assert "a checkpoint written, verified and loaded; nothing is left of it" in dry.stdout
+
+
+@pytest.mark.smoke
+def test_a_copied_recipe_elsewhere_is_the_same_run(launch, tmp_path) -> None:
+    """`cp recipes/cls.py mine.py`, run from another folder on one process, is the run of the original on two."""
+    shutil.copy(ROOT / "recipes" / "cls.py", tmp_path / "mine.py")
+    flags = "--model test_vit --max_steps 4 --dtype float64 --mixup 0.2 --tracker none --name run --workers 0".split()
+    mine = launch.start("cpu", "mine.py", *flags, cwd=tmp_path, env={"PYTHONPATH": ""})
+    ours = launch("multi_cpu", "recipes/cls.py", *flags, "--output_dir", tmp_path / "ours")
+    mine = mine.finish()
+    assert (mine.returncode, ours.returncode) == (0, 0), mine.stderr + ours.stderr
+
+    copied, original = (Outcome("ok", "", "", 0, tmp_path / folder / "run") for folder in ("runs", "ours"))
+    recipe = load(ROOT / "recipes" / "cls.py")
+    config = recipe.parse(recipe.Config, flags)
+    start = recipe.build_model(config, classes=10)[0].state_dict()
+    assert copied.rows[-1]["step"] == 4
+    assert_same_results(recorded(copied), recorded(original))
+    assert distance(parameters(copied.tensors()), parameters(original.tensors()), start) < 1e-8
+
+
+@pytest.mark.long
+def test_compiled_models_train_as_eager_ones_and_compile_once(run_several, data) -> None:
+    """There is a graph for each size of a micro-batch and of an evaluation's, whatever the steps; the losses agree."""
+    common = f"--data {data['stripes']} --log_every 1 --eval_every 5 --lr 2e-3"
+    models = {
+        "vit": "--model test_vit --drop_path 0.1 --global_batch_size 50 --max_micro_batch_size 15",
+        "group": "--model test_resnet --batch_norm group --norm_batch_size 8 --drop_path 0.1",
+        "global": "--model test_resnet --batch_norm global",
+    }
+    cases = {name: f"{common} {flags} --max_steps 10" for name, flags in models.items()}
+    cases |= {f"{name} compiled": f"{flags} --compile" for name, flags in cases.items()}
+    outcomes = run_several(
+        2,
+        {name: flags.split() for name, flags in cases.items()},
+        recipe="tests/recipes/counted.py",
+        timeout=3000,
+    )
+    counts = {name: json.loads(run.stdout.splitlines()[-1]) for name, run in outcomes.items()}
+    for name in models:
+        eager, compiled = outcomes[name], outcomes[f"{name} compiled"]
+        np.testing.assert_allclose(compiled.column("train/loss"), eager.column("train/loss"), rtol=1e-3)
+        assert counts[name]["compiled"] == 0 < counts[f"{name} compiled"]["compiled"] <= 4
+    assert not counts["vit compiled"]["broken"]
+    assert not counts["group compiled"]["broken"]

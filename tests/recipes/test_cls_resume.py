@@ -1,0 +1,419 @@
+"""Does a run go on from its newest good checkpoint, exactly, and refuse what is not its own?
+
+One process; what happens to several, and to launchers, is in test_cls_signals.py.
+"""
+
+import filecmp
+import functools
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.recipes.conftest import Outcome, identical
+from tests.recipes.forked import Ended
+
+STEPS = 12
+SMALL = (
+    *("--image_size", 16, "--global_batch_size", 8, "--max_micro_batch_size", 4, "--workers", 0, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 4, "--eval_every", 5, "--warmup_epochs", 0.5),
+)
+EVERYTHING = (
+    *("--augment", "rand-m9-mstd0.5", "--color_jitter", 0.2, "--random_erasing", 0.3, "--hflip", 0.5),
+    *("--mixup", 0.2, "--cutmix", 1.0, "--repeats", 2, "--sampling", "sqrt", "--class_weights", "balanced"),
+    *("--drop", 0.2, "--drop_path", 0.2, "--ema_decay", 0.9, "--clip", 1.0, "--label_smoothing", 0.1),
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """A folder of 27 noisy images to train on and 9 to evaluate, in 3 classes: an epoch is no whole number of batches."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 27), ("val", 9)):
+        for number in range(count):
+            path = folder / split / "abc"[number % 3] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = noise.integers(0, 128, (16, 16, 3)) + 60 * (number % 3)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture
+def train(forks, images, tmp_path):
+    """`train("name", *flags)` runs the recipe on the images in the run folder tmp_path/name, a step a row."""
+
+    def run(name: str, *words, before=None, **options) -> Ended:
+        command = [*("--data", images, "--output_dir", tmp_path, "--name", name), *SMALL, *words]
+        return forks(*command, before=functools.partial(_without_pictures, before), **options)
+
+    return run
+
+
+def _without_pictures(before=None) -> None:
+    """Matplotlib would take most of the time."""
+    from common import pictures
+
+    for name in ("curves", "confusion", "mistakes"):
+        setattr(pictures, name, lambda *_: None)
+    if before:
+        before()
+
+
+def _kill_at_step(step: int) -> None:
+    """SIGKILL to the process itself when `step` steps are done, before what follows on it."""
+    from common.run import Run
+
+    observe = Run.observe
+
+    def observe_and_die(run: Run, done: int, *rest) -> None:
+        observe(run, done, *rest)
+        if done == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Run.observe = observe_and_die
+
+
+def _signal_at_step(step: int, number: int, times: int = 1) -> None:
+    """A signal to the process itself when `step` steps are done."""
+    from common.run import Run
+
+    observe = Run.observe
+
+    def observe_and_signal(run: Run, done: int, *rest) -> None:
+        observe(run, done, *rest)
+        for _ in range(times if done == step else 0):
+            os.kill(os.getpid(), number)
+
+    Run.observe = observe_and_signal
+
+
+def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
+    """Losses of every step, evaluations, weights, statistics, optimizer and moving average agree bit for bit."""
+    one, other = (Outcome("ok", "", "", 0.0, path) for path in (folder, reference))
+    assert [row["step"] for row in one.rows] == list(range(1, steps + 1)), "a step is missing or there twice"
+    for row, expected in zip(one.rows, other.rows, strict=True):
+        assert _without_pace(row) == _without_pace(expected)
+    for file in one.checkpoint.glob("*.safetensors"):
+        assert identical(one.tensors(file.stem), other.tensors(file.stem)), file.name
+    records = [json.loads((each.checkpoint / "record.json").read_text()) for each in (one, other)]
+    for record in records:
+        record["ledger"].pop("seconds")
+    assert one.checkpoint.name == other.checkpoint.name
+    for key in ("step", "identity", "numbers", "ledger"):
+        assert records[0][key] == records[1][key], key
+    assert not filecmp.dircmp(folder / "best", reference / "best").diff_files
+    assert read(folder, "status.json")["status"] == "finished"
+
+
+def _without_pace(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not key.startswith("perf/")}
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def content(folder: Path, but: tuple[str, ...] = ("log.txt", ".lock")) -> dict[str, bytes]:
+    """Every file below `folder`, `but` some, with its bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in but)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# --- killed
+
+
+@pytest.mark.parametrize("norm", [("--batch_norm", "local"), ("--batch_norm", "group", "--norm_batch_size", 4)])
+def test_run_killed_at_every_step_is_bit_equal_to_the_uninterrupted(train, tmp_path, norm):
+    assert train("whole", *EVERYTHING, *norm).code == 0
+    folder = tmp_path / "killed"
+    for step in range(1, STEPS + 1):
+        died = train("killed", *EVERYTHING, *norm, before=functools.partial(_kill_at_step, step))
+        assert died.code == -signal.SIGKILL, died.stderr
+        with (folder / "metrics.jsonl").open("a") as rows:
+            rows.write('{"step": 13, "train/lo')  # as a machine that dies tears it
+    assert read(folder, "status.json")["status"] == "running"  # with no process at work: killed
+    assert train("killed", *EVERYTHING, *norm).code == 0
+    assert_same_run(folder, tmp_path / "whole")
+    assert read(folder, "summary.json")["best"] == read(tmp_path / "whole", "summary.json")["best"]
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_path, times):
+    """One start after the other dies, each before an operation that none has died at, so often: also when mending."""
+    flags = ("--max_steps", 32, "--checkpoint_every", 2, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
+    assert train("whole", *flags).code == 0
+    died_before = set()
+    while (died := train("killed", *flags, watch=tmp_path / "killed", spared=_Spared(died_before, times))).code:
+        assert died.code == -signal.SIGKILL, died.stderr
+        died_before.add(died.died_before)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", steps=32)
+    drafts = [path.name for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
+    assert not drafts, "left behind"
+    print(len(died_before))
+    names = {operation.rsplit(" ", 1)[0] for operation in died_before}
+    assert {
+        "os.rename /checkpoints/.step_0.tmp",  # a new checkpoint
+        "os.remove /checkpoints/step_0/model.safetensors",  # an old one
+        "os.rename /best",
+        "os.rename /.best.tmp",
+        "os.rename /.metrics.jsonl.tmp",
+        "os.rename /.status.json.tmp",
+    } < names
+
+
+class _Spared(set):
+    """What a process does not die at: what others died at, and what comes more than `times` times."""
+
+    def __init__(self, died_before: set[str], times: int) -> None:
+        super().__init__(died_before)
+        self.times = times
+
+    def __contains__(self, operation: str) -> bool:
+        return super().__contains__(operation) or int(operation.rsplit(" ", 1)[1]) > self.times
+
+    def __reduce__(self):
+        return _Spared, (set(self), self.times)
+
+
+@pytest.mark.parametrize("opt", ["sgd", "lamb", "lion"])
+def test_optimizers_go_on_bit_equal(train, tmp_path, opt):
+    assert train("whole", "--opt", opt, "--layer_decay", 0.9).code == 0
+    train("killed", "--opt", opt, "--layer_decay", 0.9, before=functools.partial(_kill_at_step, 7))
+    assert train("killed", "--opt", opt, "--layer_decay", 0.9).code == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_signal_saves_within_two_steps(train, tmp_path, name):
+    assert train("whole").code == 0
+    stopped = train("stopped", before=functools.partial(_signal_at_step, 6, signal.Signals[name]))
+    assert stopped.code == 75
+    status = read(tmp_path / "stopped", "status.json")
+    assert (status["status"], status["cause"]) == ("resumable", name)
+    assert 6 <= status["step"] <= 8
+    assert f"step_{status['step']:08d}" in checkpoints(tmp_path / "stopped")
+    assert f"stopped by {name}" in stopped.stdout
+    assert train("stopped").code == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_interrupt_sent_twice_ends_at_once_without_saving(train, tmp_path):
+    assert train("whole").code == 0
+    stopped = train("stopped", before=functools.partial(_signal_at_step, 6, signal.SIGINT, times=2))
+    assert stopped.code != 0
+    status = read(tmp_path / "stopped", "status.json")
+    assert (status["status"], status["step"], status["cause"]) == ("resumable", 6, "SIGINT")
+    assert checkpoints(tmp_path / "stopped") == ["step_00000004"]
+    assert train("stopped").code == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+# --- finished
+
+
+def test_finished_run_started_again_says_so_and_changes_nothing(train, tmp_path):
+    assert train("run").code == 0
+    before = content(tmp_path / "run", but=("log.txt", ".lock", "status.json"))
+    again = train("run", "--tracker", "wandb", "--checkpoint_every", 2, "--log_every", 5, "--keep_checkpoints", 1)
+    assert again.code == 0, again.stderr
+    assert "finished" in again.stdout and "--max_steps" in again.stdout
+    assert content(tmp_path / "run", but=("log.txt", ".lock", "status.json")) == before
+    status = read(tmp_path / "run", "status.json")
+    assert (status["status"], status["step"]) == ("finished", STEPS)
+
+
+def test_finished_run_goes_on_when_it_is_to_be_longer(train, tmp_path):
+    """Under a constant rate exactly as if it had been longer from the start; another schedule is named."""
+    constant = ("--schedule", "constant", "--warmup_epochs", 0)
+    assert train("short", *constant).code == 0
+    longer = train("short", *constant, "--max_steps", 18)
+    assert longer.code == 0, longer.stderr
+    assert train("long", *constant, "--max_steps", 18).code == 0
+    rows = [Outcome("ok", "", "", 0.0, tmp_path / name).rows for name in ("short", "long")]
+    assert [row["step"] for row in rows[0]] == list(range(1, 19))
+    assert [row["train/loss"] for row in rows[0]] == [row["train/loss"] for row in rows[1]]
+
+    assert train("cosine").code == 0
+    longer = train("cosine", "--max_steps", 18)
+    assert longer.code == 0, longer.stderr
+    assert "its length was 12 steps: the schedule is now that of 18 from the start" in longer.stdout
+    assert read(tmp_path / "cosine", "status.json") | {"time": ""} == {
+        "status": "finished",
+        "step": 18,
+        "cause": "",
+        "time": "",
+    }
+
+
+# --- which checkpoint
+
+
+def test_resume_never_and_resume_path(train, tmp_path):
+    assert train("run", "--resume", "never").code == 0
+    before = content(tmp_path / "run")
+    refused = train("run", "--resume", "never", "--max_steps", 18)
+    assert refused.code == 2
+    assert "--resume never" in refused.stderr and "step_00000012" in refused.stderr
+
+    newest, older = (tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008"))
+    refused = train("run", "--resume", older, "--max_steps", 18)
+    assert refused.code == 2 and "has gone on to step_00000012" in refused.stderr
+    refused = train("run", "--resume", tmp_path, "--max_steps", 18)
+    assert refused.code == 2 and "checkpoint" in refused.stderr
+    refused = train("fresh", "--resume", tmp_path / "nowhere")
+    assert refused.code == 2 and "nowhere" in refused.stderr
+    assert not (tmp_path / "fresh").exists()
+    assert content(tmp_path / "run") == before, "a refused start has changed something"
+
+    branch = train("branch", "--resume", older)
+    assert branch.code == 0, branch.stderr
+    one, other = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("branch", "run"))
+    assert [row["step"] for row in one.rows] == [9, 10, 11, 12]
+    assert identical(one.tensors(), other.tensors()) and identical(one.tensors("optimizer"), other.tensors("optimizer"))
+
+    longer = train("branch", "--resume", older, "--max_steps", 18)  # the same command goes on, as after a kill
+    assert longer.code == 0 and "going on from step 12 of 18" in longer.stdout, longer.stderr
+
+    goes_on = train("run", "--resume", newest, "--max_steps", 18)
+    assert goes_on.code == 0, goes_on.stderr
+    assert read(tmp_path / "run", "status.json")["step"] == 18
+
+
+def test_another_configuration_or_other_data_is_refused_with_what_differs(train, images, tmp_path):
+    assert train("run").code == 0
+    before = content(tmp_path / "run")
+    refused = train("run", "--lr", 0.001, "--opt", "sgd", "--max_steps", 18)
+    assert refused.code == 2
+    assert "lr 0.004 there, 0.001 here" in refused.stderr and "opt adamw there, sgd here" in refused.stderr
+
+    moved, changed = tmp_path / "moved", tmp_path / "changed"
+    shutil.copytree(images, moved)
+    shutil.copytree(images, changed)
+    (changed / "train/a/0.png").unlink()
+    refused = train("run", "--data", changed, "--max_steps", 18)
+    assert refused.code == 2 and "data" in refused.stderr and "belongs to another run" in refused.stderr
+    assert content(tmp_path / "run") == before, "a refused start has changed something"
+    goes_on = train("run", "--data", moved, "--max_steps", 18)
+    assert goes_on.code == 0, goes_on.stderr
+
+
+def test_layout_cadence_length_and_tracker_may_change(train, tmp_path):
+    train("run", before=functools.partial(_kill_at_step, 6))
+    changed = ("--max_micro_batch_size", 8, "--checkpoint_every", 3, "--eval_every", 2, "--log_every", 2)
+    changed += ("--workers", 1, "--tracker", "tensorboard", "--keep_checkpoints", 3, "--epochs", 1, "--max_steps", 10)
+    goes_on = train("run", *changed)
+    assert goes_on.code == 0, goes_on.stderr
+    assert checkpoints(tmp_path / "run") == ["step_00000006", "step_00000009", "step_00000010"]
+    assert [row["step"] for row in Outcome("ok", "", "", 0.0, tmp_path / "run").rows] == [1, 2, 3, 4, 6, 8, 10]
+
+
+def test_same_command_without_a_name_resumes_and_another_seed_does_not(forks, images, tmp_path):
+    command = ["--data", images, "--output_dir", tmp_path, *SMALL]
+    first = forks(*command, before=functools.partial(_without_pictures, functools.partial(_kill_at_step, 6)))
+    assert first.code == -signal.SIGKILL
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("cls-")
+    second = forks(*command, "--workers", 1, before=_without_pictures)
+    assert second.code == 0 and "going on from step 4 of 12" in second.stdout
+    assert forks(*command, "--seed", 1, before=_without_pictures).code == 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# --- damage
+
+
+def _truncate(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "optimizer.safetensors", 1000)
+
+
+def _flip(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _lose(checkpoint: Path) -> None:
+    (checkpoint / "record.json").unlink()
+
+
+def _lose_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def test_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(train, tmp_path):
+    assert train("whole").code == 0
+    train("damaged", before=functools.partial(_kill_at_step, 9))
+    for damage in (_truncate, _flip, _lose, _lose_manifest):  # the step that is made again replaces what was damaged
+        damage(tmp_path / "damaged/checkpoints/step_00000008")
+        again = train("damaged", before=functools.partial(_kill_at_step, 9))
+        assert "step_00000008 is damaged" in again.stdout, again.stdout
+        assert "going on from step 4 of 12" in again.stdout
+        assert {"step_00000004", "step_00000008"} < set(checkpoints(tmp_path / "damaged"))
+    assert "going on from step 8 of 12" in train("damaged").stdout
+    assert_same_run(tmp_path / "damaged", tmp_path / "whole")
+
+
+def test_all_checkpoints_damaged_is_refused_and_nothing_is_lost(train, tmp_path):
+    train("run", before=functools.partial(_kill_at_step, 9))
+    for checkpoint in (tmp_path / "run/checkpoints").iterdir():
+        _flip(checkpoint)
+    before = content(tmp_path / "run")
+    refused = train("run")
+    assert refused.code == 2 and "all 2 checkpoints are damaged" in refused.stderr
+    assert content(tmp_path / "run") == before
+
+
+# --- the dashboard
+
+
+def _kill_services_at_step(step: int) -> None:
+    """SIGKILL to what W&B has started, when `step` steps are done."""
+    import psutil
+
+    from common.run import Run
+
+    observe = Run.observe
+
+    def observe_and_kill(run: Run, done: int, *rest) -> None:
+        observe(run, done, *rest)
+        if done == step:
+            while not run._journal._tracker.where():  # it starts in a thread
+                time.sleep(0.01)
+            services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+            assert services
+            for service in services:
+                service.kill()
+
+    Run.observe = observe_and_kill
+
+
+def test_dashboard_goes_on_as_one_run_and_its_failures_change_nothing(train, tmp_path):
+    wandb = ("--tracker", "wandb")
+    assert train("whole").code == 0
+    train("resumed", *wandb, before=functools.partial(_kill_at_step, 7))
+    first = read(tmp_path / "resumed", "tracker.json")["id"]
+    assert train("resumed", *wandb).code == 0
+    assert read(tmp_path / "resumed", "tracker.json")["id"] == first
+    folders = sorted(path.name for path in (tmp_path / "resumed/wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and all(name.endswith(first) for name in folders)
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere/wandb").write_text("where W&B wants a folder")
+    for name, before in (("nowhere", None), ("dead", functools.partial(_kill_services_at_step, 3))):
+        done = train(name, *wandb, before=before)
+        assert done.code == 0, done.stderr
+        assert done.stdout.count("wandb failed") == 1, "to be said once"
+        assert_same_run(tmp_path / name, tmp_path / "whole")

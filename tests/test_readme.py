@@ -1,0 +1,208 @@
+"""Does everything that README.md tells a newcomer to type work, and are the pages it leads to true to the code?
+
+A block of bash or Python is run as it stands, from top to bottom in one terminal, unless a comment above it says what hardware
+or network it needs; such a block is only checked. What is different here from a newcomer's terminal is in `PRELUDE`.
+"""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+
+from common.config import parse
+from tests.recipes.several import load
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ADDRESS = "<address of this repository>"
+# The flags that other programs rely on: none of them may go.
+PROMISED = set(
+    "config data model global_batch_size max_micro_batch_size epochs max_steps lr opt mixup batch_norm norm_batch_size "
+    "dtype seed output_dir name resume checkpoint_every eval_every log_every workers tracker".split()
+)
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+# Each launch is a few steps long, two more than the one before, so that what goes on has somewhere to go. The environment is
+# the one these tests run in: installing it is what `make test` did to get here.
+PRELUDE = """
+set -eux
+steps=2
+short() { steps=$((steps + 2)); SHORT="--max_steps $steps --log_every 1 --workers 0"; }
+accelerate() { short; command accelerate "$@" $SHORT --tracker none; }
+make() {
+    short
+    ln -s "$ENVIRONMENT" .venv
+    command make RUN_STAMP=requirements.txt ARGS="$SHORT" "$@"
+}
+"""
+
+
+@dataclass
+class Block:
+    """A block of README.md: its language, its text, and what it needs ("" for nothing)."""
+
+    language: str
+    text: str
+    needs: str
+
+
+def blocks() -> list[Block]:
+    found = re.findall(r"(?:<!-- needs: (.+?) -->\n)?^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert 2 * len(found) == README.count("```"), "a block that is not understood here would go untested"
+    return [Block(language, text, needs) for needs, language, text in found]
+
+
+@pytest.mark.smoke
+def test_every_block_is_run_or_says_what_it_needs() -> None:
+    assert {block.language for block in blocks()} == {"bash", "python"}
+    assert any(block.needs for block in blocks())
+    assert README.count("<!-- needs:") == sum(bool(block.needs) for block in blocks())
+
+
+@pytest.mark.smoke
+def test_what_needs_hardware_is_a_command_that_exists(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = load(ROOT / "recipes" / "cls.py")
+    for block in blocks():
+        for line in block.text.splitlines() if block.needs else []:
+            words = shlex.split(line)
+            assert words[:2] == ["accelerate", "launch"], line
+            launched = launch_command_parser().parse_args(words[2:])
+            assert Path(launched.config_file).is_file(), line
+            assert Path(launched.training_script).is_file(), line
+            parse(recipe.Config, launched.training_script_args)
+
+
+@pytest.mark.smoke
+def test_what_is_linked_to_is_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    missing = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in LINK.findall(page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not missing
+
+
+@pytest.mark.smoke
+def test_the_design_lists_what_the_recipe_uses_each_with_its_question_below_what_it_imports() -> None:
+    table = between((ROOT / "docs" / "design.md").read_text(), "## Modules of common/", "## A recipe")
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE))
+    above: set[str] = set()
+    for name, question in listed.items():
+        module = ast.parse((ROOT / "common" / f"{name}.py").read_text())
+        assert question == ast.get_docstring(module).splitlines()[0]
+        assert imports_of(module) <= above, f"{name} imports what is not above it"
+        above.add(name)
+    assert imports_of(ast.parse((ROOT / "recipes" / "cls.py").read_text())) <= above
+
+
+def imports_of(module: ast.Module) -> set[str]:
+    """The modules of common that a module imports."""
+    found = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.module]
+    whole = {name.name for node in found if node.module == "common" for name in node.names}
+    return whole | {node.module.split(".")[1] for node in found if node.module.startswith("common.")}
+
+
+@pytest.mark.smoke
+def test_every_flag_that_a_page_names_exists() -> None:
+    config = load(ROOT / "recipes" / "cls.py").Config
+    flags = {field.name for field in dataclasses.fields(config)} | {"config", "help"}
+    of_launcher = {
+        option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings
+    }
+    for page in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/run_folder.md",
+        "docs/layouts.md",
+        "docs/data.md",
+        "docs/design.md",
+    ):
+        named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", (ROOT / page).read_text())}
+        assert named <= flags | of_launcher, f"{page}: {named - flags - of_launcher}"
+    table = between((ROOT / "docs" / "run_folder.md").read_text(), "## Flags that programs may rely on", "A switch is")
+    assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
+
+
+def between(text: str, first: str, last: str) -> str:
+    return text[text.index(first) : text.index(last)]
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A git repository that holds what lies in this checkout, committed or not."""
+    folder = tmp_path / "repository"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    author = ["-c", "user.name=reader", "-c", "user.email=reader@example.org"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message", "all"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    """A home with ~/flowers, a folder a class."""
+    pixels = np.random.default_rng(0).integers(0, 255, (3, 12, 64, 64, 3), dtype=np.uint8)
+    for name, images in zip(("daisy", "rose", "tulip"), pixels, strict=True):
+        folder = tmp_path / "home" / "flowers" / name
+        folder.mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(folder / f"{number}.png")
+    return tmp_path / "home"
+
+
+def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp_path) -> None:
+    typed = [PRELUDE]
+    for block in blocks():
+        if not block.needs:
+            python = f"python - << 'END'\n{block.text}END\n"
+            typed.append(python if block.language == "python" else block.text.replace(ADDRESS, str(repository)))
+    inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(typed)],
+        cwd=tmp_path,
+        env={**inherited, "HOME": str(home), "ENVIRONMENT": sys.prefix, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    said = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, said
+
+    clone = tmp_path / "vision-recipes"
+    demo = next(path for path in (clone / "runs").iterdir() if path.name.startswith("cls-"))
+    contract = (ROOT / "docs" / "run_folder.md").read_text()
+    for run in (demo, clone / "runs" / "digits", clone / "runs" / "flowers"):
+        for name in re.findall(r"[\w.]+(?:/|\.\w+)", between(README, "    best/", "W&B records")):
+            if name != "wandb/" or run == demo:  # the others ran without a tracker
+                assert (run / name).exists(), f"{run / name} is promised\n{said}"
+        written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+        written |= {key for line in (run / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+        written |= {key for name in ("summary.json", "status.json") for key in json.loads((run / name).read_text())}
+        assert not {name for name in written if f"`{name}" not in contract}, "docs/run_folder.md must name all there is"
+    for name in ("curves.png", "confusion.png", "mistakes.png"):
+        assert (demo / "pictures" / name).is_file(), said
+    model = demo / "best" / "model.safetensors"
+    assert model.stat().st_mode & 0o777 == (demo / "summary.json").stat().st_mode & 0o777, "for more than its owner"
+    assert "going on from step" in done.stdout, "the run that is given more epochs must go on"
+    assert not list((home / "experiment").glob("runs/*")), "a dry run must leave nothing behind"
