@@ -4,6 +4,7 @@ Lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard, a
 but the main process a `Journal` is silent.
 """
 
+import os
 import sys
 import time
 
@@ -27,8 +28,13 @@ class Journal:
     def say(self, text: str) -> None:
         """A line (or several) for people: terminal and log.txt."""
         if self._folder:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            try:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            except (
+                OSError
+            ):  # a terminal that was closed, or a full disk behind it, is not worth a run: log.txt has it all
+                sys.stdout = open(os.devnull, "w")
             self._folder.log(text)
 
     def table(self, rows: dict[str, str]) -> None:

@@ -6,9 +6,12 @@ a sample, it draws the same numbers, and a checkpoint has no generator to save.
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _U64 = np.uint64
 _TWO_53 = 2.0**53
@@ -42,13 +45,17 @@ def seed_generators(key: int) -> None:
 
     `torch.manual_seed` would also visit every accelerator and, in the CUDA build, format a traceback: 71-218 µs.
     """
+    import torch  # late: who only reads data need not wait for it
+
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
-def seed_model(key: int, device: torch.device) -> None:
+def seed_model(key: int, device: "torch.device") -> None:
     """Seed what a model's dropout draws from on `device`."""
+    import torch
+
     key &= 0x7FFFFFFFFFFFFFFF
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(key)

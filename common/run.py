@@ -33,7 +33,7 @@ from common.resume import choose
 from common.run_folder import RunFolder, write_status, writing
 from common.state import TrainingState
 from common.stream import Stream
-from common.tracking import Tracker
+from common.tracking import Tracker, require
 
 RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -55,6 +55,8 @@ class Run:
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
         with together("opening the run folder"):
+            if is_main():
+                require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
         self._journal = Journal(self._folder)
         self.say = self._journal.say

@@ -30,6 +30,14 @@ INIT_TIMEOUT_S = (
 FINISH_TIMEOUT_S = 30.0
 
 
+def require(kind: str) -> None:
+    """Raise `Refused` where tracker `kind` is unknown or its package is missing."""
+    if kind not in PACKAGES:
+        raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
+    if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
+        raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
+
+
 class Tracker:
     """Sends rows, results and pictures to a tracker without waiting for it or failing with it.
 
@@ -66,10 +74,7 @@ class Tracker:
         sent_up_to: int = 0,
         say: Callable[[str], None] = print,
     ):
-        if kind not in PACKAGES:
-            raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
-        if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
-            raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
+        require(kind)
         self.run_id = run_id or secrets.token_hex(4)
         self._kind, self._say, self._sent_up_to, self._step = kind, say, sent_up_to, sent_up_to
         self._where, self._failed = "", False

@@ -35,8 +35,10 @@ def converted(architecture: str) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["test_resnet", pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "test_convnext"],
+)
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
     wanted = models.data_config(model, SIZE, 0.9)

@@ -73,7 +73,6 @@ def test_an_optimizer_that_can_not_be_built_is_refused_in_one_line(options: dict
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "test_convnext"])
 @pytest.mark.parametrize("layer_decay", [1.0, 0.7])
 def test_norms_biases_and_what_the_model_exempts_do_not_decay(architecture: str, layer_decay: float) -> None:
@@ -127,6 +126,7 @@ def rates(total: int, **options) -> list[float]:
     return [schedule(step) for step in range(total)]
 
 
+@pytest.mark.smoke
 def test_a_cosine_begins_at_the_peak_after_the_warm_up_and_ends_at_its_least() -> None:
     values = rates(50, warmup_epochs=1, min_lr_ratio=0.1)
     assert values[:10] == pytest.approx([0.1 * step for step in range(1, 11)])

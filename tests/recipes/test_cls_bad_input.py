@@ -517,6 +517,10 @@ STANDING = {  # what is done to the checkpoint of two steps, and what the next s
         untouched,
         Bad(["--resume", "never"], "--resume never: RUN holds step_00000002; give this run another.*"),
     ),
+    "no such tracker": (
+        untouched,
+        Bad(["--tracker", "trackio"], "tracker trackio isn't installed: pip install trackio, or .*"),
+    ),
     "two at once": (
         untouched,
         Bad([], r"RUN is in use by process \d+ on .*: wait for it, stop it, or give this run another .*"),
@@ -658,6 +662,18 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_a_larger_one_goes_on(run_
         ended = forks(*words, "--output_dir", folder)
         assert ended.code == 0 and "going on from step 2 of 4" in ended.stdout, ended
         assert [row["step"] for row in full.rows] == [2, 4]
+
+
+def print_to_a_full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def test_a_run_outlives_the_terminal_that_it_prints_to(forks, tmp_path):
+    words = [*SMALL, "--max_steps", 2, "--tracker", "none", "--workers", 0, "--output_dir", tmp_path, "--name", "run"]
+    ended = forks(*words, before=print_to_a_full_disk)
+    assert ended.code == 0 and ended.stderr == "", ended
+    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "finished"
+    assert "finished  2 steps" in (tmp_path / "run/log.txt").read_text()
 
 
 def limit_files(size: int) -> None:

@@ -84,13 +84,14 @@ CASES = {
     ),
     "vit-bce": Case(
         "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced --repeats 3 "
-        "--augment augmix-m3-w2",
+        "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5",
         (WHOLE, THREE),
         0.65,
     ),
     "convnext-plain": Case("--model test_convnext --opt lion --lr 5e-4 --grad_checkpointing", (WHOLE, THREE), 0.5),
     "resnet-group-plain": Case(
-        "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 6 --grad_checkpointing --class_weights sqrt",
+        "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 6 --grad_checkpointing --class_weights sqrt "
+        "--channels_last",
         (WHOLE, TWO_ACCUMULATED),
         0.4,
     ),
@@ -120,6 +121,9 @@ def commands(processes: int) -> Iterator[tuple[str, str]]:
             if layout.processes == processes:
                 for time in ("first", "second") if name in REPEATED else ("first",):
                     yield f"{name} {layout} {time}", f"{CASES[name].flags} {layout.flags} --max_steps 3"
+    if processes == TWO_ACCUMULATED.processes:
+        for time, drop in (("first", 0.5), ("second", 0.5), ("without", 0)):
+            yield f"dropout {time}", f"--model test_vit --drop {drop} {TWO_ACCUMULATED.flags} --max_steps 3"
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +226,13 @@ def test_a_repeated_run_has_the_same_bits(name: str, layout: Layout, runs: dict[
     assert rows[0] == rows[1]
     assert identical(first.tensors(), second.tensors())
     assert identical(first.tensors("ema"), second.tensors("ema"))
+
+
+def test_dropout_repeats_on_the_same_layout(runs: dict[str, Outcome]) -> None:
+    """Its masks are drawn from the step, the micro-step and the rank: on another layout they are others."""
+    first, second, without = (runs[f"dropout {time}"].tensors() for time in ("first", "second", "without"))
+    assert identical(first, second)
+    assert not identical(first, without)
 
 
 def test_only_the_last_micro_step_sends_gradients(run_several) -> None:

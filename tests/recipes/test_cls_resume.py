@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.checkpoint import Damaged, verify
 from tests.recipes.conftest import Outcome, identical
 from tests.recipes.forked import Ended
 
@@ -66,8 +67,8 @@ def _without_pictures(before=None) -> None:
         before()
 
 
-def _kill_at_step(step: int) -> None:
-    """SIGKILL to the process itself when `step` steps are done, before what follows on it."""
+def _kill_at_step(step: int, once_tracked: bool = False) -> None:
+    """SIGKILL to the process itself when `step` steps are done, before what follows on it (and the tracker has begun)."""
     from common.run import Run
 
     observe = Run.observe
@@ -75,6 +76,8 @@ def _kill_at_step(step: int) -> None:
     def observe_and_die(run: Run, done: int, *rest) -> None:
         observe(run, done, *rest)
         if done == step:
+            while once_tracked and not run._journal._tracker.where():  # it starts in a thread
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     Run.observe = observe_and_die
@@ -153,14 +156,16 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
     """One start after the other dies, each before an operation that none has died at, so often: also when mending."""
     flags = ("--max_steps", 32, "--checkpoint_every", 2, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
     assert train("whole", *flags).code == 0
-    died_before = set()
+    died_before, had = set(), set()
     while (died := train("killed", *flags, watch=tmp_path / "killed", spared=_Spared(died_before, times))).code:
         assert died.code == -signal.SIGKILL, died.stderr
         died_before.add(died.died_before)
+        have = {kind for kind, whole in _whole(tmp_path / "killed").items() if whole}
+        assert had <= have, f"{had - have} was there, and is not whole after dying before {died.died_before}"
+        had = have
     assert_same_run(tmp_path / "killed", tmp_path / "whole", steps=32)
     drafts = [path.name for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
     assert not drafts, "left behind"
-    print(len(died_before))
     names = {operation.rsplit(" ", 1)[0] for operation in died_before}
     assert {
         "os.rename /checkpoints/.step_0.tmp",  # a new checkpoint
@@ -170,6 +175,20 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
         "os.rename /.metrics.jsonl.tmp",
         "os.rename /.status.json.tmp",
     } < names
+
+
+def _whole(folder: Path) -> dict[str, bool]:
+    """Whether there is a complete checkpoint, and a complete best model, which may be aside while it is replaced."""
+    found = [path for path in folder.glob("checkpoints/step_*") if _verifies(path)]
+    exported = [{path.name for path in (folder / name).glob("*")} for name in ("best", ".best.old")]
+    return {"checkpoint": bool(found), "best": {"config.json", "model.safetensors", "results.json"} in exported}
+
+
+def _verifies(path: Path) -> bool:
+    try:
+        return bool(verify(path))
+    except Damaged:
+        return False
 
 
 class _Spared(set):
@@ -402,7 +421,7 @@ def _kill_services_at_step(step: int) -> None:
 def test_dashboard_goes_on_as_one_run_and_its_failures_change_nothing(train, tmp_path):
     wandb = ("--tracker", "wandb")
     assert train("whole").code == 0
-    train("resumed", *wandb, before=functools.partial(_kill_at_step, 7))
+    train("resumed", *wandb, before=functools.partial(_kill_at_step, 7, once_tracked=True))
     first = read(tmp_path / "resumed", "tracker.json")["id"]
     assert train("resumed", *wandb).code == 0
     assert read(tmp_path / "resumed", "tracker.json")["id"] == first
