@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Forks:
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
-        that is not `spared`: operation and path, with 0 for every number, and those of the operation before it.
+        that is not `spared`: operation, path with 0 for every number, and how often it has come before.
         """
         self.count += 1
         folder = self.scratch / str(self.count)
@@ -91,10 +92,9 @@ def _run(
 
 def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str, tuple], None]:
     """An audit hook that ends the process before a file operation below `watch` that is not `spared`."""
-    last = ""
+    times: Counter[str] = Counter()
 
     def hook(event: str, arguments: tuple) -> None:
-        nonlocal last
         if event not in FILE_OPERATIONS:
             return
         path, *rest = arguments
@@ -103,9 +103,9 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
         if not str(path).startswith(watch):
             return
         operation = f"{event} {re.sub('[0-9]+', '0', str(path).removeprefix(watch))}"
-        moment, last = f"{operation} after {last}", operation
-        if moment not in spared:
-            os.write(report, moment.encode())
+        times[operation] += 1
+        if f"{operation} {times[operation]}" not in spared:
+            os.write(report, f"{operation} {times[operation]}".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
