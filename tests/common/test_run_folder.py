@@ -65,6 +65,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone_whatever_became_of_its_
             assert (path / ".lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
             second.close()
         finally:
+            holder.kill()
             for worker in workers:
                 os.kill(worker, signal.SIGKILL)
 
