@@ -6,6 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TASK ?= cls
 PRESET_cls := digits
+PRESET_det := det_digits
 ARGS ?=
 
 # An install that ran to its end leaves a stamp named after what it installed, so that a changed requirements file, a
@@ -30,7 +31,7 @@ help: ## list the doors
 	@echo "make DOOR, with DOOR one of"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
-demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls, flags for the recipe in ARGS="--epochs 5")
+demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls or det, flags for the recipe in ARGS="--epochs 5")
 	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE") && \
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"

@@ -50,6 +50,9 @@ class StepBatchNorm(_BatchNorm):
             self.collected += statistics
         else:
             y = self._normalize(x)
+        if len(y) == 1 and y.device.type == "cpu" and y.requires_grad and not torch.compiler.is_compiling():
+            # torch 2.14 misreads a single sample's gradient where the sample's places became tokens.
+            y.register_hook(torch.Tensor.contiguous)
         if hasattr(self, "act"):  # timm's BatchNormAct2d drops and activates too
             y = self.act(self.drop(y))
         return y

@@ -31,7 +31,7 @@ class BrokenImages:
         for name in dict.fromkeys(names):
             if name not in self._named:
                 self._named.add(name)
-                self.say(f"can't be read, its neighbour stands in: {name}")
+                self.say(f"can't be read, a stand-in takes its place: {name}")
         if self.ledger.broken_in_window > self.max_share * window:
             raise Refused(
                 f"step {step}: {self.ledger.broken_in_window} of {window} images could not be read "

@@ -91,8 +91,8 @@ class OptimizationConfig:
     """Linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Where cosine and linear end, as a share of the peak."""
-    step_epochs: float = option(30.0, low=0)
-    """schedule step: epochs between two falls."""
+    step_epochs: str = "30"
+    """schedule step: epochs between two falls, or joined by commas the epochs at which it falls (8,11)."""
     step_factor: float = option(0.1, low=0, high=1)
     """schedule step: factor of each fall."""
     weight_decay: float = option(0.05, low=0)
@@ -101,6 +101,8 @@ class OptimizationConfig:
     """Momentum of SGD and its kin."""
     layer_decay: float = option(1.0, low=0, high=1)
     """Factor of the learning rate per layer from the head down (1: off), for fine-tuning."""
+    backbone_lr_factor: float = option(1.0, low=0)
+    """Factor of the learning rate in the backbone (1: off): a detector's features, all of a classifier but its head."""
     clip: float = option(0.0, low=0)
     """Limit of gradient clipping (0: off)."""
     clip_mode: Literal["norm", "agc"] = "norm"

@@ -7,11 +7,12 @@ but the main process a `Journal` is silent.
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from common.run_folder import RunFolder
-from common.tracking import Tracker
+from common.tracking import BoxedImage, Tracker
 
 _LINE_SECONDS = 2.0  # without a terminal, progress lines are at least this far apart
 
@@ -100,10 +101,12 @@ class Journal:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, pictures: dict) -> None:
-        """Send picture files (key -> path) to the dashboard."""
+    def pictures(self, pictures: dict, boxed_images: Sequence[BoxedImage] | None = None) -> None:
+        """Send picture files (key -> path) to the dashboard, and images with boxes where there are some."""
         if self._tracker:
             self._tracker.images(pictures)
+            if boxed_images:
+                self._tracker.boxed_images(boxed_images)
 
     def _show(self, row: dict) -> None:
         parts = [f"{name} {row[key]:.4g}" for key, name in _SHOWN.items() if row.get(key) is not None]
@@ -131,5 +134,9 @@ _SHOWN = {
     "eval/top1": "top-1",
     "eval/ema_top1": "EMA top-1",
     "eval/f1": "F1",
+    "eval/AP": "AP",
+    "eval/AP50": "AP50",
+    "eval/ema_AP": "EMA AP",
+    "eval/ema_AP50": "EMA AP50",
     "perf/images_per_second": "images/s",
 }

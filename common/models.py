@@ -45,6 +45,7 @@ def create(
     """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model knows.
 
     A wish that is 0 or one of `optional` can be left out: some models drop by default, so 0 goes to those that know it.
+    What it was made with is the model's `created_with`.
     Weights are a function of `seed` unless they are loaded; then what is saved of the model keeps its origin and licence.
     Raises `Refused` as `build_classifier` does.
     """
@@ -74,6 +75,7 @@ def create(
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
         weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
         raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    model.created_with = {**options, **wishes}
     if not pretrained:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import timm.optim
 import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad
 
@@ -22,8 +24,8 @@ _UNFIT = ["kron*", "adahessian"]
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
-    Norms, biases and what `model.no_weight_decay()` names have no weight decay; with `layer_decay` < 1 each parameter
-    group carries `lr_scale`. Set the rate of a step with `set_learning_rate`. Raises `Refused` for an unknown name.
+    Norms, biases and what `model.no_weight_decay()` names have no weight decay; with `layer_decay` or `backbone_lr_factor`
+    parameter groups carry `lr_scale`. Set the rate of a step with `set_learning_rate`. Raises `Refused` for an unknown name.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
@@ -35,13 +37,41 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             lr=peak_learning_rate(config),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
-            layer_decay=config.layer_decay if config.layer_decay < 1 else None,
+            param_group_fn=partial(_groups, config),
             **({"fused": True} if name in _FUSED else {}),
         )
     except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise Refused(
             f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always can"
         ) from None
+
+
+def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
+    """Parameters with the same weight decay and the same factor of the learning rate."""
+    options = {"weight_decay": config.weight_decay}
+    if hasattr(model, "no_weight_decay"):
+        options["no_weight_decay_list"] = model.no_weight_decay()
+    if config.layer_decay < 1:
+        groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
+    else:
+        groups = param_groups_weight_decay(model, **options)
+    if config.backbone_lr_factor == 1:
+        return groups
+    backbone = {id(parameter) for parameter in _backbone(model)}
+    parts = []
+    for group in groups:
+        for inside, factor in ((True, config.backbone_lr_factor), (False, 1.0)):
+            parameters = [parameter for parameter in group["params"] if (id(parameter) in backbone) == inside]
+            parts.append(group | {"params": parameters, "lr_scale": factor * group.get("lr_scale", 1.0)})
+    return [part for part in parts if part["params"]]
+
+
+def _backbone(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Of a detector the features without a pyramid over them, of a classifier all but its head."""
+    if hasattr(model, "backbone"):
+        return list(getattr(model.backbone, "features", model.backbone).parameters())
+    head = {id(parameter) for parameter in model.get_classifier().parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in head]
 
 
 def peak_learning_rate(config: OptimizationConfig) -> float:
@@ -58,6 +88,16 @@ class Schedule:
     stream: Stream
     total_steps: int
 
+    def __post_init__(self) -> None:
+        try:
+            valid = all(0 < float(epochs) < math.inf for epochs in self.config.step_epochs.split(","))
+        except ValueError:
+            valid = False
+        if not valid:
+            raise Refused(
+                f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or 8,11 for each fall"
+            )
+
     def __call__(self, step: int) -> float:
         """The learning rate at which step `step` (from 0) is made."""
         config, peak = self.config, peak_learning_rate(self.config)
@@ -71,8 +111,13 @@ class Schedule:
         if config.schedule == "linear":
             return least + (peak - least) * (1 - progress)
         if config.schedule == "step":
-            return peak * config.step_factor ** (step // max(1, self.stream.steps(config.step_epochs)))
+            return peak * config.step_factor ** self._falls(step)
         return peak
+
+    def _falls(self, step: int) -> int:
+        """How often the rate has fallen by a step factor before `step`."""
+        at = [max(1, self.stream.steps(float(epochs))) for epochs in self.config.step_epochs.split(",")]
+        return step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -29,21 +29,28 @@ SMOOTHED_POINTS = 300  # from so many on, a line is drawn pale under its mean ov
 def curves(folder: Path, path: Path | None = None) -> None:
     """Draws loss, accuracy and learning rate of `folder/metrics.jsonl` (at `pictures/curves.png`, unless `path` says).
 
+    Where the run detects objects, average precision takes the place of accuracy.
+
     Torn lines, missing keys and values that are no finite numbers are passed over.
     """
     from matplotlib.ticker import MaxNLocator
 
     folder = Path(folder)
     rows = list(_rows(folder / "metrics.jsonl"))
-    figure = _figure(7.5, 7.5)
+    figure = new_figure(7.5, 7.5)
     loss, accuracy, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
     _line(loss, rows, "train/loss", "training", BLUE)
     _line(loss, rows, "eval/loss", "evaluation", ORANGE)
     top1 = _line(accuracy, rows, "eval/top1", "top-1", ORANGE, 100)
     top1 += _line(accuracy, rows, "eval/ema_top1", "top-1 of the averaged weights (EMA)", GREEN, 100)
     _line(accuracy, rows, "eval/f1", "F1", ORANGE, 100)
+    ap50 = _line(accuracy, rows, "eval/AP50", "AP50", ORANGE, 100, style="--")
+    ap50 += _line(accuracy, rows, "eval/ema_AP50", "AP50 of the averaged weights (EMA)", GREEN, 100, style="--")
+    _line(accuracy, rows, "eval/AP", "AP", ORANGE, 100)
+    _line(accuracy, rows, "eval/ema_AP", "AP of the averaged weights (EMA)", GREEN, 100)
     _line(rate, rows, "train/lr", "", INK)
-    for axes, label in ((loss, "loss"), (accuracy, "accuracy (%)"), (rate, "learning rate")):
+    quality = "average precision (%)" if ap50 else "accuracy (%)"
+    for axes, label in ((loss, "loss"), (accuracy, quality), (rate, "learning rate")):
         axes.set_ylabel(label)
         axes.grid(color=PALE, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -57,23 +64,30 @@ def curves(folder: Path, path: Path | None = None) -> None:
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     rate.xaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
-    _title(figure.suptitle, folder.resolve().name + (f": best top-1 {max(top1):.2f} %" if top1 else ""))
-    _save(figure, path or folder / "pictures" / "curves.png")
+    best = f": best top-1 {max(top1):.2f} %" if top1 else f": best AP50 {max(ap50):.2f} %" if ap50 else ""
+    title(figure.suptitle, folder.resolve().name + best)
+    save(figure, path or folder / "pictures" / "curves.png")
 
 
-def confusion(matrix: Any, class_names: Sequence[str], path: Path) -> None:
-    """Draws a confusion matrix, int[classes, classes] with true classes as rows; colour is the share of its row."""
+def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
+    """Draws a confusion matrix, int[classes, classes] with true classes as rows; colour is the share of its row.
+
+    A row and a column more than there are names are those of the background: objects that are not there, or not found.
+    `headline` takes the place of the share that is right.
+    """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     counts = np.asarray(matrix)
-    classes, of_row = len(counts), counts.sum(1, keepdims=True)
+    own, classes, of_row = len(class_names), len(counts), counts.sum(1, keepdims=True)
+    numbered, named = own <= NUMBERED_CLASSES, own <= NAMED_CLASSES
+    class_names = [*class_names, "background"][:classes]
     shares = counts / np.maximum(of_row, 1) * 100
     side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
-    figure = _figure(side + 1.1, side + 0.6)
+    figure = new_figure(side + 1.1, side + 0.6)
     axes = figure.subplots()
     colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
     # With many classes the few errors are thinly spread: a square root brings them out.
-    scale = PowerNorm(1 if classes <= NUMBERED_CLASSES else 0.5, 0, 100)
+    scale = PowerNorm(1 if numbered else 0.5, 0, 100)
     block = math.ceil(classes / SHOWN_CELLS)
     edges = range(0, classes, block)
     shown = np.maximum.reduceat(np.maximum.reduceat(shares, edges, 0), edges, 1)
@@ -84,14 +98,15 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path) -> None:
     pooled = "" if block == 1 else f" (a dot is the largest share among {block} × {block} classes)"
     axes.set(xlabel="predicted" + pooled, ylabel="true")
     axes.spines[:].set_color(PALE)
-    if classes <= NAMED_CLASSES:
-        names = [_short(name, 18) for name in class_names]
-        size = 10 if classes <= NUMBERED_CLASSES else 7
-        upright = max(map(len, names)) <= 30 // classes + 1
-        axes.set_xticks(range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
+    if named:
+        names = [short(name, 18) for name in class_names]
+        size = 10 if numbered else 7
+        upright = max(map(len, names[:own])) <= 30 // classes + 1
+        below = names if not upright else [*names[:own], "back-\nground"][:classes]
+        axes.set_xticks(range(classes), below, rotation=0 if upright else 90, fontsize=size, parse_math=False)
         axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
         axes.tick_params(length=0)
-    if classes <= NUMBERED_CLASSES:
+    if numbered:
         for row, column in np.argwhere(counts > 0):
             colour = "white" if shares[row, column] > 55 else INK
             number = f"{counts[row, column]:,}"
@@ -100,11 +115,9 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path) -> None:
         figure.text(
             0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
         )
-    _title(
-        axes.set_title,
-        f"{_run_of(path)}, last evaluation: {np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}",
-    )
-    _save(figure, path)
+    headline = headline or f"{np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}"
+    title(axes.set_title, f"{run_of(path)}, last evaluation: {headline}")
+    save(figure, path)
 
 
 def mistakes(
@@ -118,7 +131,7 @@ def mistakes(
     """Draws a sheet of wrongly classified images (PIL or uint8[height, width, 3]), captioned "true → predicted"."""
     columns = min(6, max(len(images), 3))
     lines = max(1, math.ceil(len(images) / columns))
-    figure = _figure(1.75 * columns, 2.15 * lines + 0.5)
+    figure = new_figure(1.75 * columns, 2.15 * lines + 0.5)
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in grid:
         axes.set_axis_off()
@@ -130,12 +143,49 @@ def mistakes(
         half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
         axes.imshow(pixels, cmap="gray", interpolation="nearest" if half < 50 else "antialiased")
         axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
-        true, guess = (_short(class_names[index], 22) for index in (label, predicted))
+        true, guess = (short(class_names[index], 22) for index in (label, predicted))
         caption = f"{true} → {guess}" if len(true) + len(guess) <= 18 else f"{true}\n→ {guess}"
         axes.set_title(f"{caption}\n{confidence:.0%}".replace("%", " %"), fontsize=9, color=INK, parse_math=False)
     found = "most confident mistakes (true → predicted)" if len(images) else "no mistakes"
-    _title(figure.suptitle, f"{_run_of(path)}, last evaluation: {found}")
-    _save(figure, path)
+    title(figure.suptitle, f"{run_of(path)}, last evaluation: {found}")
+    save(figure, path)
+
+
+def run_of(path: Path) -> str:
+    """The run's name: pictures lie in `runs/<name>/pictures/`."""
+    return Path(path).resolve().parent.parent.name
+
+
+def short(name: Any, most: int) -> str:
+    """A name in one line of at most `most` characters."""
+    name = " ".join(str(name).split())
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, sides in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def title(place: Callable, text: str) -> None:
+    """Gives a figure or its axes (`figure.suptitle`, `axes.set_title`) the title that all pictures have."""
+    place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Writes the PNG file beside its place and renames it; a failure leaves the old one. Raises OSError."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
+            figure.savefig(unfinished, format="png", bbox_inches="tight", pad_inches=0.15)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _rows(path: Path) -> Iterator[dict]:
@@ -148,7 +198,9 @@ def _rows(path: Path) -> Iterator[dict]:
             continue
 
 
-def _line(axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1) -> list[float]:
+def _line(
+    axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
+) -> list[float]:
     points = [(row["step"], row[key] * scale) for row in rows if isinstance(row.get(key), int | float)]
     points = [point for point in points if math.isfinite(point[1])]
     if not points:
@@ -158,7 +210,8 @@ def _line(axes: "Axes", rows: list[dict], key: str, label: str, colour: str, sca
         axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
         data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
     few = len(data) <= 30
-    axes.plot(*data.T, color=colour, label=label, linewidth=1.8, marker="o" if few else None, markersize=4)
+    marker = "o" if few else None
+    axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
     return [value for _, value in points]
 
 
@@ -166,42 +219,9 @@ def _most_confused(counts: np.ndarray, class_names: Sequence[str], most: int = 6
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(-wrong, axis=None, kind="stable")[:most]
     pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
-    named = [f"{_short(class_names[row], 30)} → {_short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
+    named = [f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
     return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])
 
 
 def _per_cent(counts: np.ndarray) -> str:
     return f" ({np.trace(counts) / counts.sum() * 100:.2f} %)" if counts.sum() else ""
-
-
-def _run_of(path: Path) -> str:
-    """The run's name: pictures lie in `runs/<name>/pictures/`."""
-    return Path(path).resolve().parent.parent.name
-
-
-def _short(name: Any, most: int) -> str:
-    name = " ".join(str(name).split())
-    return name if len(name) <= most else name[: most - 1] + "…"
-
-
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-
-
-def _title(place: Callable, text: str) -> None:
-    place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
-            figure.savefig(unfinished, format="png", bbox_inches="tight", pad_inches=0.15)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

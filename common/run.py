@@ -196,12 +196,15 @@ class Run:
                     self._state.load(verify(path).tensors(), self._state.numbers())
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is said, not raised."""
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is said, not raised.
+
+        Images with boxes that it returns go to the dashboard, too.
+        """
         if self._folder:
             path = self.path / "pictures" / f"{name}.png"
             try:
-                function(*arguments, path)
-                self._journal.pictures({name: path})
+                boxed_images = function(*arguments, path)
+                self._journal.pictures({name: path}, boxed_images)
             except Exception as error:  # a picture is not worth a run
                 self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 

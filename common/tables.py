@@ -98,8 +98,8 @@ def read_table(
     if "train" not in splits:
         raise Refused(f"--data {data}: no split named train, only {', '.join(splits)}; rename one, or load it alone")
     train = splits["train"]
-    image = _find_column(data, train, "image", image_column, exclude="")
-    label = _find_column(data, train, "label", label_column, exclude=image)
+    image = find_column(data, train, "image", image_column, exclude="")
+    label = find_column(data, train, "label", label_column, exclude=image)
     classes, values = _vocabulary(train, label)
     folder = Path(data).expanduser()
     folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
@@ -212,7 +212,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
@@ -221,7 +221,7 @@ def _names_of(feature: Any) -> list[str] | None:
     return getattr(getattr(feature, "feature", feature), "names", None)
 
 
-def _find_column(data: str, split: "datasets.Dataset", what: str, named: str, exclude: str) -> str:
+def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exclude: str) -> str:
     """The column named, or the only one that says by its type that it is the image or label, or that could be it."""
     from datasets import Image as ImageFeature
 
@@ -231,7 +231,7 @@ def _find_column(data: str, split: "datasets.Dataset", what: str, named: str, ex
         likely = [name for name, kind in kinds.items() if _is_bytes(kind)]
         possible = sure + likely + [name for name, kind in kinds.items() if _is_text(kind)]
     else:
-        inner = {name: kind.value_type if _is_list(kind) else kind for name, kind in kinds.items()}
+        inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
         sure = [name for name in kinds if _names_of(split.features[name])]
         likely = possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or _is_text(kind)]
     columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
@@ -250,7 +250,7 @@ def _find_column(data: str, split: "datasets.Dataset", what: str, named: str, ex
 # ---- labels
 
 
-def _cells(split: "datasets.Dataset", column: str) -> pa.Array:
+def cells_of(split: "datasets.Dataset", column: str) -> pa.Array:
     return split.select_columns([column]).with_format("arrow")[:].column(0).combine_chunks()
 
 
@@ -260,8 +260,8 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
     if names := _names_of(feature):
         classes, values = tuple(names), pa.array(range(len(names)), pa.int64())
     else:
-        cells = _cells(split, column)
-        values = pc.unique(pc.list_flatten(cells) if _is_list(cells.type) else cells).drop_null()
+        cells = cells_of(split, column)
+        values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
         if pa.types.is_integer(values.type):
             values = values.filter(pc.greater_equal(values, 0))  # a negative number is a missing label everywhere
         values = values.take(pc.sort_indices(values))
@@ -273,8 +273,8 @@ def _labels(
     title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array
 ) -> np.ndarray:
     """int64[N] class ids, or bool[N, C] of a column of lists. Every label must be one of `values`."""
-    cells = _cells(split, column)
-    several = _is_list(cells.type)
+    cells = cells_of(split, column)
+    several = is_list(cells.type)
     if len(classes) < (1 if several else 2):
         found = f"only the class {classes[0]}" if classes else "no class"
         raise Refused(f"--data {title}: {found} in column {column}; needs {1 if several else 2} or more")

@@ -13,14 +13,18 @@ import queue
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from common.errors import Refused
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "none": ()}
 MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
@@ -36,6 +40,25 @@ def require(kind: str) -> None:
         raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
     if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
         raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
+
+
+@dataclass(frozen=True)
+class BoxedImage:
+    """An image with sets of boxes, each under a name such as "predictions"."""
+
+    image: "Image.Image"
+    name: str
+    boxes: Mapping[str, list["Box"]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box in pixels: left, top, right, bottom; the name of its class and its number; the score of what was predicted."""
+
+    corners: tuple[float, float, float, float]
+    class_id: int
+    class_name: str
+    score: float | None = None
 
 
 class Tracker:
@@ -100,6 +123,10 @@ class Tracker:
         """Queues picture files; they are shown at the step that was logged last."""
         self._put(lambda backend, step=self._step, pictures=dict(pictures): backend.images(step, pictures))
 
+    def boxed_images(self, images: Sequence[BoxedImage]) -> None:
+        """Queues images with boxes, at the step that was logged last; shown where a tracker knows boxes: in W&B."""
+        self._put(lambda backend, step=self._step, images=tuple(images): backend.boxed_images(step, images))
+
     def where(self) -> str:
         """An address, or a folder and the command that shows or uploads it; "" while there is none."""
         return self._where
@@ -156,6 +183,9 @@ class _Backend:
     def summary(self, values: dict) -> None:
         self.tracker.log({f"summary/{key}": value for key, value in values.items()})
 
+    def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
+        """Nothing: the picture that shows them is sent as well."""
+
     def finish(self, exit_code: int) -> None:
         self.tracker.finish()
 
@@ -210,6 +240,21 @@ class _WandB(_Backend):
 
         self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
 
+    def boxed_images(self, step, images):
+        import wandb
+
+        # Every set of boxes names all classes shown, so that a class has one colour. Images in a list would need one size.
+        labels = {box.class_id: box.class_name for image in images for boxes in image.boxes.values() for box in boxes}
+        row = {}
+        for number, image in enumerate(images, 1):
+            size = image.image.size
+            boxes = {
+                name: {"box_data": [_box_of_wandb(box, size) for box in boxes], "class_labels": labels}
+                for name, boxes in image.boxes.items()
+            }
+            row[f"objects/{number:02d}"] = wandb.Image(image.image, caption=image.name, boxes=boxes)
+        self.log(step, row)
+
     def finish(self, exit_code):
         self.run.finish(exit_code=exit_code)
 
@@ -244,6 +289,17 @@ class _Trackio(_Backend):
         import trackio
 
         self.log(step, {key: trackio.Image(str(path)) for key, path in pictures.items()})
+
+
+def _box_of_wandb(box: Box, size: tuple[int, int]) -> dict:
+    """In fractions of the image: pixels would have to be whole numbers."""
+    left, top, right, bottom = (side / length for side, length in zip(box.corners, (*size, *size), strict=True))
+    known = (
+        {"box_caption": box.class_name}
+        if box.score is None
+        else {"box_caption": f"{box.class_name} {box.score:.2f}", "scores": {"score": box.score}}
+    )
+    return {"position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom}, "class_id": box.class_id} | known
 
 
 def _writable(folder: Path) -> Path:

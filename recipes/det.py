@@ -11,21 +11,27 @@ This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as
 """
 
 import contextlib
+import dataclasses
+import json
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from common import batch_norm, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import OptimizationConfig, RunConfig, option, parse
-from common.detection import detectors, sources
+from common.detection import balancing, detectors, pictures, sources
 from common.detection.annotated import Annotated
-from common.detection.augmentation import BoxAugmentation
+from common.detection.augmentation import BoxAugmentation, read_range
 from common.detection.coco_metrics import Detections
-from common.detection.export import export
+from common.detection.export import begin_with, export, load
+from common.detection.grouping import GroupedStream
 from common.detection.loading import EvaluationScenes, TrainingScenes
+from common.detection.matching import Matches
 from common.errors import Refused
 from common.optimization import (
     Schedule,
@@ -49,10 +55,10 @@ class Config(OptimizationConfig, RunConfig):
 
     data: str = "digits"
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn"] = "fcos"
-    """Family of the detector."""
+    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
+    """Family of the detector; the last two need `pip install transformers`."""
     model: str = "test_resnet"
-    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder."""
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
     global_batch_size: int = option(8, low=1)
@@ -62,23 +68,37 @@ class Config(OptimizationConfig, RunConfig):
     lr_batch_size: int = option(8, low=1)
     """Global batch for which --lr is stated."""
     levels: str = "3-4"
-    """Feature levels, finest and coarsest: level l has a cell for each 2^l x 2^l pixels (COCO: 3-7)."""
+    """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (COCO: 3-7)."""
     width: int = option(64, low=32)
     """Channels of the feature pyramid, a multiple of 32 (COCO: 256)."""
     convolutions: int = option(2, low=1)
-    """Convolutions in each of the detector's heads (COCO: 4)."""
+    """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     short_sides: str = "128"
     """Training: lengths of the image's shorter side in pixels, one of which is drawn for each image (640,672,...,800)."""
     long_side: int = option(128, low=1)
     """The longest that an image's longer side gets, in pixels (COCO: 1333)."""
     eval_short_side: int = option(0, low=0)
     """Evaluation: length of the shorter side in pixels (0: the longest of --short_sides)."""
-    scale_jitter: float = option(0.0, low=0, high=0.95)
-    """Large-scale jitter: images are scaled by a factor within 1 - this and 1 + this, and cut to --long_side."""
+    scale_jitter: str = ""
+    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
     hflip: float = option(0.0, low=0, high=1)
     """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""
+    iou_crop: float = option(0.0, low=0, high=1)
+    """Probability of showing a part that holds an object, as in SSD."""
+    zoom_out: float = option(0.0, low=0, high=1)
+    """Probability of laying the image on a ground of up to 4 times its sides, as in SSD."""
+    mosaic: float = option(0.0, low=0, high=1)
+    """Probability of showing parts of four images around a point, as in YOLOX."""
+    mixup: float = option(0.0, low=0, high=1)
+    """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
+    strong_epochs: float = option(0.0, low=0)
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
+    repeat_threshold: float = option(0.0, low=0, high=1)
+    """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
+    group_window: int = option(0, low=0)
+    """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
     val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out where the data has no validation part."""
     image_column: str = ""
@@ -95,6 +115,10 @@ class Config(OptimizationConfig, RunConfig):
     """Stochastic depth in the backbone, drawn per sample and layer."""
     compile: bool = False
     """torch.compile the backbone and its feature pyramid."""
+    init: str = ""
+    """Begin with the weights of this exported detector, a run's best/; what depends on the classes is new for others."""
+    eval_only: str = ""
+    """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
 def build_data(config: Config):
@@ -107,29 +131,38 @@ def build_data(config: Config):
             image_column=config.image_column,
             objects_column=config.objects_column,
             box_format=config.box_format,
+            masks=config.detector == "mask_rcnn",
         )
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
-def build_model(config: Config, classes: int):
-    """The detector and its number of drop path layers."""
+def build_model(config: Config, classes: tuple[str, ...]):
+    """The detector, its number of drop path layers, and what it begins with."""
+    finest, _, coarsest = config.levels.partition("-")
+    if not (finest.isdigit() and coarsest.isdigit()):
+        raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
+    if config.convolutions != Config.convolutions and config.detector not in ("fcos", "retinanet"):
+        raise Refused(
+            f"--convolutions {config.convolutions}: --detector {config.detector} has none in its heads; leave it out"
+        )
+    if config.levels != Config.levels and config.detector in ("rtdetr_v2", "dfine"):
+        raise Refused(f"--levels {config.levels}: --detector {config.detector} has a neck of its own; leave it out")
     with together("building the model"):
-        finest, _, coarsest = config.levels.partition("-")
-        if not (finest.isdigit() and coarsest.isdigit()):
-            raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
         model = detectors.build_detector(
             config.detector,
             config.model,
-            classes,
-            pretrained=config.pretrained,
+            len(classes),
+            names=classes,
+            pretrained=config.pretrained and not config.init,
             levels=(int(finest), int(coarsest)),
             width=config.width,
+            convolutions=config.convolutions,
             drop_path=config.drop_path,
             seed=config.seed,
-            **({} if config.detector == "faster_rcnn" else {"convolutions": config.convolutions}),
         )
+        begins = begin_with(model, Path(config.init)) if config.init else "pretrained weights" * config.pretrained
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
-    return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model)
+    return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model), begins
 
 
 def build_plan(config: Config) -> BatchPlan:
@@ -144,7 +177,16 @@ def build_plan(config: Config) -> BatchPlan:
     return plan
 
 
-def build_augmentation(config: Config) -> tuple[BoxAugmentation, BoxAugmentation]:
+def build_stream(config: Config, train: Annotated) -> Stream:
+    """Which image stands at which position: rare classes more often, similar shapes in one step."""
+    weights = balancing.repeat_weights(train, config.repeat_threshold)
+    common = (len(train), config.global_batch_size, config.seed, 1, weights)
+    if not config.group_window:
+        return Stream(*common)
+    return GroupedStream(*common, aspects=train.sizes[:, 0] / train.sizes[:, 1], window=config.group_window)
+
+
+def build_augmentation(config: Config, stream: Stream) -> tuple[BoxAugmentation, BoxAugmentation]:
     """What happens to training images, and to those of an evaluation."""
     short_sides = tuple(int(side) for side in config.short_sides.split(",") if side.strip().isdigit())
     if len(short_sides) != len(config.short_sides.split(",")) or min(short_sides) < 1:
@@ -153,16 +195,33 @@ def build_augmentation(config: Config) -> tuple[BoxAugmentation, BoxAugmentation
         )
     plain = BoxAugmentation(config.seed, (config.eval_short_side or max(short_sides),), config.long_side)
     varied = BoxAugmentation(
-        config.seed, short_sides, config.long_side, config.scale_jitter, config.hflip, config.photometric
+        config.seed,
+        short_sides,
+        config.long_side,
+        read_range("--scale_jitter", config.scale_jitter),
+        hflip=config.hflip,
+        photometric=config.photometric,
+        iou_crop=config.iou_crop,
+        zoom_out=config.zoom_out,
+        mosaic=config.mosaic,
+        mixup=config.mixup,
+        strong_until=stream.steps(config.strong_epochs) * stream.global_batch_size,
     )
     return varied, plain
 
 
-def build_normalize(config: Config, mean, std, device: torch.device):
-    """normalize(uint8[B, 3, H, W]) -> images of the run's type."""
-    dtype = getattr(torch, config.dtype)
+def build_normalize(config: Config, model, device: torch.device):
+    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and the colour around images, which it makes about 0."""
+    dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
+    fill = tuple(round(255 * value) for value in mean)
     mean, std = (255 * torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
-    return lambda images: images.to(dtype).sub_(mean).div_(std)
+    return lambda images: images.to(dtype).sub_(mean).div_(std), fill
+
+
+def build_val_loader(config: Config, val: Annotated, model, plain: BoxAugmentation, fill: tuple[int, int, int]):
+    """Batches of the validation set, of a size that does not depend on the layout."""
+    samples = EvaluationScenes(val, plain, model.stride, fill)
+    return loading.evaluation_loader(samples, config.max_micro_batch_size, loading.worker_count(config.workers))
 
 
 @torch.no_grad()
@@ -175,36 +234,54 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
         with accelerator.autocast():
             detections = model.detect(normalize(batch.images), batch.sizes)
         indices = batch.positions.tolist()
-        for index, size, of_image in zip(indices, batch.sizes, detections, strict=True):
-            of_image["boxes"] = loader.dataset.to_original(of_image["boxes"], index, size)
-        found.update(indices, detections)
+        of_images = zip(detections, indices, batch.sizes, strict=True)
+        found.update(indices, [loader.dataset.restored(*of_image) for of_image in of_images])
     model.train()
     results = found.results(val)
     if results["count"] != len(val):
         raise RuntimeError(f"evaluated {results['count']} images of {len(val)}: each must count exactly once")
-    return results
+    return results, found
+
+
+def evaluate_only(config: Config, accelerator) -> None:
+    """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
+    path = Path(config.eval_only)
+    train, val, _ = build_data(config)
+    model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), train.classes)
+    with together("loading the weights"):
+        load(model, val.classes, path)
+    _, plain = build_augmentation(config, build_stream(config, train))
+    normalize, fill = build_normalize(config, model, accelerator.device)
+    loader = build_val_loader(config, val, model, plain, fill)
+    results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
+    launch.say(json.dumps({"eval_only": str(path)} | results))
+
+
+def draw(run: Run, val: Annotated, found: Detections) -> None:
+    """Pictures of the last evaluation."""
+    matches = Matches(val, *found.columns())
+    run.draw("predictions", pictures.predictions, val, matches)
+    run.draw("precision_recall", pictures.precision_recall, found.precision, val.classes)
+    run.draw("confusion", pictures.confusion, matches, val.classes)
+    run.draw("misses", pictures.misses, val, matches)
 
 
 def main() -> None:
     config = parse(Config)
     accelerator = launch.start()
+    if config.eval_only:
+        return evaluate_only(config, accelerator)
 
     with Run(config, accelerator, recipe="det") as run:
         plan = build_plan(config)
         train, val, fingerprint = build_data(config)
-        stream = Stream(len(train), config.global_batch_size, config.seed)
+        stream = build_stream(config, train)
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers = build_model(config, len(train.classes))
-        mean, std = bare.pretrained_cfg["mean"], bare.pretrained_cfg["std"]
-        normalize = build_normalize(config, mean, std, accelerator.device)
-        settings = {name: getattr(config, name) for name in ("detector", "model", "levels", "width", "convolutions")}
-        settings |= {"mean": list(mean), "std": list(std), "short_side": config.eval_short_side or config.short_sides}
-        varied, plain = build_augmentation(config)
-        fill = tuple(round(255 * value) for value in mean)
+        bare, drop_path_layers, begins = build_model(config, train.classes)
+        normalize, fill = build_normalize(config, bare, accelerator.device)
+        varied, plain = build_augmentation(config, stream)
         samples = TrainingScenes(train, stream, varied, bare.stride, fill, config.seed, drop_path_layers)
-        workers = loading.worker_count(config.workers)
-        val_scenes = EvaluationScenes(val, plain, bare.stride, fill)
-        val_loader = loading.evaluation_loader(val_scenes, config.max_micro_batch_size, workers)
+        val_loader = build_val_loader(config, val, bare, plain, fill)
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
@@ -226,17 +303,20 @@ def main() -> None:
                     if part.notes
                 },
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                **({"begins with": begins} if begins else {}),
                 "layout": launch.describe(accelerator),
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
+                "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
                 "run folder": str(run.path),
             }
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         first, last = run.start(state, stream, schedule, fingerprint), schedule.total_steps
-        batches = loading.Feed(loading.training_loader(samples, plan, first, last, workers), accelerator.device)
+        loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
+        batches = loading.Feed(loader, accelerator.device)
 
         bare.train()
         for step in run.steps():
@@ -268,12 +348,14 @@ def main() -> None:
 
             if run.evaluates(done):
                 run.settle()
-                results = evaluate(bare, val_loader, accelerator, normalize, val)
+                results, found = evaluate(bare, val_loader, accelerator, normalize, val)
                 if ema:
-                    of_ema = evaluate(ema.module, val_loader, accelerator, normalize, val)
+                    of_ema, found = evaluate(ema.module, val_loader, accelerator, normalize, val)
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}AP"):
-                    run.keep_best(partial(export, ema.module if ema else bare, settings, val.classes, results))
+                    run.keep_best(partial(export, ema.module if ema else bare, train, plain, results))
+                if done == last:
+                    draw(run, val, found)
             if run.saves(done):
                 run.save(done)
 

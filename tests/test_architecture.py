@@ -13,9 +13,15 @@ PACKAGES = sorted(path.parent for path in (ROOT / "common").glob("*/__init__.py"
 RECIPES = {path.stem: path.read_text() for path in sorted((ROOT / "recipes").glob("*.py"))}
 MOST_LINES = {"det": 400}  # others: 350
 MOST_FIELDS = 40
-# Where the order of the modules is written down, lowest first, with the question of each.
-CHAPTER = (ROOT / "docs" / "design.md").read_text().split("## Modules of common/")[1].split("\n## ")[0]
-ROWS = re.findall(r"^\| `(\w+)` \| (.*) \|$", CHAPTER, re.MULTILINE)
+
+
+def documented(package: str) -> list[tuple[str, str]]:
+    """The modules of a package as docs/design.md has them, lowest first, with the question of each."""
+    chapter = (ROOT / "docs" / "design.md").read_text().split(f"## Modules of {package}/\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \| (.*) \|$", chapter, re.MULTILINE)
+
+
+ROWS = documented("common")
 
 NAMELESS = {"util", "utils", "utility", "utilities", "misc", "helper", "helpers", "tools", "lib", "core", "base"}
 RANK_NAMES = {
@@ -51,12 +57,12 @@ def imports_of(source: str, package: str = "common") -> set[str]:
     return inside | {"recipes" for name in names if name.split(".")[0] == "recipes"}
 
 
-def upward_imports(order: list[str], sources: dict[str, str]) -> list[str]:
+def upward_imports(order: list[str], sources: dict[str, str], package: str = "common") -> list[str]:
     height = {name: place for place, name in enumerate(order)}
     return [
         f"{name} imports {imported}"
         for name, source in sources.items()
-        for imported in sorted(imports_of(source))
+        for imported in sorted(imports_of(source, package))
         if imported not in height or height[imported] >= height.get(name, len(order))
     ]
 
@@ -67,6 +73,10 @@ def cycle(imports: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def question(source: str) -> str:
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
 
 
 def asks_no_question(source: str) -> bool:
@@ -231,14 +241,16 @@ def test_modules_form_no_cycle() -> None:
 def test_a_package_of_one_task_stands_above_the_modules_and_is_built_like_them(package: Path) -> None:
     sources = {path.stem: path.read_text() for path in sorted(package.glob("*.py")) if path.stem != "__init__"}
     assert cycle({name: imports_of(source, f"common.{package.name}") for name, source in sources.items()}) == []
+    rows = documented(f"common/{package.name}")
+    assert upward_imports([name for name, _ in rows], sources, f"common.{package.name}") == []
+    assert dict(rows) == {name: question(source) for name, source in sources.items()}
     for name, source in sources.items():
         assert imports_of(source) <= {*MODULES, package.name}, name
         assert not asks_no_question(source) and not set(name.split("_")) & NAMELESS, name
 
 
 def test_the_documentation_lists_every_module_with_its_question() -> None:
-    questions = {name: (ast.get_docstring(ast.parse(source)) or "").split("\n")[0] for name, source in MODULES.items()}
-    assert dict(ROWS) == questions
+    assert dict(ROWS) == {name: question(source) for name, source in MODULES.items()}
 
 
 @pytest.mark.parametrize("name", MODULES)

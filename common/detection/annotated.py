@@ -5,14 +5,25 @@ every loader worker would copy.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.detection.outlines import Outlines, decode
 from common.images import BrokenImage
 from common.labelled import fingerprint_of
+
+
+class Sample(NamedTuple):
+    """An image with its n boxes."""
+
+    image: Image.Image | np.ndarray  # RGB, or uint8[H, W, 3]
+    boxes: np.ndarray  # float32[n, 4] left, top, right, bottom in pixels
+    labels: np.ndarray  # int64[n]
+    crowd: np.ndarray  # bool[n]
+    masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, where the source was loaded with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +41,7 @@ class Annotations:
     labels: np.ndarray  # int64[M] class ids
     crowd: np.ndarray  # bool[M]: regions of several objects, or difficult ones: neither objects nor background
     areas: np.ndarray  # float32[M] in square pixels: of the object's outline where the data says it, else of its box
+    outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if they were asked for
     notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was mended or left out on loading, in sentences
 
     def __len__(self) -> int:
@@ -43,11 +55,13 @@ class Annotations:
         taken = np.repeat(self.offsets[:-1][rows], counts) + within
         images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
         boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas")}
-        return images | boxes | {"offsets": offsets}
+        outlines = self.outlines and self.outlines.part(rows, taken)
+        return images | boxes | {"offsets": offsets, "outlines": outlines}
 
     def hash(self, names: pa.Array | pa.ChunkedArray | None, byte_counts: np.ndarray) -> str:
         """The fingerprint of these annotations and of images with these names and sizes in bytes."""
-        columns = (byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd)
+        columns = [byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
+        columns += [self.outlines.bytes()] if self.outlines else []
         contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
         return fingerprint_of(self.classes, self.labels, contents, names)
 
@@ -66,6 +80,7 @@ class Annotated(Protocol):
     areas: np.ndarray
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
+    has_masks: bool  # whether samples do
     fresh: bool  # whether each position of the stream has a scene of its own, instead of an image of the list
 
     def __len__(self) -> int: ...
@@ -78,10 +93,12 @@ class Annotated(Protocol):
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
         ...
 
-    def sample(self, index: int, position: int) -> tuple[Image.Image, np.ndarray, np.ndarray, np.ndarray]:
-        """What is trained on at `position` of the stream, where `index` has its turn: the image, and of its n boxes
-        float32[n, 4], their labels int64[n] and crowd bool[n]. Raises `images.BrokenImage`.
-        """
+    def sample(self, index: int, position: int) -> Sample:
+        """What is trained on at `position` of the stream, where `index` has its turn. Raises `images.BrokenImage`."""
+        ...
+
+    def rles(self, index: int) -> list[dict]:
+        """The masks of an image's objects, as COCO's packed run lengths; of a source that was loaded with masks."""
         ...
 
 
@@ -89,6 +106,7 @@ class FixedImages(Annotations):
     """Annotations of images that are the same at each position of the stream; `image` is left to the kind of source."""
 
     fresh = False
+    has_masks = property(lambda self: self.outlines is not None)
 
     def as_annotated(self, index: int, image: Image.Image) -> Image.Image:
         """The image, if it has the size that its boxes are for. Raises `BrokenImage`."""
@@ -97,6 +115,12 @@ class FixedImages(Annotations):
             raise BrokenImage("is {} pixels large, and was {} when its boxes were read".format(*sizes))
         return image
 
-    def sample(self, index: int, position: int) -> tuple[Image.Image, np.ndarray, np.ndarray, np.ndarray]:
+    def sample(self, index: int, position: int) -> Sample:
         rows = slice(self.offsets[index], self.offsets[index + 1])
-        return self.image(index), self.boxes[rows].copy(), self.labels[rows].copy(), self.crowd[rows].copy()
+        image = self.image(index)
+        masks = decode(self.rles(index), self.sizes[index]) if self.outlines else None
+        return Sample(image, self.boxes[rows].copy(), self.labels[rows].copy(), self.crowd[rows].copy(), masks)
+
+    def rles(self, index: int) -> list[dict]:
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        return self.outlines.rles(index, rows, self.sizes[index], self.boxes[rows])

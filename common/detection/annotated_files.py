@@ -52,6 +52,6 @@ def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
 def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray) -> AnnotatedFiles:
     """Check the boxes against the files. Raises `Refused` if files are missing, or as `box_checks.check` does."""
     headers = headers_of_files(root, paths)
-    annotations, _ = check(found, headers)
+    annotations = check(found, headers)
     columns = {field.name: getattr(annotations, field.name) for field in fields(Annotations)}
     return AnnotatedFiles(**columns, root=root, paths=paths, byte_counts=headers[:, 3])

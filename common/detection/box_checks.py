@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from common.detection.annotated import Annotations
 from common.detection.image_headers import turned, upright_sizes
+from common.detection.outlines import Outlines, checked
 from common.errors import Refused
 
 _ROUNDING = 1.0  # pixels beyond the image that say nothing
@@ -33,13 +35,15 @@ class FoundBoxes:
     name: Callable[[int], str]  # of an image
     upright: bool = False  # whether boxes are of the upright image where sizes can't tell
     relative: bool = False
+    shapes: pa.StructArray | None = None  # M outlines in the boxes' frame, if they are asked for
 
 
-def check(found: FoundBoxes, headers: np.ndarray) -> tuple[Annotations, np.ndarray]:
-    """The annotations of the upright images, and int64[M'] the box that each of theirs was.
+def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
+    """The annotations of the upright images.
 
     `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite or upside down,
-    for sizes that are not those of the images, for boxes in another format, and if there are no images or no boxes.
+    for sizes that are not those of the images, for boxes in another format, and if there are no images, no boxes, or no
+    outlines though they are asked for.
     """
     if not len(found.image_ids):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
@@ -80,6 +84,11 @@ def check(found: FoundBoxes, headers: np.ndarray) -> tuple[Annotations, np.ndarr
     if not kept.size:
         raise Refused(f"{found.title}: none of its {len(boxes):,} boxes has an area inside its image; correct them")
     areas = np.where(np.isfinite(areas) & (areas >= 0), areas, spans.prod(axis=1))
+    outlines = None
+    if found.shapes is not None:
+        turns = np.where(is_upright, 1, headers[:, 2]).astype(np.uint8)
+        frames = np.where(is_upright[:, None], sizes, headers[:, :2])[found.rows[kept]]
+        outlines = Outlines(_shapes(found, kept, frames, notes), turns)
     annotations = Annotations(
         found.classes,
         found.category_ids,
@@ -90,9 +99,24 @@ def check(found: FoundBoxes, headers: np.ndarray) -> tuple[Annotations, np.ndarr
         found.labels[kept],
         found.crowd[kept],
         areas[kept].astype(np.float32),
+        outlines=outlines,
         notes=tuple(f"{found.title}: {note}" for note in notes),
     )
-    return annotations, kept
+    return annotations
+
+
+def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list[str]) -> pa.StructArray:
+    shapes, wrong = checked(found.shapes.take(pa.array(kept)), frames)
+    if wrong.all():
+        raise Refused(
+            f"{found.title}: none of its {len(kept):,} objects has an outline (segmentation) to learn masks from; "
+            "add them, or choose a detector of boxes"
+        )
+    if wrong.any():
+        first = found.name(int(found.rows[kept[wrong.argmax()]]))
+        count = f"{wrong.sum():,} of {len(kept):,} objects"
+        notes.append(f"{count} have no outline that can be drawn, and their box stands in, first in {first}")
+    return shapes
 
 
 def _refuse_nonsense(found: FoundBoxes) -> None:

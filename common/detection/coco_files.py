@@ -4,8 +4,10 @@ The format: https://cocodataset.org/#format-data. One JSON file a part, read by 
 seconds for COCO itself, where Python's reader takes five times as long and gigabytes.
 """
 
+import io
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pyarrow.json
 
 from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
 from common.detection.box_checks import FoundBoxes
+from common.detection.outlines import KIND
 from common.errors import Refused
 from common.labelled import VAL_NAMES
 
@@ -29,7 +32,9 @@ _KINDS = {
     },
     "categories": {"id": pa.int64(), "name": pa.string()},
 }
-_OPTIONAL = {"width", "height", "area", "iscrowd"}
+_OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
+# An outline is a list or an object, and its counts are a list or a text: a column has one type, so each gets its own name.
+_RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _PLACES = ("{}.json", "annotations/{}.json", "annotations/instances_{}*.json", "{}/_annotations.coco.json")
 
 
@@ -50,14 +55,16 @@ def _file_of(root: Path, part: str) -> Path | None:
     return files[0] if files else None
 
 
-def read_coco(root: Path, train: Path, val: Path | None) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
-    """Both parts, with the classes of the first in the order of their ids. Raises `Refused`."""
-    first = _read_part(root, train, None)
-    return first, _read_part(root, val, first) if val else None
+def read_coco(
+    root: Path, train: Path, val: Path | None, masks: bool = False
+) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
+    """Both parts, with the classes of the first in the order of their ids; outlines only for `masks`. Raises `Refused`."""
+    first = _read_part(root, train, None, masks)
+    return first, _read_part(root, val, first, masks) if val else None
 
 
-def _read_part(root: Path, file: Path, train: AnnotatedFiles | None) -> AnnotatedFiles:
-    columns = _read_json(file)
+def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool) -> AnnotatedFiles:
+    columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
     paths = images["file_name"].cast(pa.large_binary())
     image_ids, category_ids = _numbers(images["id"]), _numbers(categories["id"])
@@ -116,6 +123,7 @@ def _read_part(root: Path, file: Path, train: AnnotatedFiles | None) -> Annotate
         crowd=_numbers(boxes["iscrowd"], 0) != 0,
         areas=_numbers(boxes["area"], np.nan),
         name=name,
+        shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
     return read_files(found, folder, paths)
 
@@ -153,13 +161,17 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray) -> str:
 # ---- reading
 
 
-def _read_json(file: Path) -> dict[str, dict[str, pa.Array]]:
+def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     """{images, annotations, categories: {field: column}}; optional fields may be null."""
-    kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in _KINDS.items()}
+    fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
+    kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
+    text = file.read_bytes()
+    for old, new in _RENAMED.items() if masks else ():  # keys only: a quote inside a text has a backslash before it
+        text = re.sub(old, new, text)
     try:
-        size = os.path.getsize(file)
+        size = len(text)
         table = pyarrow.json.read_json(
-            file,
+            io.BytesIO(text),
             pyarrow.json.ReadOptions(use_threads=False, block_size=size + 1),
             pyarrow.json.ParseOptions(pa.schema(list(kinds.items())), True, unexpected_field_behavior="ignore"),
         )
@@ -168,8 +180,10 @@ def _read_json(file: Path) -> dict[str, dict[str, pa.Array]]:
         lists = {key: table[key].combine_chunks() for key in kinds}
         columns = {key: None if lists[key].null_count else lists[key].flatten() for key in kinds}
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):
-        columns = _read_slowly(file, kinds)  # more than Arrow takes (2 GiB, NaN), or a mistake that it would not name
-    for key, fields in _KINDS.items():
+        columns = _read_slowly(
+            file, text, kinds
+        )  # more than Arrow takes (2 GiB, NaN), or a mistake that it would not name
+    for key, fields in fields_of.items():
         if columns[key] is None:
             raise Refused(f"{file}: lacks the key {key}, which annotations in COCO's format have")
         for field in fields:
@@ -177,12 +191,12 @@ def _read_json(file: Path) -> dict[str, dict[str, pa.Array]]:
             if field not in _OPTIONAL and column.null_count:
                 first = pc.index(column.is_null(), True).as_py()
                 raise Refused(f"{file}: {column.null_count:,} entries of {key} lack {field}, first {key}[{first}]")
-    return {key: {field: columns[key].field(field) for field in _KINDS[key]} for key in _KINDS}
+    return {key: {field: columns[key].field(field) for field in fields} for key, fields in fields_of.items()}
 
 
-def _read_slowly(file: Path, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array | None]:
+def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array | None]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(text)
     except (ValueError, UnicodeDecodeError) as error:
         raise Refused(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
@@ -193,16 +207,16 @@ def _read_slowly(file: Path, kinds: dict[str, pa.DataType]) -> dict[str, pa.Arra
         try:
             columns[key] = None if entries is None else pa.array(entries, kind.value_type)
         except (pa.ArrowException, TypeError, OverflowError):
-            columns[key] = pa.array(_each(file, key, entries), kind.value_type)
+            columns[key] = pa.array(_each(file, key, entries, kind.value_type), kind.value_type)
     return columns
 
 
-def _each(file: Path, key: str, entries) -> list[dict]:
+def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
     """Entries with true and false as numbers; the first that is not of its type is refused by name."""
     rows = []
     for place, entry in enumerate(entries if isinstance(entries, list) else [entries]):
         row = {}
-        for field, kind in _KINDS[key].items():
+        for field, kind in ((of.name, of.type) for of in kinds):
             try:
                 value = entry.get(field)
                 value = int(value) if isinstance(value, bool) else value

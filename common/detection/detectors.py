@@ -1,10 +1,13 @@
 """What is a detector to a recipe, and how does a name become one?"""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from common.detection.detr import build_detr
+from common.detection.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.fcos import FCOS
 from common.detection.fpn import build_backbone
 from common.detection.mask_rcnn import MaskRCNN
@@ -49,27 +52,33 @@ def build_detector(
     pretrained: bool = False,
     levels: tuple[int, int] = (0, 0),
     width: int = 256,
+    convolutions: int = 4,
     drop_path: float = 0.0,
     seed: int = 0,
+    names: Sequence[str] = (),
     **options,
 ) -> Detector:
-    """A detector on a timm backbone with a feature pyramid; its initial weights are a function of `seed`.
+    """A detector on a timm backbone; its initial weights are a function of `seed`.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` or of `detr_models.FAMILIES`, for which `detr_models.build_model` says the rest.
         backbone: a timm name, `hf-hub:owner/name` or a local timm folder.
         levels: finest and coarsest level of the pyramid, of stride 2^level; (0, 0) is the family's own.
         width: channels of the pyramid.
-        options: `convolutions` in each head (fcos, retinanet), `hidden` width of the second stage (faster_rcnn, mask_rcnn),
-            `mask_width` (mask_rcnn).
+        convolutions: in each head of fcos and retinanet.
+        names: of the classes. A pretrained model of transformers keeps what it knows of those it has.
+        options: `hidden` width of the second stage (faster_rcnn, mask_rcnn), `mask_width` (mask_rcnn).
 
     Raises:
         Refused: for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
     """
-    if family not in FAMILIES:
-        raise Refused(f"--detector {family} is unknown: choose one of {', '.join(FAMILIES)}")
+    if family not in FAMILIES | DETR_FAMILIES:
+        raise Refused(f"--detector {family} is unknown: choose one of {', '.join(FAMILIES | DETR_FAMILIES)}")
     if width % 32:
-        raise Refused(f"width {width}: the heads normalise 32 groups of channels; choose a multiple of 32, from 64 up")
+        raise Refused(f"--width {width}: the heads normalise 32 groups of channels; take a multiple of 32")
+    if family in DETR_FAMILIES:
+        own = {"pretrained": pretrained, "width": width, "drop_path": drop_path, "seed": seed, "names": names}
+        return build_detr(family, backbone, classes, **own)
     kind = FAMILIES[family]
     built = build_backbone(
         backbone,
@@ -80,6 +89,8 @@ def build_detector(
         drop_path=drop_path,
         seed=seed,
     )
+    if family in ("fcos", "retinanet"):
+        options["convolutions"] = convolutions
     torch.manual_seed(seed + 3)
     detector = kind(built, classes, **options)
     detector.seed = seed  # what a detector draws at random is a function of it and the images' positions

@@ -1,16 +1,164 @@
-"""How does a trained detector become a folder that others can load?"""
+"""How does a trained detector become a folder that others can load, and such a folder a detector again?
+
+docs/detectors.md has the script that loads a folder without this project.
+"""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.detection.annotated import Annotated
+from common.detection.augmentation import BoxAugmentation
+from common.detection.detectors import FAMILIES, Detector
+from common.detection.detr import build_detr
+from common.detection.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.fpn import SimplePyramid
+from common.detection.selection import MOST
+from common.errors import Refused
+from common.resume import load_model
+
+# What makes two detectors the same but for their classes, and the flag that says it.
+_FLAGS = {
+    "family": "--detector",
+    "model": "--model",
+    "levels": "--levels",
+    "width": "--width",
+    "convolutions": "--convolutions",
+}
 
 
-def export(model: torch.nn.Module, settings: dict, classes: tuple[str, ...], results: dict, folder: Path) -> None:
-    """Write weights, what they belong to (`settings`), class names and results into a new folder."""
+def export(detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path) -> None:
+    """Write a folder of weights, `config.json` with all that is needed to detect with them, and `results.json`.
+
+    `source` has the classes that it was trained on, `plain` is how images were resized to evaluate it. A detector that
+    has an `export(folder, classes, side)` of its own writes the first two itself: transformers' do. The folder must not exist.
+    """
     folder.mkdir(parents=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(settings | {"classes": list(classes)}, indent=2) + "\n")
+    if _is_transformers(detector):
+        detector.export(folder, source.classes, plain.long_side)
+    else:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in detector.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = describe(detector)
+        config |= {"short_side": max(plain.short_sides), "long_side": plain.long_side}
+        config |= {"classes": list(source.classes), "category_ids": source.category_ids.tolist()}
+        config["options"] |= {"min_size": config["short_side"], "max_size": config["long_side"]}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):
+        file.chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
+
+
+def describe(detector: Detector) -> dict:
+    """What timm and torchvision need to know to make the same detector; `options` are named as torchvision's arguments."""
+    family = next(name for name, kind in FAMILIES.items() if type(detector) is kind)
+    backbone, two_stages = detector.backbone, family.endswith("rcnn")
+    if family == "fcos":
+        anchors = {"sizes": [[2**level] for level in backbone.levels], "aspect_ratios": [[1.0]] * len(backbone.levels)}
+    else:
+        generator = (detector.rpn if two_stages else detector).anchors.generator
+        anchors = {"sizes": generator.sizes, "aspect_ratios": generator.aspect_ratios}
+    thresholds = {"score_thresh": detector.score_threshold, "nms_thresh": detector.nms_threshold}
+    thresholds["detections_per_img"] = MOST
+    return {
+        "family": family,
+        "model": backbone.arguments["model_name"],
+        "backbone": None if isinstance(backbone.features, SimplePyramid) else backbone.arguments,  # null: resampled
+        "levels": list(backbone.levels),
+        "coarser": [level for level in backbone.levels if 2**level > backbone.stride],
+        "width": backbone.width,
+        "convolutions": getattr(detector, "convolutions", None),
+        "anchors": anchors,
+        "options": {
+            "num_classes": detector.classes + two_stages,  # 0 is background
+            "image_mean": list(detector.pretrained_cfg["mean"]),
+            "image_std": list(detector.pretrained_cfg["std"]),
+            "size_divisible": backbone.stride,
+            **{f"{'box_' * two_stages}{name}": value for name, value in thresholds.items()},
+        },
+    }
+
+
+def load(detector: Detector, classes: Sequence[str], folder: Path) -> None:
+    """Load the weights of an exported folder, or of a checkpoint's moving average or model, to evaluate them.
+
+    Raises `Refused` where they are of another detector or of other classes.
+    """
+    if not (folder / "config.json").is_file():
+        return load_model(detector, folder)
+    config, tensors = _read(detector, folder)
+    if config["classes"] != list(classes):
+        theirs, mine = set(config["classes"]), set(classes)
+        differing = [f"{name} only there" for name in sorted(theirs - mine)]
+        differing += [f"{name} only here" for name in sorted(mine - theirs)]
+        raise Refused(
+            f"{folder} is of other classes: {', '.join(differing[:5]) or 'another order'}; evaluate on its data"
+        )
+    _refuse_others(folder, detector.state_dict(), tensors, same_shapes=True)
+    detector.load_state_dict(tensors)
+
+
+def begin_with(detector: Detector, folder: Path) -> str:
+    """Load what an exported folder of the same architecture has for `detector`; what depends on the classes stays new
+    where their number is another, as `ignore_mismatched_sizes` of transformers has it.
+
+    Returns in words what was taken over. Raises `Refused` for another architecture.
+    """
+    if _is_transformers(detector):
+        raise Refused(f"--init {folder}: detectors of transformers begin with a folder that is given as --model")
+    if not (folder / "config.json").is_file():
+        found = "no config.json is in it" if folder.exists() else "nothing is there"
+        raise Refused(f"--init {folder}: no exported detector, {found}; name a run's best/")
+    _, tensors = _read(detector, folder)
+    mine = detector.state_dict()
+    _refuse_others(folder, mine, tensors, same_shapes=False)
+    fitting = {name: tensor for name, tensor in tensors.items() if tensor.shape == mine[name].shape}
+    detector.load_state_dict(fitting, strict=False)
+    new = sorted({name.rpartition(".")[0] for name in tensors.keys() - fitting.keys()})
+    return f"{len(fitting)} of {len(mine)} tensors of {folder}" + (f"; new: {', '.join(new)}" if new else "")
+
+
+def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """What a folder says and holds, once it is known to be of the same architecture."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if _is_transformers(detector):
+            config["classes"] = [config["id2label"][str(number)] for number in range(len(config["id2label"]))]
+            family = next(name for name, theirs in DETR_FAMILIES.items() if theirs == detector.config.model_type)
+            return config, build_detr(family, str(folder), detector.classes, names=config["classes"]).state_dict()
+        there = {key: config.get(key) for key in _FLAGS}
+        config["classes"] = list(config.get("classes", []))
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"{folder}: not a whole exported detector ({reason}); name a run's best/") from None
+    here = describe(detector)
+    differing = [
+        f"{flag} {_said(there[key])} there, {_said(here[key])} here"
+        for key, flag in _FLAGS.items()
+        if there[key] != here[key]
+    ]
+    if differing:
+        raise Refused(f"{folder} is of another detector: {'; '.join(differing)}; give the flags that made it")
+    return config, tensors
+
+
+def _is_transformers(detector: Detector) -> bool:
+    return hasattr(detector, "export")
+
+
+def _said(value) -> str:
+    """As on the command line."""
+    return f"{value[0]}-{value[-1]}" if isinstance(value, list) else str(value)
+
+
+def _refuse_others(folder: Path, mine: dict[str, Tensor], theirs: dict[str, Tensor], same_shapes: bool) -> None:
+    differing = sorted(mine.keys() ^ theirs.keys())
+    if same_shapes:
+        differing += sorted(name for name in mine.keys() & theirs.keys() if mine[name].shape != theirs[name].shape)
+    if differing:
+        raise Refused(f"{folder} is of another detector: {len(differing)} tensors differ, first {differing[0]}")

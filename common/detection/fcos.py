@@ -26,6 +26,7 @@ class FCOS(nn.Module):
     def __init__(self, backbone: Backbone, classes: int, convolutions: int = 4) -> None:
         super().__init__()
         self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.convolutions = convolutions
         self.head = FCOSHead(backbone.width, 1, classes, convolutions)
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:

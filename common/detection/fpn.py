@@ -16,6 +16,9 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 from common.errors import Refused
 from common.models import create
 
+# For images of any size: some models of timm have a fixed one unless they are told so.
+_OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+
 
 class Backbone(nn.Module):
     """A timm backbone and a feature pyramid: images [B, 3, H, W] -> list of [B, width, H / 2^l, W / 2^l], fine to coarse.
@@ -124,12 +127,14 @@ def build_backbone(
     """
     lowest, highest = levels
     if not 1 <= lowest <= highest:
-        raise Refused(f"levels {lowest} {highest}: the first is at least 1 and at most the second")
+        raise Refused(f"--levels {lowest}-{highest}: the first is at least 1 and at most the second")
     features = _create(name, pretrained, seed, drop_path)
     normalization, info = features.pretrained_cfg, features.feature_info
     found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}  # each level's deepest
     picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
-    channels = [info.channels()[pick] for pick in picks.values()]
+    channels, indices = ([column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices))
+    kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
+    arguments = {"model_name": normalization["architecture"], "out_indices": indices, **kept}
     if len(found) == 1 and 4 in found and levels != (4, 4):
         made = list(range(lowest, max(lowest, min(highest, 5)) + 1))
         channels = [info.channels()[-1]] * len(made)
@@ -138,14 +143,14 @@ def build_backbone(
         picks = {level: place for place, level in enumerate(made)}
     elif list(picks) != list(range(lowest, int(min(highest, max(found))) + 1)) or not picks:
         strides = ", ".join(str(reduction) for reduction in sorted(set(info.reduction())))
-        raise Refused(f"levels {lowest} {highest}: {name} has features at strides {strides} (level l is stride 2^l)")
+        raise Refused(f"--levels {lowest}-{highest}: {name} has features at strides {strides} (level l is stride 2^l)")
     elif max(picks) < max(found):  # layers behind the last map in use would have no gradient
-        indices = [info.out_indices[pick] for pick in picks.values()]
         features = _create(name, pretrained, seed, drop_path, out_indices=indices)
         picks = {level: place for place, level in enumerate(picks)}
     torch.manual_seed(seed + 2)
     backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), width, coarser)
     backbone.pretrained_cfg = normalization  # the mean and standard deviation it is used to
+    backbone.arguments = arguments  # with which `timm.create_model(features_only=True)` makes the same features
     return backbone
 
 
@@ -159,13 +164,13 @@ def _resample(width: int, by: int) -> nn.Module:
 
 
 def _create(name: str, pretrained: bool, seed: int, drop_path: float, **options) -> nn.Module:
-    wishes = {"drop_path_rate": drop_path, "dynamic_img_size": True, "strict_img_size": False}
+    wishes = {"drop_path_rate": drop_path, **_OF_ANY_SIZE}
     return create(
         name,
         pretrained=pretrained,
         seed=seed,
         wishes=wishes,
-        optional=("dynamic_img_size", "strict_img_size"),
+        optional=tuple(_OF_ANY_SIZE),
         features_only=True,
         **options,
     )

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import drop_path
-from common.detection.annotated import Annotated
+from common.detection import outlines
+from common.detection.annotated import Annotated, Sample
 from common.detection.augmentation import BoxAugmentation
 from common.images import BrokenImage
 from common.loading import Movable
 from common.stream import Stream
+
+_FRESH = 2**62  # from here on positions are nobody's own: partners of mosaic and MixUp are fresh scenes, too
 
 
 @dataclass
@@ -25,7 +29,8 @@ class DetectionBatch(Movable):
     images: torch.Tensor  # uint8[B, 3, H, W], at the canvas's top left
     targets: list[
         dict
-    ]  # of each: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size
+    ]  # of each: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size; of some
+    # sources also masks uint8[n, H, W]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
@@ -48,7 +53,12 @@ class TrainingScenes(Dataset):
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
-            samples.append(self.augmentation(*self._read(index, position, broken), position))
+            parts = [self._read(index, position, broken)]
+            for lot in self.augmentation.partners(position).tolist():
+                parts.append(
+                    self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])
+                )  # broken: counts in its turn
+            samples.append(self.augmentation(parts, position, self.fill))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
@@ -56,25 +66,34 @@ class TrainingScenes(Dataset):
     def blank(self, count: int) -> DetectionBatch:
         """A batch of `count` empty images, of the size of the first step's."""
         height, width = self.canvas(0)
-        empty = torch.zeros(3, height, width, dtype=torch.uint8), *_NO_BOXES
         positions = np.arange(count)
+        plain = BoxAugmentation(self.seed, (min(width, height),), max(width, height))
+        empty = plain([_empty(np.array([width, height]), self.source.has_masks)], 0, self.fill)
         batch = _batch([empty] * count, positions, (height, width), self.fill, ())
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
+    def padding(self, step: int) -> float:
+        """The share of the pixels of `step`, over the global batch, that are padding: work that teaches nothing."""
+        sizes = self._sizes(step)
+        return 1 - sizes.prod(1).mean() / np.prod(_canvas(sizes, self.stride))
+
     def canvas(self, step: int) -> tuple[int, int]:
         """Height and width that hold every image of `step`."""
+        return _canvas(self._sizes(step), self.stride)
+
+    def _sizes(self, step: int) -> np.ndarray:
         positions = self.stream.positions(step, (0, self.stream.global_batch_size))
         sizes = self.source.sizes[self.stream.indices(positions)]
-        return _canvas(self.augmentation.sizes(positions, sizes), self.stride)
+        return self.augmentation.sizes(positions, sizes)
 
-    def _read(self, index: int, position: int, broken: list[str]):
+    def _read(self, index: int, position: int, broken: list[str]) -> Sample:
         """The sample, or for one that can't be read an empty scene of its size, so that the step's canvas stays."""
         try:
             return self.source.sample(index, position)
         except BrokenImage as error:
             broken.append(f"{self.source.name(index)}: {error}")
-            return _black(self.source.sizes[index]), *_NO_BOXES
+            return _empty(self.source.sizes[index], self.source.has_masks)
 
 
 @dataclass
@@ -94,9 +113,16 @@ class EvaluationScenes(Dataset):
                 image = self.source.image(index)
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image = _black(self.source.sizes[index])
-            samples.append(self.augmentation(image, *_NO_BOXES, index))
+                image = _empty(self.source.sizes[index]).image
+            samples.append(self.augmentation([Sample(image, *_NO_BOXES)], index, self.fill))
         return _batch(samples, indices, canvas, self.fill, tuple(broken))
+
+    def restored(self, found: dict[str, torch.Tensor], index: int, size: torch.Tensor) -> dict:
+        """What was detected on the canvas, with boxes in pixels of the original image, and masks as `rles` of its pixels."""
+        found = found | {"boxes": self.to_original(found["boxes"], index, size)}
+        if "masks" in found:
+            found["rles"] = outlines.pasted(found.pop("masks"), found["boxes"], self.source.sizes[index])
+        return found
 
     def to_original(self, boxes: torch.Tensor, index: int, size: torch.Tensor) -> torch.Tensor:
         """Boxes [n, 4] in pixels of the canvas -> pixels of the original image, inside it."""
@@ -108,8 +134,11 @@ class EvaluationScenes(Dataset):
 _NO_BOXES = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
 
 
-def _black(size: np.ndarray) -> np.ndarray:
-    return np.zeros((size[1], size[0], 3), np.uint8)
+def _empty(size: np.ndarray, masks: bool = False) -> Sample:
+    """A black image of `size` (width, height)."""
+    width, height = size.tolist()
+    none = np.zeros((0, height, width), np.uint8) if masks else None
+    return Sample(np.zeros((height, width, 3), np.uint8), *_NO_BOXES, none)
 
 
 def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
@@ -120,17 +149,19 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
 def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
     images = torch.tensor(fill, dtype=torch.uint8)[None, :, None, None].repeat(len(samples), 1, *canvas)
     targets = []
-    for place, ((pixels, boxes, labels, crowd), position) in enumerate(zip(samples, positions.tolist(), strict=True)):
-        height, width = pixels.shape[1:]
-        images[place, :, :height, :width] = pixels
+    for place, (sample, position) in enumerate(zip(samples, positions.tolist(), strict=True)):
+        height, width = sample.image.shape[1:]
+        images[place, :, :height, :width] = sample.image
         targets.append(
             {
-                "boxes": torch.from_numpy(boxes),
-                "labels": torch.from_numpy(labels),
-                "crowd": torch.from_numpy(crowd),
+                "boxes": sample.boxes,
+                "labels": sample.labels,
+                "crowd": sample.crowd,
                 "position": position,
                 "size": torch.tensor([width, height]),
             }
         )
+        if sample.masks is not None:
+            targets[-1]["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
     sizes = torch.stack([target["size"] for target in targets])
-    return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken)
+    return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)

@@ -66,7 +66,7 @@ def read_objects(
     """
     splits = _open(data, opener)
     train = splits["train"]
-    image = tables._find_column(data, train, "image", image_column, exclude="")
+    image = tables.find_column(data, train, "image", image_column, exclude="")
     objects = _find_objects(data, train, objects_column)
     folder = Path(data).expanduser()
     folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
@@ -114,7 +114,7 @@ def _find_objects(data: str, split: "datasets.Dataset", named: str) -> str:
 
 def _fields_of(kind: pa.DataType) -> dict[str, str] | None:
     """{boxes, labels, and where there are any crowd, area: name of the field} of lists of objects, or of an object of lists."""
-    inner = kind.value_type if tables._is_list(kind) else kind
+    inner = kind.value_type if tables.is_list(kind) else kind
     if not pa.types.is_struct(inner):
         return None
     wanted = {"boxes": _BOXES, "labels": _LABELS, "crowd": _CROWD, "area": ("area", "areas")}
@@ -126,7 +126,7 @@ def _read_split(
     title: str, split: "datasets.Dataset", image: str, objects: str, folder: str, box_format: str, classes: tuple | None
 ) -> tuple[AnnotatedTable, str, tuple]:
     """The split, the format of its boxes, and its classes as names and the values that stand for them."""
-    rows, columns = _objects(title, tables._cells(split, objects))
+    rows, columns = _objects(title, tables.cells_of(split, objects))
     column = split.select_columns([image])
     if hasattr(split.features[image], "decode"):
         column = column.cast_column(image, replace(split.features[image], decode=False))
@@ -175,7 +175,7 @@ def _read_split(
         name=images.name,
         upright=True,  # as `datasets` itself decodes images
     )
-    annotations, _ = check(found, headers)
+    annotations = check(found, headers)
     every = {field.name: getattr(annotations, field.name) for field in fields(Annotations)}
     every["notes"] = notes + every["notes"]
     return AnnotatedTable(**every, images=images, byte_counts=headers[:, 3]), box_format, classes
@@ -184,7 +184,7 @@ def _read_split(
 def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
     """The row of each object, and the columns of objects, whether a cell is a list of objects or an object of lists."""
     names = {key: name for key, name in _fields_of(cells.type).items() if name}
-    if tables._is_list(cells.type):
+    if tables.is_list(cells.type):
         flat = cells.flatten()
         return pc.list_parent_indices(cells).to_numpy().astype(np.int64), {k: flat.field(n) for k, n in names.items()}
     lists = {key: pc.struct_field(cells, name) for key, name in names.items()}
@@ -230,14 +230,14 @@ def _vocabulary(objects: Any, labels: pa.Array) -> tuple[tuple[str, ...], pa.Arr
 def _sizes(split: "datasets.Dataset") -> np.ndarray:
     if not {"width", "height"} <= set(split.column_names):
         return np.zeros((split.num_rows, 2), np.int64)
-    columns = [tables._cells(split, name).cast(pa.int64()).fill_null(0).to_numpy() for name in ("width", "height")]
+    columns = [tables.cells_of(split, name).cast(pa.int64()).fill_null(0).to_numpy() for name in ("width", "height")]
     return np.stack(columns, axis=1)
 
 
 def _image_ids(split: "datasets.Dataset") -> np.ndarray:
     """As the column image_id says, if it holds distinct numbers, else the rows."""
     if "image_id" in split.column_names:
-        ids = tables._cells(split, "image_id")
+        ids = tables.cells_of(split, "image_id")
         if pa.types.is_integer(ids.type) and not ids.null_count and pc.count_distinct(ids).as_py() == len(ids):
             return ids.to_numpy().astype(np.int64)
     return np.arange(split.num_rows)

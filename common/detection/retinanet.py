@@ -30,6 +30,7 @@ class RetinaNet(nn.Module):
     def __init__(self, backbone: Backbone, classes: int, convolutions: int = 4) -> None:
         super().__init__()
         self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.convolutions = convolutions
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
         self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, classes, partial(nn.GroupNorm, 32))
         for part in (self.head.classification_head, self.head.regression_head):

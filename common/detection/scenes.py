@@ -7,7 +7,8 @@ import numpy as np
 from PIL import Image
 
 from common import sources
-from common.detection.annotated import Annotations
+from common.detection.annotated import Annotations, Sample
+from common.detection.outlines import encode
 from common.labelled import fingerprint_of
 from common.randomness import key_of
 
@@ -15,6 +16,7 @@ SIDE = 128  # of the square canvas, in pixels
 _HEIGHTS = (12, 56)  # smallest and largest digit, in pixels
 _MOST = 8  # digits in a scene
 _TRIES = 16  # places tried for a digit, until it covers no other
+_INK = 80  # of 255: less is no part of a digit
 _OVERLAP = 0.1  # of the smaller of two boxes
 _NOMINAL_EPOCH = 1_024
 _VALIDATION = 256
@@ -37,12 +39,17 @@ class Scenes:
     key: int
     fresh: bool
     count: int
+    has_masks: bool = False  # whether samples do
 
     def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, and labels int64[n]."""
+        return self._draw(position)[:3]
+
+    def _draw(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The scene with its masks uint8[n, 128, 128]: where the ink is."""
         random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
         canvas = _background(random)
-        boxes, labels = [], []
+        boxes, labels, masks = [], [], []
         for _ in range(random.integers(1, _MOST + 1)):
             which = int(random.integers(len(self.digits)))
             left, top, right, bottom = self.ink[which].tolist()
@@ -62,12 +69,19 @@ class Scenes:
             part += opacity * (colour - part)
             boxes.append(box)
             labels.append(self.digits[which])
+            mask = np.zeros(canvas.shape[:2], np.uint8)
+            mask[box[1] : box[3], box[0] : box[2]] = opacity[..., 0] > _INK / 255
+            masks.append(mask)
         noise = np.frombuffer(random.bytes(canvas.size), np.uint8).reshape(canvas.shape)
-        return canvas.astype(np.uint8) + (noise & 31), np.array(boxes, np.float32), np.array(labels)
+        image = canvas.astype(np.uint8) + (noise & 31)
+        return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
 
-    def sample(self, index: int, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        image, boxes, labels = self.scene(position if self.fresh else index)
-        return image, boxes, labels, np.zeros(len(labels), bool)
+    def sample(self, index: int, position: int) -> Sample:
+        image, boxes, labels, masks = self._draw(position if self.fresh else index)
+        return Sample(image, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
+
+    def rles(self, index: int) -> list[dict]:
+        return encode(self._draw(index)[3])
 
     def name(self, index: int) -> str:
         return f"scene[{index}]"
@@ -109,18 +123,18 @@ class Scenes:
     notes = ()
 
 
-def load(seed: int) -> tuple[Scenes, Scenes]:
+def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """Fresh scenes to train on, and fixed ones, the same for every seed, of the fifth of the digits that is held out."""
     train, val = sources.load("digits", seed=seed, val_share=0.2)
     return (
-        _scenes(train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH),
-        _scenes(val, key_of("validation scenes"), fresh=False, count=_VALIDATION),
+        _scenes(train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, has_masks=masks),
+        _scenes(val, key_of("validation scenes"), fresh=False, count=_VALIDATION, has_masks=masks),
     )
 
 
-def _scenes(digits: sources.Digits, key: int, fresh: bool, count: int) -> Scenes:
-    ink = np.array([Image.fromarray(np.where(image > 80, image, 0)).getbbox() for image in digits.pixels])
-    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, fresh, count)
+def _scenes(digits: sources.Digits, key: int, **options) -> Scenes:
+    ink = np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels])
+    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, **options)
 
 
 def _background(random: np.random.Generator) -> np.ndarray:

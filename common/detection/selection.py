@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
+MOST = 100  # detections of an image, as COCO evaluates them
+
 
 def select(
     boxes: Tensor,
@@ -14,7 +16,7 @@ def select(
     score_threshold: float,
     nms_threshold: float,
     candidates: int = 1000,
-    limit: int = 100,
+    limit: int = MOST,
 ) -> dict[str, Tensor]:
     """The best detections of one image, best first: dict of boxes [n, 4], scores [n], labels int64[n], n <= limit.
 
@@ -48,7 +50,7 @@ def best_of(
     *,
     score_threshold: float,
     nms_threshold: float,
-    limit: int = 100,
+    limit: int = MOST,
 ) -> dict[str, Tensor]:
     """As `select`, from boxes [n, 4] that have a score [n] and a label [n] each."""
     boxes = clip(boxes, size)

@@ -18,7 +18,14 @@ from common.tables import table_opener
 
 
 def load(
-    data: str, *, seed: int, val_share: float, image_column: str = "", objects_column: str = "", box_format: str = ""
+    data: str,
+    *,
+    seed: int,
+    val_share: float,
+    image_column: str = "",
+    objects_column: str = "",
+    box_format: str = "",
+    masks: bool = False,
 ) -> tuple[Annotated, Annotated]:
     """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
 
@@ -29,7 +36,8 @@ def load(
     - a Hugging Face data set with a column of objects, as in `sources.load`; `box_format` is xywh, xyxy or cxcywh.
 
     Where the data has no part of its own to evaluate on, `val_share` of the images is held out, chosen by `seed` and the
-    image's path or row alone. What was mended or left out on the way is in the `notes` of both.
+    image's path or row alone. What was mended or left out on the way is in the `notes` of both. With `masks` samples have
+    them: digits, and COCO's format with segmentations.
 
     Raises `Refused` for what can't be found, read, or trained on.
     """
@@ -42,9 +50,9 @@ def load(
         elif image_column or objects_column or box_format:
             raise Refused(f"--data {data}: is no table, so leave out --image_column, --objects_column and --box_format")
         elif data == "digits":
-            return scenes.load(seed)
+            return scenes.load(seed, masks)
         elif found := find_coco(path):
-            train, val = read_coco(path, *found)
+            train, val = read_coco(path, *found, masks)
         elif folder := find_voc(path):
             train, val = read_voc(folder)
         elif folder := find_yolo(path):
@@ -57,6 +65,11 @@ def load(
             )
     except PermissionError as error:
         raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
+    if masks and not train.has_masks:
+        raise Refused(
+            f"--data {data}: its objects are boxes without outlines, and masks are learnt from digits or a folder in "
+            "COCO's format with segmentations; give one, or choose a detector of boxes"
+        )
     return (train, val) if val is not None else _split(train, seed, val_share)
 
 

@@ -290,6 +290,22 @@ def test_what_is_collected_follows_the_model_to_another_dtype_and_stays_out_of_i
     assert not list(model.state_dict().keys() - nn.Sequential(nn.BatchNorm2d(3)).state_dict().keys())
 
 
+@pytest.mark.parametrize("mode", ["local", "frozen"])
+def test_the_gradient_of_a_single_sample_is_right_also_where_its_places_become_tokens(mode: str) -> None:
+    """On the CPU, where torch 2.14's own batch norm gets it wrong."""
+    layer = nn.Sequential(nn.BatchNorm2d(3)).double()
+    convert(layer, mode)
+    weights = torch.arange(3.0 * 64, dtype=torch.float64).view(1, 3, 8, 8).sin()
+    gradients = []
+    for become in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
+        images = samples(1).requires_grad_()
+        (become(layer(images)) * become(weights).contiguous()).sum().backward()
+        gradients.append([images.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+        layer.zero_grad()
+    for of_maps, of_tokens in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_tokens, of_maps, rtol=1e-10, atol=1e-10)
+
+
 def test_no_batch_norm_means_no_collective() -> None:
     model = nn.Linear(2, 2)
     assert convert(model, "global") == 0

@@ -12,7 +12,7 @@ def test_an_image_is_named_once_and_counted_every_time() -> None:
     broken = BrokenImages(Ledger(), 1.0, 64, said.append)
     broken.count(1, ["a.png: torn", "b.png: torn", "a.png: torn"])
     broken.count(2, ["a.png: torn"])
-    assert said == [f"can't be read, its neighbour stands in: {name}.png: torn" for name in "ab"]
+    assert said == [f"can't be read, a stand-in takes its place: {name}.png: torn" for name in "ab"]
     assert broken.ledger.broken == 4
 
 

@@ -17,6 +17,7 @@ class Dashboard:
         self.results: dict = {}
         self.ended: tuple = ()
         self.shown: dict = {}
+        self.boxed: list = []
 
     def log(self, step: int, values: dict) -> None:
         self.rows.append((step, values))
@@ -26,6 +27,9 @@ class Dashboard:
 
     def images(self, images: dict) -> None:
         self.shown = images
+
+    def boxed_images(self, images: list) -> None:
+        self.boxed = images
 
     def finish(self, exit_code: int, patience: float) -> None:
         self.ended = (exit_code, patience)
@@ -95,7 +99,9 @@ def test_results_go_to_the_summary_and_the_dashboard(opened) -> None:
     expected = {"best/step": 20, "best/eval/top1": 0.9, "last/step": 30, "last/eval/top1": 0.8}
     assert dashboard.results == expected
     journal.pictures({"curves": path})
-    assert dashboard.shown == {"curves": path}
+    assert dashboard.shown == {"curves": path} and dashboard.boxed == []
+    journal.pictures({"predictions": path}, ["an image with boxes"])
+    assert dashboard.boxed == ["an image with boxes"]
     assert journal.close(exit_code=1, patience=2.0) == "over there" and dashboard.ended == (1, 2.0)
 
 

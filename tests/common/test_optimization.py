@@ -106,6 +106,33 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
     assert moved["patch_embed.proj.weight"] == pytest.approx(0.1 * 0.5 ** (depth + 1), rel=1e-3)
 
 
+class Detector(nn.Module):
+    """A backbone of features and a pyramid, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleDict({"features": nn.Conv2d(3, 4, 3), "fpn": nn.Conv2d(4, 4, 1)})
+        self.backbone.features, self.head = self.backbone["features"], nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_the_backbone_takes_smaller_steps_than_what_stands_on_it(layer_decay: float) -> None:
+    kinds = {"classifier": timm.create_model("test_resnet", num_classes=3), "detector": Detector()}
+    for kind, model in kinds.items():
+        plain, slow = (
+            build_optimizer(Config(layer_decay=layer_decay, backbone_lr_factor=factor), model) for factor in (1.0, 0.1)
+        )
+        rates = []
+        for optimizer in (plain, slow):
+            set_learning_rate(optimizer, 1.0)
+            groups = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+            rates.append({id(parameter): (group["lr"], group["weight_decay"]) for parameter, group in groups})
+        for name, parameter in model.named_parameters():
+            inside = name.startswith("backbone.features") if kind == "detector" else not name.startswith("fc.")
+            (rate, decay), before = rates[1][id(parameter)], rates[0][id(parameter)]
+            assert (rate, decay) == (pytest.approx(before[0] * (0.1 if inside else 1.0)), before[1]), name
+
+
 def test_the_rate_of_a_step_reaches_every_group() -> None:
     optimizer = build_optimizer(Config(lr=1.0), network())
     set_learning_rate(optimizer, 0.25)
@@ -138,8 +165,16 @@ def test_a_cosine_begins_at_the_peak_after_the_warm_up_and_ends_at_its_least() -
 def test_linear_constant_and_step_schedules() -> None:
     assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx([1 - step / 10 for step in range(10)])
     assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
-    stairs = rates(70, schedule="step", step_epochs=2, step_factor=0.5, warmup_epochs=1)
+    stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
     assert stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
+    milestones = rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
+    assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
+
+
+@pytest.mark.parametrize("epochs", ["", "0", "-1", "8,", "8,x", "nan", "inf"])
+def test_epochs_at_which_no_rate_can_fall_are_refused_in_one_line(epochs: str) -> None:
+    with pytest.raises(Refused, match=f"^--step_epochs {epochs}: must be epochs above 0"):
+        Schedule(Config(step_epochs=epochs), STREAM, 10)
 
 
 @given(
@@ -152,7 +187,7 @@ def test_linear_constant_and_step_schedules() -> None:
 def test_every_schedule_is_positive_bounded_rising_then_falling_and_without_jumps(
     kind: str, total: int, warmup: float, least: float, peak: float
 ) -> None:
-    config = Config(lr=peak, schedule=kind, warmup_epochs=float(warmup), min_lr_ratio=least, step_epochs=5.0)
+    config = Config(lr=peak, schedule=kind, warmup_epochs=float(warmup), min_lr_ratio=least, step_epochs="5")
     schedule = Schedule(config, STREAM, total)
     values = [schedule(step) for step in range(total)]
     assert values == [schedule(step) for step in reversed(range(total))][::-1]  # a function of the step alone

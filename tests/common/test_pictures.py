@@ -42,6 +42,14 @@ def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
     assert shown == [rows > 0, rows == 4, rows == 4]
 
 
+def test_curves_of_a_detector_show_average_precision(tmp_path: Path) -> None:
+    rows = [{"step": step, "eval/AP": step / 9, "eval/AP50": step / 5, "eval/ema_AP50": 0.9} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pictures.curves(tmp_path)
+    pixels = drawn(tmp_path / "pictures" / "curves.png")
+    assert [has(pixels, colour) for colour in (pictures.BLUE, pictures.ORANGE, pictures.GREEN)] == [False, True, True]
+
+
 def test_curves_of_a_long_run_and_of_none(tmp_path: Path) -> None:
     pictures.curves(tmp_path, tmp_path / "pictures" / "other.png")
     drawn(tmp_path / "pictures" / "other.png")
@@ -63,6 +71,20 @@ def test_a_confusion_matrix_of_any_size_shows_its_single_mistake(tmp_path: Path,
     assert drawn(path).shape[0] < 3000
     if classes > pictures.NUMBERED_CLASSES:
         assert "dog: 2" in pictures._most_confused(matrix, names)
+
+
+@pytest.mark.parametrize("classes", [1, 20, 50, 200])
+def test_a_confusion_matrix_may_have_a_background(tmp_path: Path, monkeypatch, classes: int) -> None:
+    figures, save = [], pictures.save
+    monkeypatch.setattr(pictures, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    matrix = np.eye(classes + 1, dtype=int)
+    pictures.confusion(matrix, ["a"] * classes, tmp_path / "pictures" / "a.png", headline="all is found")
+    drawn(tmp_path / "pictures" / "a.png")
+    axes = figures[0].axes[0]
+    assert axes.get_title().endswith("last evaluation: all is found")
+    if classes <= pictures.NAMED_CLASSES:
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["a"] * classes + ["background"]
+    assert len(axes.texts) == (classes + 1 if classes <= pictures.NUMBERED_CLASSES else 0)
 
 
 def test_mistakes_of_all_shapes(tmp_path: Path) -> None:

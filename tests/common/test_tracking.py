@@ -81,6 +81,45 @@ def steps(rows: list[dict]) -> list[int]:
     return [row["item"]["step"] for row in of_kind(rows, "history")]
 
 
+BOXES = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from PIL import Image
+from common.tracking import Box, BoxedImage, Tracker
+
+tracker = Tracker(Accelerator(cpu=True), "wandb", folder=Path(sys.argv[1]), project="p", name="n", config={}, say=print)
+tracker.log(7, {"eval/AP": 0.5})
+cat = Box((10, 20, 50, 40), 3, "cat")
+wide = BoxedImage(Image.new("RGB", (100, 50)), "a/wide one.jpg", {"ground_truth": [cat], "predictions": [
+    Box((12.5, 20, 50, 40), 3, "cat", 0.75), Box((0, 0, 100, 50), 5, "dog", 0.25)]})
+grey = BoxedImage(Image.new("L", (8, 16)), "grey", {"ground_truth": [], "predictions": []})
+tracker.boxed_images([wide, grey])
+tracker.finish(timeout_s=60)
+"""
+
+
+def test_wandb_gets_boxes_in_its_own_format(launch: Launcher, tmp_path: Path) -> None:
+    ended = launch.start_python("-c", BOXES, tmp_path).finish()
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    (rows,) = records(tmp_path)
+    row = of_kind(rows, "history")[-1]["item"]
+    (folder,) = tmp_path.glob("wandb/offline-run-*/files")
+    wide = [row[f"objects/01.{key}"] for key in ("_type", "width", "height", "caption")]
+    assert (row["step"], wide) == (7, ["image-file", 100, 50, "a/wide one.jpg"])
+    assert all((folder / row[f"objects/{number}.path"]).is_file() for number in ("01", "02"))
+    files = (row[f"objects/01.boxes.{name}.path"] for name in ("ground_truth", "predictions"))
+    truth, found = (json.loads((folder / file).read_text()) for file in files)
+    position = {"minX": 0.1, "minY": 0.4, "maxX": 0.5, "maxY": 0.8}
+    labels = {"3": "cat", "5": "dog"}
+    assert truth == {"box_data": [{"position": position, "class_id": 3, "box_caption": "cat"}], "class_labels": labels}
+    assert [(box["box_caption"], box["scores"]) for box in found["box_data"]] == [
+        ("cat 0.75", {"score": 0.75}),
+        ("dog 0.25", {"score": 0.25}),
+    ]
+    assert found["box_data"][0]["position"]["minX"] == 0.125
+
+
 def nothing_listens(port: int) -> dict[str, str]:
     return {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
 
@@ -203,6 +242,21 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     assert said == ["wandb failed (disk full): training goes on, metrics.jsonl has every row"]
 
 
+def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
+    said, tracker = [], None
+
+    def refuse(step: int, images: tuple) -> None:
+        raise TypeError("no boxes")
+
+    backend.boxed_images = refuse
+    tracker = tracker_of(tmp_path, said.append)
+    tracker.boxed_images([tracking.BoxedImage(None, "a", {})])
+    tracker.log(2, {"a": 1.0})
+    tracker.finish()
+    assert backend.rows == [(2, {"a": 1.0})]
+    assert said == ["wandb failed (no boxes): training goes on, metrics.jsonl has every row"]
+
+
 def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> None:
     backend.open.clear()
     tracker, row = tracker_of(tmp_path), {"a": 1.0}
@@ -228,6 +282,7 @@ def test_only_the_main_process_sends_and_none_means_nothing(backend, tmp_path) -
         tracker.log(1, {"a": 1.0})
         tracker.summary({"a": 1.0})
         tracker.images({"a": tmp_path / "a.png"})
+        tracker.boxed_images([tracking.BoxedImage(None, "a", {})])
         tracker.finish()
         assert tracker.where() == "" and tracker.run_id
     assert backend.rows == [] and list(tmp_path.iterdir()) == []
@@ -263,6 +318,7 @@ def test_tensorboard_gets_rows_results_and_pictures(tmp_path: Path) -> None:
             tracker.log(step, {"train/loss": 1 / step})
         tracker.summary({"best/top1": 0.5})
         tracker.images({"curves": tmp_path / "curves.png"})
+        tracker.boxed_images([tracking.BoxedImage(Image.new("RGB", (4, 4)), "a", {})])  # it knows no boxes
         tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert said == []

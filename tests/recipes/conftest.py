@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from common.detection.sources import load as load_scenes
 from tests.recipes.forked import Forks
 
 Tensors = dict[str, torch.Tensor]
@@ -140,6 +141,31 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
             pixels = 128 + 30 * colour + 40 * np.sin(phase)[..., None] + generator.normal(0, 30, (32, 32, 3))
             image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
             image.save(folder / f"stuff_{number}" / f"{index}.png")
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory) -> Path:
+    """25 + 7 scenes of digits in COCO's format, of many sizes; every third has no box, so that some ranks have none."""
+    folder = tmp_path_factory.mktemp("scenes")
+    train, val = load_scenes("digits", seed=0, val_share=0.2)
+    for part, source, count in (("train", train, 25), ("val", val, 7)):
+        (folder / part).mkdir()
+        images, annotations = [], []
+        for number in range(count):
+            width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
+            pixels, boxes, labels, *_ = source.sample(number, number)
+            inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
+            Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
+            images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
+            for (left, top, right, bottom), label in zip(boxes[inside].tolist(), labels[inside].tolist(), strict=True):
+                box = [left, top, right - left, bottom - top]
+                annotations.append(
+                    {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1, "bbox": box}
+                )
+        categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        (folder / f"{part}.json").write_text(json.dumps(content))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-IMPORTED_ONCE = ["recipes.cls", "matplotlib.pyplot", "sklearn.datasets"]
+IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # audit events of Python
 
 
@@ -29,7 +29,7 @@ class Ended:
 
 
 class Forks:
-    """Runs of `recipes/cls.py` in forks; `scratch` takes what they print."""
+    """Runs of recipes in forks; `scratch` takes what they print."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.count = scratch, 0
@@ -39,11 +39,12 @@ class Forks:
     def __call__(
         self,
         *words: object,
+        recipe: str = "cls",
         before: Callable[[], None] | None = None,
         watch: Path | None = None,
         spared: Collection[str] = (),
     ) -> Ended:
-        """Run the recipe with `words` on its command line, to its end.
+        """Run recipes/<recipe>.py with `words` on its command line, to its end.
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
@@ -52,7 +53,8 @@ class Forks:
         self.count += 1
         folder = self.scratch / str(self.count)
         folder.mkdir()
-        process = self.context.Process(target=_run, args=([str(word) for word in words], folder, before, watch, spared))
+        command = [f"{recipe}.py", *map(str, words)]
+        process = self.context.Process(target=_run, args=(command, folder, before, watch, spared))
         process.start()
         process.join(120)
         if process.exitcode is None:
@@ -62,7 +64,7 @@ class Forks:
 
 
 def _run(
-    words: list[str], folder: Path, before: Callable[[], None] | None, watch: Path | None, spared: Collection[str]
+    command: list[str], folder: Path, before: Callable[[], None] | None, watch: Path | None, spared: Collection[str]
 ) -> None:
     out, err, report = (os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("out", "err", "died before"))
     os.dup2(out, 1)
@@ -73,7 +75,7 @@ def _run(
     from tqdm.std import TqdmDefaultWriteLock
 
     from common import launch
-    from recipes import cls
+    from recipes import cls, det
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers
@@ -82,9 +84,9 @@ def _run(
         before()
     if watch:
         sys.addaudithook(_assassin(str(watch), spared, report))
-    sys.argv = ["cls.py", *words]
+    sys.argv = command
     try:
-        launch.run(cls.main)
+        launch.run({"cls.py": cls, "det.py": det}[command[0]].main)
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # which a fork of multiprocessing ends without

@@ -207,7 +207,7 @@ def test_broken_images_are_named_once_with_the_reason_and_counted_each_time(runs
     reasons = ("Truncated File Read", "not an image: empty, .*", r"DecompressionBombError: .*\(400000000 pixels\).*")
     for file, reason in zip(broken, reasons, strict=True):
         (line,) = [line for line in lines if file in line]
-        assert re.fullmatch(f"can't be read, its neighbour stands in: {re.escape(file)}: {reason}", line), line
+        assert re.fullmatch(f"can't be read, a stand-in takes its place: {re.escape(file)}: {reason}", line), line
     assert len(lines) == 3
     counts = outcome.column("data/broken")
     assert (np.diff(counts) >= 0).all() and 2 * 3 <= counts[-1] <= 3 * 3  # in two epochs and a piece of the third

@@ -16,12 +16,13 @@ ROOT = Path(__file__).parent.parent.parent
 PRESETS = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))
 IMAGENET = 1_281_167  # training images
 # What a preset is too large for here: its data, its model and its pixels. Everything else of it stays.
-SMALL = "--data digits --model test_resnet --no_pretrained --image_size 32 --global_batch_size 48 --max_steps 2".split()
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    return load(ROOT / "recipes" / "cls.py")
+SMALL = {
+    "cls": "--data digits --model test_resnet --no_pretrained --image_size 32 --global_batch_size 48 --max_steps 2",
+    "det": "--data digits --model test_resnet --no_pretrained --width 32 --short_sides 128 --long_side 128 "
+    "--global_batch_size 4 --max_steps 2",
+}
+IMAGES = {"cls": 359, "det": 256}  # to evaluate on, of digits
+RECIPES = {name: load(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
 def opening(path: Path) -> str:
@@ -33,33 +34,49 @@ def commands(path: Path) -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", opening(path))]
 
 
+def recipe_of(path: Path) -> str:
+    """Which recipe a preset's commands run."""
+    return Path(commands(path)[0][4]).stem
+
+
+def config_of(path: Path, *words: str):
+    return parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), *words])
+
+
 @pytest.mark.smoke
 def test_the_presets_that_are_promised_are_there() -> None:
-    promised = {"digits", "cifar10", "imagenet_resnet50", "imagenet_resnet50_a2", "imagenet_vit_small", "finetune"}
-    assert {path.stem for path in PRESETS} == promised
+    promised = {
+        "cls": {"digits", "cifar10", "imagenet_resnet50", "imagenet_resnet50_a2", "imagenet_vit_small", "finetune"},
+        "det": {
+            *("det_digits", "coco_fcos_r50", "coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc"),
+            *("coco_dfine_s", "coco_rtdetrv2_r18"),
+        },
+    }
+    for name, presets in promised.items():
+        assert presets == {path.stem for path in PRESETS if recipe_of(path) == name}
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_is_a_configuration_and_survives_being_saved(path, recipe, tmp_path) -> None:
-    config = parse(recipe.Config, ["--config", str(path)])
+def test_a_preset_is_a_configuration_and_survives_being_saved(path, tmp_path) -> None:
+    config = config_of(path)
     given = yaml.safe_load(path.read_text())
     assert {name: type(value)(getattr(config, name)) for name, value in given.items()} == given
     save(config, tmp_path / "config.yaml")
-    assert parse(recipe.Config, ["--config", str(tmp_path / "config.yaml")]) == config
+    assert parse(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_opens_with_commands_that_run_it(path, recipe, monkeypatch) -> None:
+def test_a_preset_opens_with_commands_that_run_it(path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     assert commands(path)
     for words in commands(path):
         assert words[:3] == ["accelerate", "launch", "--config_file"]
         assert Path(words[3]).is_file()
-        assert words[4] == "recipes/cls.py"
+        assert words[4] == f"recipes/{recipe_of(path)}.py"
         assert words[words.index("--config") + 1] == f"recipes/presets/{path.name}"
-        parse(recipe.Config, words[5:])
+        parse(RECIPES[recipe_of(path)].Config, words[5:])
 
 
 @pytest.mark.smoke
@@ -73,20 +90,28 @@ def test_a_preset_says_which_result_to_expect_and_never_passes_a_reported_one_of
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_can_be_spread_over_the_usual_numbers_of_gpus(path, recipe) -> None:
-    config = parse(recipe.Config, ["--config", str(path)])
-    Stream(IMAGENET, config.global_batch_size, config.seed, config.repeats)
+def test_a_preset_can_be_spread_over_the_usual_numbers_of_gpus(path) -> None:
+    config = config_of(path)
+    is_mixed = recipe_of(path) == "cls" and (config.mixup or config.cutmix)  # in pairs
+    Stream(IMAGENET, config.global_batch_size, config.seed, getattr(config, "repeats", 1))
     for world_size in (1, 2, 4, 8, 16, 32):
-        pair = 2 if config.mixup or config.cutmix else 1
-        BatchPlan(config.global_batch_size, world_size, config.max_micro_batch_size, unit=pair)
+        if world_size <= config.global_batch_size:
+            BatchPlan(config.global_batch_size, world_size, config.max_micro_batch_size, unit=2 if is_mixed else 1)
 
 
-def test_every_preset_trains_for_two_steps(run_several) -> None:
+def levels_of(path: Path) -> list[str]:
+    """Fewer levels, where a preset has any, than its photographs need."""
+    return ["--levels", "3-5"] if "levels" in yaml.safe_load(path.read_text()) else []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_preset_trains_for_two_steps(name, run_several) -> None:
     """On two processes, with the preset's optimizer, schedule, augmentation, mixing and averaging."""
-    cases = {path.stem: ["--config", path, *SMALL] for path in PRESETS}
-    outcomes = run_several(2, cases, timeout=600)
-    for name, outcome in outcomes.items():
-        assert outcome.outcome == "ok", f"{name}: {outcome.text}"
+    presets = [path for path in PRESETS if recipe_of(path) == name]
+    cases = {path.stem: ["--config", path, *SMALL[name].split(), *levels_of(path)] for path in presets}
+    outcomes = run_several(2, cases, recipe=f"recipes/{name}.py", timeout=600)
+    for preset, outcome in outcomes.items():
+        assert outcome.outcome == "ok", f"{preset}: {outcome.text}"
         assert outcome.rows[-1]["step"] == 2
-        assert outcome.rows[-1]["eval/count"] == 359
+        assert outcome.rows[-1]["eval/count"] == IMAGES[name]
         assert (outcome.folder / "best" / "model.safetensors").is_file()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common import batch_norm
-from common.detection.detectors import FAMILIES, build_detector
+from common.detection.detectors import DETR_FAMILIES, FAMILIES, build_detector
 from common.errors import Refused
 
 CANVAS = (64, 96)  # H, W
@@ -68,7 +68,8 @@ def run(detector, images, targets, split):
         losses.append(loss.detach())
         terms.append(parts)
     terms = {name: torch.cat([parts[name] for parts in terms]) for name in terms[0]}
-    return torch.cat(losses), terms, {name: parameter.grad.clone() for name, parameter in detector.named_parameters()}
+    learnt = [(name, parameter) for name, parameter in detector.named_parameters() if parameter.requires_grad]
+    return torch.cat(losses), terms, {name: parameter.grad.clone() for name, parameter in learnt}
 
 
 def _split(items, split):
@@ -76,7 +77,7 @@ def _split(items, split):
     return [[next(items) for _ in range(size)] for size in split]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
     images, targets = seven()
@@ -90,7 +91,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
             torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
     detector = make(family)
     images, _ = seven()
@@ -99,7 +100,7 @@ def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_an_image_that_is_all_crowd_teaches_nothing(family):
     """Its places are neither foreground nor background; one that has no boxes is all background."""
     detector = make(family)
@@ -110,22 +111,22 @@ def test_an_image_that_is_all_crowd_teaches_nothing(family):
     assert losses[1] > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_half_precision_stays_in_the_network(family):
     """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
-    detector = make(family).eval()
+    detector = make(family)
     detector.score_threshold = 0.0
     images, targets = seven()
     exact, _, _ = run(detector, images, targets, [7])
     with torch.autocast("cpu", torch.bfloat16):
         losses, _ = detector(images, targets, detector.counts(targets, CANVAS))
-        found = detector.detect(images, torch.tensor([[90, 60]] * 7))
+        found = detector.eval().detect(images, torch.tensor([[90, 60]] * 7))
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
     assert all(one["boxes"].dtype == one["scores"].dtype == torch.float32 for one in found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(family):
     detector = make(family).eval()
     detector.score_threshold = 0.0
@@ -140,7 +141,7 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
         assert (boxes[:, 2:] > boxes[:, :2]).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_initial_weights_are_a_function_of_the_seed(family):
     first, again, other = (build_detector(family, "test_resnet", 2, width=64, seed=seed) for seed in (5, 5, 6))
     states = [model.state_dict() for model in (first, again, other)]

@@ -49,7 +49,7 @@ def test_maps_are_not_transposed(name):
     [
         ("test_convnext", (1, 4), "strides 4, 8, 16, 32"),
         ("vit_small_patch14_dinov2", (3, 5), "strides 14"),
-        ("test_resnet", (4, 3), "levels 4 3"),
+        ("test_resnet", (4, 3), "--levels 4-3"),
         ("test_resnett", (3, 4), "test_resnet"),
     ],
 )

@@ -127,7 +127,7 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path):
     assert train.crowd.tolist() == [False, False, True] and train.areas.tolist() == [12.5, 12.5, 12.5]
     assert train.name(1) == f"{tmp_path}/train/4.jpg" and train.image(1).size == (40, 30)
     assert train.notes == val.notes == () and val.labels.tolist() == [0]
-    image, boxes, labels, crowd = train.sample(np.int64(2), position=99)
+    image, boxes, labels, crowd, _ = train.sample(np.int64(2), position=99)
     assert (
         image.size == (40, 30)
         and boxes.tolist() == [[0, 0, 40, 30]]
@@ -667,11 +667,13 @@ def _only_test(root: Path) -> Path:
 # ---- what loaders and workers need
 
 
-@pytest.fixture(params=["coco", "voc", "yolo", "table"])
+@pytest.fixture(params=["coco", "coco with masks", "voc", "yolo", "table"])
 def source(request, tmp_path):
-    if request.param == "coco":
+    if "coco" in request.param:
         ids = range(60)
-        return read(coco(tmp_path, ids=ids, annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids]))[0]
+        shape = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
+        annotations = [annotation(n, [n % 9, 1, 5, 5]) | shape for n in ids]
+        return read(coco(tmp_path, ids=ids, annotations=annotations), masks="masks" in request.param)[0]
     if request.param == "voc":
         return read(voc(tmp_path, {"other": ""}, **{f"v{n}": [("dog", (1, 2, 9, 9), 0)] for n in range(60)}))[0]
     if request.param == "yolo":
