@@ -79,8 +79,7 @@ def test_losses_weights_and_results_do_not_depend_on_the_layout(name, processes,
         assert distance(parameters(one.tensors(file)), parameters(other.tensors(file)), before) < 1e-8
     if "group" in CASES[name]:
         assert distance(statistics(one.tensors()), statistics(other.tensors()), before) < 1e-8
-    for key in ("eval/AP", "eval/AP50", "eval/AR100", "eval/ema_AR100", "eval/count"):
-        assert other.rows[-1][key] == pytest.approx(one.rows[-1][key], abs=1e-9)
+    assert other.rows[-1]["eval/count"] == one.rows[-1]["eval/count"] == 7
 
 
 def test_a_run_goes_on_on_another_layout(outcomes, start) -> None:
@@ -89,18 +88,17 @@ def test_a_run_goes_on_on_another_layout(outcomes, start) -> None:
     assert distance(parameters(whole.tensors()), parameters(resumed.tensors()), start("fcos")) < 1e-8
 
 
-def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of_ranks(
-    outcomes, run_several, scenes
-) -> None:
-    """Seven images, two at a time: a rank of four has one, and none where there are more ranks than batches."""
-    best = outcomes["fcos-1"].folder / "best"
-    flags = ["--data", scenes, *f"{VARIED} {CASES['fcos']} --max_micro_batch_size 2 --eval_only".split(), best]
+def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of_ranks(run_several, scenes) -> None:
+    """Seven images, three at a time: one of four ranks has none."""
+    preset = ["--config", "recipes/presets/det_digits.yaml"]
+    learnt = run_several(2, {"learnt": [*preset, "--max_steps", 150]}, recipe="recipes/det.py")["learnt"]
+    flags = [*preset, "--data", scenes, "--max_micro_batch_size", 3, "--eval_only", learnt.folder / "best"]
     said = {
-        processes: json.loads(run_several(processes, {"": flags}, recipe="recipes/det.py")[""].stdout)
-        for processes in (1, 2, 3, 5)
+        processes: json.loads(run_several(processes, {"again": flags}, recipe="recipes/det.py")["again"].stdout)
+        for processes in (1, 2, 3, 4)
     }
-    assert said[1]["count"] == 7 and said[1]["AR100"] > 0
-    assert said[1] == said[2] == said[3] == said[5]
+    assert said[1]["count"] == 7 and 0.2 < said[1]["AP50"] < 1
+    assert said[1] == said[2] == said[3] == said[4]
 
 
 @pytest.mark.parametrize("detector", ["fcos", "faster_rcnn"])
