@@ -49,7 +49,8 @@ lint: $(DEV_STAMP) ## check the code's style
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 
 bench: $(RUN_STAMP) ## measure what docs/benchmarks.md reports
-	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN) $$script $(ARGS); done
+	@set -e; for script in $(filter-out benchmarks/paired.py,$(sort $(wildcard benchmarks/*.py))); do \
+	echo "$$script"; $(RUN) $$script $(ARGS); done
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \

@@ -4,110 +4,31 @@
 
 The recipe's own `main` against the loop that one would write by hand without any framework: the same timm model, images
 in memory, transforms, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
-training process (workers 0), so that nothing of the input pipeline is hidden. Blocks of both run in the order ABBA, again
-and again; the ratios between blocks of the same kind say how far those between the kinds can be trusted.
+training process (workers 0), so that nothing of the input pipeline is hidden. `paired` says how they are compared.
 On the CPU torch works in one thread: what is waited for is then also what is computed.
 """
 
 import argparse
-import contextlib
-import gc
-import importlib.util
-import io
 import json
 import math
-import shutil
-import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
+from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report
 from timm.data import create_transform, resolve_model_data_config
 from timm.optim import create_optimizer_v2
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 from common import sources
 
-ROOT = Path(__file__).resolve().parent.parent
-LR, WEIGHT_DECAY, CROP_SCALE = 1e-3, 0.05, 0.7
-TOTAL_STEPS = 100_000  # of the schedule; a block ends long before
-WARM_UP = 3  # steps at the start of a block that don't count
-PER_STEP_MS, PER_SAMPLE_US, THROUGHPUT = 1.0, 10.0, 0.97  # goals
+CROP_SCALE = 0.7
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One model at one batch size."""
-
-    model: str
-    image_size: int
-    batch_size: int
-    steps: int  # in a block
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.image_size} px, batch {self.batch_size}"
-
-
-class Enough(Exception):
-    """Ends a block."""
-
-
-class Clock:
-    """Stamps every optimizer step, whoever makes it, and ends the block after the last."""
-
-    def __init__(self) -> None:
-        self._stamps: list[tuple[float, float]] = []  # wall and CPU seconds
-        self._steps = 0
-        register_optimizer_step_post_hook(self._stamp)
-
-    def _stamp(self, *_) -> None:
-        self._stamps.append((time.perf_counter(), time.process_time()))
-        if len(self._stamps) == WARM_UP + self._steps:
-            raise Enough
-
-    def measure(self, loop: Callable[[Setting], None], setting: Setting) -> tuple[float, float]:
-        """Wall and CPU milliseconds of a step of `loop`."""
-        self._stamps, self._steps = [], setting.steps
-        gc.collect()
-        quiet = io.StringIO()
-        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(Enough):
-            loop(setting)
-        (wall, cpu), (wall_end, cpu_end) = self._stamps[WARM_UP - 1], self._stamps[-1]
-        return 1e3 * (wall_end - wall) / setting.steps, 1e3 * (cpu_end - cpu) / setting.steps
-
-
-def recipe(setting: Setting) -> None:
-    """`recipes/cls.py`, with no evaluation and no checkpoint in between."""
-    flags = {
-        "model": setting.model,
-        "image_size": setting.image_size,
-        "global_batch_size": setting.batch_size,
-        "max_micro_batch_size": setting.batch_size,
-        "max_steps": TOTAL_STEPS,
-        "eval_every": TOTAL_STEPS,
-        "checkpoint_every": TOTAL_STEPS,
-        "lr": LR,
-        "weight_decay": WEIGHT_DECAY,
-        "crop_scale": CROP_SCALE,
-        "workers": 0,
-        "tracker": "none",
-        "resume": "never",
-        "output_dir": tempfile.mkdtemp(),
-    }
-    own = sys.argv
-    sys.argv = ["cls.py", *(f"--{name}={value}" for name, value in flags.items())]
-    try:
-        CLS.main()
-    finally:
-        sys.argv = own
-        shutil.rmtree(flags["output_dir"])
+def flags(setting: Setting) -> dict:
+    return {"image_size": setting.image_size, "crop_scale": CROP_SCALE}
 
 
 class Images(Dataset):
@@ -163,40 +84,6 @@ def bare(setting: Setting) -> None:
             step += 1
 
 
-def compare(clock: Clock, setting: Setting, quartets: int) -> dict:
-    """Blocks in the order recipe, bare, bare, recipe, `quartets` times: medians over these of times, ratios and overhead."""
-    rows = []
-    for _ in range(quartets):
-        a, b, b_again, a_again = (clock.measure(loop, setting) for loop in (recipe, bare, bare, recipe))
-        for kind, name in enumerate(("wall", "cpu")):
-            ours, theirs = a[kind] + a_again[kind], b[kind] + b_again[kind]
-            rows.append(
-                {
-                    "clock": name,
-                    "recipe_ms": ours / 2,
-                    "bare_ms": theirs / 2,
-                    "overhead_ms": (ours - theirs) / 2,
-                    "throughput": theirs / ours,
-                    "recipe_again": a_again[kind] / a[kind],
-                    "bare_again": b_again[kind] / b[kind],
-                }
-            )
-    result = {"setting": asdict(setting), "quartets": quartets}
-    for name in ("wall", "cpu"):
-        mine = [row for row in rows if row["clock"] == name]
-        result[name] = {key: statistics.median(row[key] for row in mine) for key in mine[0] if key != "clock"}
-        ratios = [row["throughput"] for row in mine]
-        result[name] |= {"throughput_least": min(ratios), "throughput_most": max(ratios)}
-    return result
-
-
-def overhead(small: dict, large: dict, clock: str) -> tuple[float, float]:
-    """Milliseconds a step and microseconds a sample that the recipe adds, from two batch sizes of the same model."""
-    few, many = small["setting"]["batch_size"], large["setting"]["batch_size"]
-    a_sample = (large[clock]["overhead_ms"] - small[clock]["overhead_ms"]) / (many - few)
-    return small[clock]["overhead_ms"] - few * a_sample, 1e3 * a_sample
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of a tiny model")
@@ -205,46 +92,21 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
-    model = Setting("resnet50", 224, 64, 30) if gpu else Setting("resnet18", 64, 32, 15)
-    small, large = Setting("test_resnet", 32, 8, 200), Setting("test_resnet", 32, 128, 30)
-    quartets = 8
+    settings = (
+        Setting("resnet50", 224, 64, 30) if gpu else Setting("resnet18", 64, 32, 6),
+        Setting("test_resnet", 32, 8, 80),
+        Setting("test_resnet", 32, 64, 20),
+    )
+    quartets = 5
     if arguments.quick:
-        model, small, large = (Setting("test_resnet", 32, size, 3) for size in (16, 8, 24))
-        quartets = 1
+        settings, quartets = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24)), 1
 
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
-    print(f"{device}; torch {torch.__version__}, timm {timm.__version__}; medians of {quartets} x ABBA")
-    print(f"{'':36}{'a step (ms)':>19}{'images/s':>21}{'the same again':>19}")
-    print(f"{'':28}{'clock':>8}{'bare':>10}{'recipe':>9}{'recipe / bare':>21}{'bare':>11}{'recipe':>8}")
-    clock, results = Clock(), []
-    for setting in (model, small, large):
-        clock.measure(recipe, setting), clock.measure(bare, setting)  # both start warm
-        results.append(compare(clock, setting, quartets))
-        for name in ("wall", "cpu"):
-            row = results[-1][name]
-            print(
-                f"{str(setting) if name == 'wall' else '':<30}{name:>6}{row['bare_ms']:10.2f}{row['recipe_ms']:9.2f}"
-                f"{row['throughput']:7.3f} ({row['throughput_least']:.3f}-{row['throughput_most']:.3f})"
-                f"{row['bare_again']:10.3f}{row['recipe_again']:8.3f}",
-                flush=True,
-            )
-    for name in ("wall", "cpu"):
-        a_step, a_sample = overhead(results[1], results[2], name)
-        print(f"overhead ({name}): {a_step:.2f} ms a step + {a_sample:.1f} µs a sample")
-    print(f"goals: images/s at least {THROUGHPUT}; at most {PER_STEP_MS:g} ms a step + {PER_SAMPLE_US:g} µs a sample")
+    print(f"{device}; torch {torch.__version__}, timm {timm.__version__}")
+    results = report(recipe("cls", flags), bare, settings, quartets)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
-
-def _load(path: Path):
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CLS = _load(ROOT / "recipes" / "cls.py")
 
 if __name__ == "__main__":
     main()

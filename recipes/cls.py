@@ -290,6 +290,7 @@ def main() -> None:
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
+        parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
         bare.train()
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -309,7 +310,7 @@ def main() -> None:
                 positions.append(batch.positions)
 
             accelerator.unscale_gradients(optimizer)
-            grad_norm = clip_gradients(bare.parameters(), config.clip, config.clip_mode)
+            grad_norm = clip_gradients(parameters, config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()
             batch_norm.update_running_statistics(bare)

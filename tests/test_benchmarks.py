@@ -1,13 +1,30 @@
 """Do the benchmarks run, and is what they show of the kind that is promised? (How fast it is, is no matter for a test.)"""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Launcher
 
+# The gradient norms of the first steps of a recipe, and of the bare loop beside it.
+NORMS = """
+import sys
+sys.path.insert(0, "benchmarks")
+import detection, paired, torch
 
-def run(launch: Launcher, script: str, output: Path) -> tuple[str, list[dict]]:
+norm_of = torch.nn.utils.get_total_norm
+norms = []
+torch.nn.utils.get_total_norm = lambda *arguments: norms.append(norm_of(*arguments)) or norms[-1]
+for loop in (paired.recipe("det", detection.flags), detection.bare):
+    paired.measure(loop, paired.Setting("test_resnet", 64, 3, 2))
+print([norm.item() for norm in norms])
+"""
+
+
+def run(launch: Launcher, script: str, output: Path) -> tuple[str, list | dict]:
     """What `benchmarks/<script> --quick` prints and what it writes."""
     done = launch.start_python(f"benchmarks/{script}", "--quick", "--output", output).finish()
     assert done.returncode == 0, done.stderr
@@ -27,7 +44,31 @@ def test_the_first_batch_of_ten_billion_samples_costs_what_one_of_ten_thousand_c
 def test_recipe_and_bare_loop_are_both_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "loop.py", tmp_path / "loop.json")
     assert "ms a step" in printed and "µs a sample" in printed
-    assert [result["setting"]["batch_size"] for result in results] == [16, 8, 24]
+    check_loops(results, [16, 8, 24])
+
+
+def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Launcher, tmp_path: Path) -> None:
+    printed, results = run(launch, "detection.py", tmp_path / "detection.json")
+    assert "ms a step" in printed and "µs a sample" in printed
+    check_loops(results["loops"], [4, 2, 6])
+    families = ["fcos", "retinanet", "faster_rcnn", "mask_rcnn"]
+    families += ["rtdetr_v2", "dfine"] if importlib.util.find_spec("transformers") else []
+    assert [row["family"] for row in results["families"]["rows"]] == families
+    for row in results["families"]["rows"]:
+        assert 0 < row["least_ms"] <= row["step_ms"] <= row["most_ms"] < 60_000 and row["parameters"] > 0
+        assert math.isclose(row["images_per_s"], 1000 * results["families"]["size"]["batch_size"] / row["step_ms"])
+
+
+def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: Launcher) -> None:
+    done = launch.start_python("-c", NORMS).finish()
+    assert done.returncode == 0, done.stderr
+    norms = json.loads(done.stdout)
+    assert len(norms) == 10 and len(set(norms[:5])) == 5
+    assert norms[:5] == pytest.approx(norms[5:], rel=1e-4)
+
+
+def check_loops(results: list[dict], batch_sizes: list[int]) -> None:
+    assert [result["setting"]["batch_size"] for result in results] == batch_sizes
     for result in results:
         for clock in ("wall", "cpu"):
             assert all(math.isfinite(figure) for figure in result[clock].values())

@@ -1,0 +1,239 @@
+"""How much time does `recipes/det.py` add to the detector's own step, and how long is that of every family?
+
+    python benchmarks/detection.py [--quick] [--output FILE]
+
+First the recipe's own `main` against the loop that one would write by hand around the same detector: the same scenes in
+the same order, resizing, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
+training process (workers 0), so that nothing of the input pipeline is hidden. `paired` says how they are compared.
+Then forward, backward and optimizer step of every family on batches in memory, without any loop around them.
+On the CPU torch works in one thread: what is waited for is then also what is computed.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+import torchvision
+from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report
+from timm.optim import create_optimizer_v2
+from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from common.detection import detectors, detr_models, sources
+from common.detection.annotated import Annotated
+from common.detection.augmentation import BoxAugmentation
+from common.detection.detectors import Detector
+from common.detection.loading import DetectionBatch, TrainingScenes
+from common.stream import Stream
+
+LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of the FCOS that the loops train
+BATCHES = 4  # in memory, for the step times
+WARM_UP = 1  # steps that don't count
+LEAST, MOST, SECONDS = 3, 20, 6.0  # steps of a family: no fewer, no more, and in between until so much time is gone
+
+
+# ---- the loops
+
+
+def flags(setting: Setting) -> dict:
+    return {
+        "detector": "fcos",
+        "levels": "{}-{}".format(*LEVELS),
+        "width": WIDTH,
+        "convolutions": CONVOLUTIONS,
+        "short_sides": setting.image_size,
+        "long_side": setting.image_size,
+    }
+
+
+@dataclass
+class Scenes(Dataset):
+    """Number of a scene -> its image and its boxes, resized."""
+
+    source: Annotated
+    transform: Callable
+
+    def __len__(self) -> int:
+        return 2**62  # each is drawn when it is asked for
+
+    def __getitem__(self, number: int):
+        image, boxes, labels, crowd, _ = self.source.sample(0, number)
+        boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=image.shape[:2])
+        image, boxes = self.transform(image, boxes)
+        return image, {"boxes": boxes, "labels": torch.from_numpy(labels), "crowd": torch.from_numpy(crowd)}
+
+
+def collate(samples: list):
+    images, targets = zip(*samples, strict=True)
+    return torch.stack(images), list(targets)
+
+
+def bare(setting: Setting) -> None:
+    """The loop written by hand."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source, _ = sources.load("digits", seed=0, val_share=0.2)
+    shape = {"levels": LEVELS, "width": WIDTH, "convolutions": CONVOLUTIONS}
+    model = detectors.build_detector("fcos", setting.model, len(source.classes), **shape).to(device)
+    mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
+    transform = v2.Compose([v2.ToImage(), v2.Resize([setting.image_size] * 2), v2.ToPureTensor()])
+    in_order = range(TOTAL_STEPS * setting.batch_size)
+    loader = DataLoader(
+        Scenes(source, transform),
+        setting.batch_size,
+        sampler=in_order,
+        collate_fn=collate,
+        pin_memory=device.type == "cuda",
+    )
+    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    parameters = list(model.parameters())
+    numbers = torch.zeros(2)
+    model.train()
+    for step, (images, targets) in enumerate(loader):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
+        images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
+        targets = [{key: value.to(device, non_blocking=True) for key, value in one.items()} for one in targets]
+        losses, _ = model(images, targets, model.counts(targets, images.shape[2:]))
+        loss = losses.sum()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        optimizer.step()
+        optimizer.zero_grad()
+        late = numbers.tolist()  # of the step before
+        if not all(map(math.isfinite, late)):
+            raise FloatingPointError(f"step {step}: {late}")
+        numbers = torch.stack([loss.detach(), norm])
+
+
+# ---- the families
+
+
+@dataclass(frozen=True)
+class Size:
+    """What every family is measured on."""
+
+    backbone: str
+    image_size: int
+    batch_size: int
+    precision: str  # fp32 or bf16
+    width: int = 256  # of the feature pyramid, or of the neck
+    options: dict[str, dict] = field(default_factory=dict)  # of a family: its own for `build_detector`
+
+    def __str__(self) -> str:
+        return f"{self.backbone}, {self.image_size} px, batch {self.batch_size}, {self.precision}"
+
+
+def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
+    """The first scenes, on the device."""
+    train, _ = sources.load("digits", seed=0, val_share=0.2, masks=masks)
+    stream = Stream(len(train), size.batch_size, seed=0)
+    samples = TrainingScenes(
+        train, stream, BoxAugmentation(0, (size.image_size,), size.image_size), stride, (0,) * 3, 0
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    positions = np.arange(BATCHES * size.batch_size).reshape(BATCHES, -1)
+    return [samples.__getitems__(row).to(device) for row in positions]
+
+
+def step_time(family: str, size: Size, seconds: float) -> dict:
+    """Milliseconds of forward, backward and optimizer step of one family: median, least and most."""
+    model: Detector = detectors.build_detector(
+        family, size.backbone, 10, width=size.width, **size.options.get(family, {})
+    )
+    batches = batches_of(size, model.stride, masks=family == "mask_rcnn")
+    device = batches[0].images.device
+    model.to(device).train()
+    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    half = torch.autocast(device.type, torch.bfloat16) if size.precision == "bf16" else contextlib.nullcontext()
+    times = []
+    while len(times) < WARM_UP + LEAST or len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds:
+        batch = batches[len(times) % BATCHES]
+        images = batch.images.to(torch.float32).sub_(128).div_(64)
+        _finish(device)
+        began = time.perf_counter()
+        totals = model.counts(batch.targets, images.shape[2:])
+        with half:
+            losses, _ = model(images, batch.targets, totals)
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _finish(device)
+        times.append(time.perf_counter() - began)
+    times = [1e3 * value for value in times[WARM_UP:]]
+    return {
+        "family": family,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "step_ms": statistics.median(times),
+        "least_ms": min(times),
+        "most_ms": max(times),
+        "steps": len(times),
+        "images_per_s": 1e3 * size.batch_size / statistics.median(times),
+    }
+
+
+def report_families(size: Size, seconds: float) -> dict:
+    """Print and return the step times of every family whose packages are there."""
+    print(f"\n{size}: forward, backward and optimizer step")
+    print(f"{'':14}{'parameters':>12}{'a step (ms)':>13}{'range':>21}{'steps':>7}{'images/s':>10}")
+    rows = []
+    for family in [*detectors.FAMILIES, *detr_models.FAMILIES]:
+        if family in detr_models.FAMILIES and not importlib.util.find_spec("transformers"):
+            print(f"{family:14}left out: transformers is not installed")
+            continue
+        gc.collect()
+        rows.append(row := step_time(family, size, seconds))
+        print(
+            f"{family:14}{row['parameters'] / 1e6:10.1f} M{row['step_ms']:13.1f}"
+            f"{row['least_ms']:12.1f}-{row['most_ms']:<8.1f}{row['steps']:7}{row['images_per_s']:10.2f}",
+            flush=True,
+        )
+    return {"size": asdict(size), "rows": rows}
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of tiny models")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
+    arguments = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        torch.set_num_threads(1)
+    settings = (
+        Setting("resnet50", 800, 8, 30) if gpu else Setting("resnet18", 128, 4, 6),
+        Setting("test_resnet", 64, 2, 24),
+        Setting("test_resnet", 64, 16, 12),
+    )
+    size = Size("resnet50", 800, 8, "bf16") if gpu else Size("resnet18", 256, 1, "fp32")
+    quartets, seconds = 5, SECONDS
+    if arguments.quick:
+        settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
+        narrow = {"faster_rcnn": {"hidden": 32}, "mask_rcnn": {"hidden": 32, "mask_width": 32}}
+        size, quartets, seconds = Size("test_resnet", 64, 2, "fp32", width=32, options=narrow), 1, 0.0
+
+    device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
+    print(f"{device}; torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}")
+    results = {"loops": report(recipe("det", flags), bare, settings, quartets)}
+    results["families"] = report_families(size, seconds)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
