@@ -25,7 +25,7 @@ endef
 export CONFIG_FOR_THIS_MACHINE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-smoke test-all lint bench
+.PHONY: help demo test test-smoke test-all chaos lint bench
 
 help: ## list the doors
 	@echo "make DOOR, with DOOR one of"
@@ -44,6 +44,9 @@ test-smoke: $(DEV_STAMP) ## run the tests that are quick enough for every change
 
 test-all: $(DEV_STAMP) ## run all tests, the long ones too
 	@$(RUN) -m pytest -m "" $(ARGS)
+
+chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare what comes out (ARGS="--kills 1000 --seed 7")
+	@$(RUN) -m tests.faults $(ARGS)
 
 lint: $(DEV_STAMP) ## check the code's style
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .

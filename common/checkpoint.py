@@ -135,9 +135,11 @@ def verify(path: Path) -> Checkpoint:
         if extra:
             raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
         found = Checkpoint(path, json.loads((path / "record.json").read_text()))
+        if not isinstance(found.step, int):
+            raise Damaged("record.json names no step")
         found.shapes()  # a file whose hash is right may still hold no tensors
         return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 

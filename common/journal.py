@@ -85,8 +85,9 @@ class Journal:
 
     def summary(self, values: dict) -> None:
         """Results, last and best: summary.json and the dashboard's table of runs."""
-        if self._folder and self._tracker:
+        if self._folder:  # also where a finished run is started again: a kill may have come before its last word
             self._folder.write("summary.json", values)
+        if self._tracker:
             self._tracker.summary(
                 {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}
             )

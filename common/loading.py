@@ -5,12 +5,14 @@ into sample indices, reads, varies and stacks. It starts at any step at once and
 """
 
 import atexit
+import hashlib
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from common.randomness import key_of, mix, seed_generators
 from common.sources import Source
 from common.stream import Stream
 
+DRAWS = "VISION_RECIPES_DRAWS"  # names a folder, in the environment: what is drawn for training is written down there
 _NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
 
 
@@ -105,6 +108,27 @@ class TrainingSamples(Dataset):
 
 
 @dataclass
+class RecordedSamples(Dataset):
+    """Training samples, and a line for each that is drawn: its position, its index, and a hash of its varied pixels.
+
+    A process appends to a file of its own in `folder`. Data workers draw ahead: a kill loses what they have drawn, and the
+    next start draws it again.
+    """
+
+    samples: Dataset  # TrainingSamples, or another task's
+    folder: Path
+
+    def __getitems__(self, positions: np.ndarray):
+        batch = self.samples.__getitems__(positions)
+        indices = self.samples.stream.indices(positions).tolist()
+        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in batch.images)
+        drawn = zip(positions.tolist(), indices, hashes, strict=True)
+        with (self.folder / f"{os.getpid()}.txt").open("a") as file:
+            file.writelines(f"{position} {index} {pixels}\n" for position, index, pixels in drawn)
+        return batch
+
+
+@dataclass
 class EvaluationSamples(Dataset):
     """Sample indices -> `Batch`; an image that can't be read is black, and marked."""
 
@@ -144,7 +168,11 @@ class _Positions:
 
 def training_loader(samples: TrainingSamples, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order. Not for Accelerate's `prepare`: it is split already."""
-    return _loader(samples, _Positions(samples.stream, plan, rank(), start, stop), workers)
+    positions = _Positions(samples.stream, plan, rank(), start, stop)
+    if folder := os.environ.get(DRAWS):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        samples = RecordedSamples(samples, Path(folder))
+    return _loader(samples, positions, workers)
 
 
 def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> DataLoader:

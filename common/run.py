@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,11 +32,13 @@ from common.ledger import Ledger
 from common.optimization import Schedule
 from common.resume import choose
 from common.run_folder import RunFolder, write_status, writing
-from common.state import TrainingState
+from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import Tracker, require
+from common.writer import Writer
 
 RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
+_LONG_WAIT = 1.0  # seconds; people are told of longer ones
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -62,6 +65,7 @@ class Run:
         self.say = self._journal.say
         self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
+        self._writer = Writer()
         self._asked_by = ""  # what asked this process to stop
         self._started = self._stopping = False
 
@@ -135,7 +139,9 @@ class Run:
             self._began = time.perf_counter()
             yield step
             if self._stopping:
-                return
+                break
+        with together("writing a checkpoint"), writing(self.path):
+            self._writer.wait()
 
     def observe(
         self,
@@ -150,7 +156,7 @@ class Run:
         self._ledger.step = step
         if launch.orphaned():
             self._asked_by = self._asked_by or "the end of its launcher"
-        stop = bool(self._asked_by) or self._journal.failed
+        stop = bool(self._asked_by) or self._journal.failed or self._writer.failed
         self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
         reports = self._health.read()
         self._seconds[step] = time.perf_counter() - self._began
@@ -182,18 +188,25 @@ class Run:
                 self._folder.replace("best", write)
 
     def save(self, step: int) -> None:
-        """Make a checkpoint of `step`, once it is known that all its steps were finite."""
+        """Make a checkpoint of `step`, once it is known that all its steps were finite.
+
+        Training goes on when the state is copied; if the checkpoint before is still being written, it waits for that first.
+        What can't be written stops the run within a few steps, on all ranks.
+        """
         self.settle()
         self._journal.flush()
         with together("writing a checkpoint"), writing(self.path):
             if self._folder:
                 self._journal.check()
-                self._folder.sync_rows()
-                path = self._checkpoints.save(self._record(), self._state.tensors())
-                self._journal.summary(self._summary())
-                self._folder.status("running", step)
+                if (waited := self._writer.wait()) > _LONG_WAIT:
+                    self.say(
+                        f"step {step}: waited {waited:.0f} s for the checkpoint before to be written; "
+                        "a larger --checkpoint_every leaves it the time"
+                    )
+                self._writer.start(self._state.tensors(), partial(self._commit, self._record(), self._summary()))
                 if self.config.dry_run:
-                    self._state.load(verify(path).tensors(), self._state.numbers())
+                    self._writer.wait()
+                    self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is said, not raised.
@@ -214,6 +227,14 @@ class Run:
         if self._asked_by and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: at once, without saving
         self._asked_by = signal.Signals(number).name
+
+    def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
+        """Make the checkpoint, and then what says that it is there; in the writer's thread."""
+        self._folder.sync_rows()
+        self._checkpoints.save(record, files)
+        self._journal.summary(summary)
+        if self._folder.read("status.json").get("status") == "running":  # no rank has left word why it failed
+            self._folder.status("running", record["step"])
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
@@ -329,6 +350,10 @@ class Run:
         if not self._folder:
             return
         where = ""
+        try:
+            self._writer.wait()
+        except Exception as error:  # where the run ends well, all ranks have waited already
+            self.say(f"the last checkpoint could not be written: {error}")
         try:
             self._journal.flush()
             if status == "finished":

@@ -73,11 +73,12 @@ class RunFolder:
         _replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def read(self, name: str) -> dict:
-        """A JSON file's content; {} where there is none or it is not whole."""
+        """A JSON object that `write` wrote; {} where there is none or it is not whole."""
         try:
-            return json.loads((self.path / name).read_text())
-        except (OSError, ValueError):
+            content = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
             return {}
+        return content if isinstance(content, dict) else {}
 
     def status(self, status: str, step: int, cause: str = "") -> None:
         """`status` is running, finished, resumable or failed. running with no process at work means killed, so resumable."""
@@ -158,14 +159,17 @@ def _append(file: io.FileIO, text: str) -> None:
 
 
 def _read_rows(path: Path) -> list[dict]:
-    """The whole rows of a metrics.jsonl: reading ends at a torn line, which only the last can be."""
+    """The whole rows of a metrics.jsonl: reading ends at what is none, as a machine's end may leave behind the last."""
     rows = []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 break
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                break
+            rows.append(row)
     return rows
 
 

@@ -61,10 +61,8 @@ class TrainingState:
                 raise Refused(f"{where} is of another model: {', '.join(differing[:_NAMED])}{more}")
 
     def load(self, files: dict[str, Tensors], numbers: dict) -> None:
-        """Take over a checked checkpoint's content."""
-        self.model.load_state_dict(files["model"])
-        if self.ema is not None:
-            self.ema.load_state_dict(files["ema"])
+        """Take over a checked checkpoint's content. What does not fit the optimizer is raised before a weight is touched."""
+        scaler = numbers["scaler"]
         parameters = dict(self.model.named_parameters())
         states: dict[str, dict[str, Any]] = {}
         for path, value in (files["optimizer"] | numbers["optimizer"]).items():
@@ -80,8 +78,11 @@ class TrainingState:
         index = {name: number for number, name in self._optimizer_names().items()}
         current["state"] = {index[name]: values for name, values in states.items()}
         self.optimizer.load_state_dict(current)
-        if self.scaler and numbers["scaler"]:
-            self.scaler.load_state_dict(numbers["scaler"])
+        self.model.load_state_dict(files["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(files["ema"])
+        if self.scaler and scaler:
+            self.scaler.load_state_dict(scaler)
 
     def _optimizer_names(self) -> dict[int, str]:
         """The index that the optimizer's state dict gives a parameter -> the parameter's name in the model."""

@@ -73,3 +73,10 @@ def check_loops(results: list[dict], batch_sizes: list[int]) -> None:
         for clock in ("wall", "cpu"):
             assert all(math.isfinite(figure) for figure in result[clock].values())
             assert 0.02 < result[clock]["throughput"] < 50  # two loops that do the same work, on however busy a machine
+
+
+def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> None:
+    printed, result = run(launch, "checkpoint.py", tmp_path / "checkpoint.json")
+    assert printed.count("\n") == 7 and "beside the training" in printed and "everything waits" in printed
+    assert [row["beside"] for row in result["rows"]] == [True, False, False, True]
+    assert result["ratio"] > 0 and all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])

@@ -202,3 +202,11 @@ def test_a_swap_that_was_killed_is_mended_at_the_next_start(tmp_path: Path, kill
     folder.close()
     assert (final / "model").read_text() == "next"
     assert sorted(path.name for path in run.iterdir()) == [".lock", "best", "log.txt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe\x00", b"[" * 100_000, b'{"id": '])
+def test_what_is_no_json_object_is_read_as_nothing(folder: RunFolder, content: bytes) -> None:
+    (folder.path / "tracker.json").write_bytes(content)
+    assert folder.read("tracker.json") == {}
+    (folder.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content)  # as a machine's end leaves it
+    assert folder.rewind(5) == 1 and rows(folder.path) == [{"step": 1}]

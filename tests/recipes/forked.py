@@ -4,10 +4,12 @@ A fork server imports the recipe once; each run is a fresh fork of it, one proce
 """
 
 import atexit
+import functools
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
-FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # audit events of Python
+# Audit events of Python, and one of ours.
+FILE_OPERATIONS = {"open", "os.chmod", "os.fsync", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+_REPORTS = ("out", "err", "died before")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,22 @@ class Ended:
     stdout: str
     stderr: str
     died_before: str  # the file operation, where one ended it
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A forked run that is on its way."""
+
+    process: multiprocessing.Process
+    folder: Path
+
+    def end(self, seconds: float = 120) -> Ended:
+        """Wait for its end."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"no end within {seconds:.0f} s: {(self.folder / 'err').read_text()}")
+        return Ended(self.process.exitcode, *((self.folder / name).read_text() for name in _REPORTS))
 
 
 class Forks:
@@ -44,7 +64,18 @@ class Forks:
         watch: Path | None = None,
         spared: Collection[str] = (),
     ) -> Ended:
-        """Run recipes/<recipe>.py with `words` on its command line, to its end.
+        """Run recipes/<recipe>.py with `words` on its command line, to its end: see `start`."""
+        return self.start(*words, recipe=recipe, before=before, watch=watch, spared=spared).end()
+
+    def start(
+        self,
+        *words: object,
+        recipe: str = "cls",
+        before: Callable[[], None] | None = None,
+        watch: Path | None = None,
+        spared: Collection[str] = (),
+    ) -> Fork:
+        """Start the recipe with `words` on its command line.
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
@@ -53,20 +84,53 @@ class Forks:
         self.count += 1
         folder = self.scratch / str(self.count)
         folder.mkdir()
+        for name in _REPORTS:
+            (folder / name).touch()  # also where the fork does not live to write
         command = [f"{recipe}.py", *map(str, words)]
         process = self.context.Process(target=_run, args=(command, folder, before, watch, spared))
         process.start()
-        process.join(120)
-        if process.exitcode is None:
-            process.kill()
-            raise AssertionError(f"no end within two minutes: {words}")
-        return Ended(process.exitcode, *((folder / name).read_text() for name in ("out", "err", "died before")))
+        return Fork(process, folder)
+
+    def start_ranks(
+        self,
+        processes: int,
+        *words: object,
+        before: Callable[[int], None] | None = None,
+        watch: Path | None = None,
+        spared: Collection[str] = (),
+    ) -> list[Fork]:
+        """As many forks, which are the ranks of one world; `before` is called with the rank, `watch` is for rank 0."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        return [
+            self.start(
+                *words,
+                before=functools.partial(_be_rank, rank, processes, port, before),
+                watch=None if rank else watch,
+                spared=spared,
+            )
+            for rank in range(processes)
+        ]
+
+
+def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:
+    """The environment of a rank as `accelerate launch` makes it; the fork server stands for the launcher."""
+    from common import launch
+
+    launch._PARENT = os.getppid()
+    if processes > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        os.environ.update({name: str(value) for name, value in world.items()})
+    if before:
+        before(rank)
 
 
 def _run(
     command: list[str], folder: Path, before: Callable[[], None] | None, watch: Path | None, spared: Collection[str]
 ) -> None:
-    out, err, report = (os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("out", "err", "died before"))
+    out, err, report = (os.open(folder / name, os.O_WRONLY) for name in _REPORTS)
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -83,6 +147,7 @@ def _run(
     if before:
         before()
     if watch:
+        os.fsync = _audited_fsync
         sys.addaudithook(_assassin(str(watch), spared, report))
     sys.argv = command
     try:
@@ -90,6 +155,12 @@ def _run(
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # which a fork of multiprocessing ends without
+
+
+def _audited_fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+    """`os.fsync`, which Python does not audit."""
+    sys.audit("os.fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+    fsync(descriptor)
 
 
 def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str, tuple], None]:

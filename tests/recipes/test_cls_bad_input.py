@@ -12,8 +12,7 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import verify
 from common.run_folder import RunFolder
+from tests.recipes.disks import disk, mount
 from tests.recipes.forked import Ended, Forks
 
 NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
@@ -586,30 +586,6 @@ def test_a_model_folder_with_pickled_weights_executes_nothing(forks, two_steps, 
 
 
 # ---- a disk that takes no more
-
-
-def mount(*words: object) -> None:
-    """As root, or by the sudo without a password that hosts of public CI have."""
-    for prefix in ([], ["sudo", "-n"]):
-        done = shutil.which((prefix or ["mount"])[0]) and subprocess.run(
-            [*prefix, *map(str, words)], capture_output=True
-        )
-        if done and done.returncode == 0:
-            return
-    if "CI" in os.environ:
-        pytest.fail(f"{' '.join(map(str, words))} is not possible here")
-    pytest.skip("needs the right to mount a file system")
-
-
-@contextmanager
-def disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of `size` bytes at `folder`."""
-    folder.mkdir()
-    mount("mount", "-t", "tmpfs", "-o", f"size={size},mode=777", "none", folder)
-    try:
-        yield folder
-    finally:
-        mount("umount", "-l", folder)
 
 
 def test_a_read_only_folder_is_refused_and_left_as_it_is(forks, two_steps, tmp_path):

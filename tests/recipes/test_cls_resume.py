@@ -9,12 +9,14 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from common.checkpoint import Damaged, verify
 from tests.recipes.conftest import Outcome, identical
@@ -67,8 +69,11 @@ def _without_pictures(before=None) -> None:
         before()
 
 
-def _kill_at_step(step: int, once_tracked: bool = False) -> None:
-    """SIGKILL to the process itself when `step` steps are done, before what follows on it (and the tracker has begun)."""
+def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = True) -> None:
+    """SIGKILL to the process itself when `step` steps are done, before what follows on it.
+
+    By then the tracker has begun, and no checkpoint is being written any more, unless that does not matter.
+    """
     from common.run import Run
 
     observe = Run.observe
@@ -78,9 +83,34 @@ def _kill_at_step(step: int, once_tracked: bool = False) -> None:
         if done == step:
             while once_tracked and not run._journal._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
+            if once_written:
+                run._writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
     Run.observe = observe_and_die
+
+
+def _write_only_while_training_goes_on() -> None:
+    """Each checkpoint but the last is held up until two more steps are done."""
+    from common.checkpoint import Checkpoints
+    from common.run import Run
+
+    done, save, observe = threading.Condition(), Checkpoints.save, Run.observe
+    newest = 0
+
+    def save_late(checkpoints: Checkpoints, record: dict, files: dict) -> Path:
+        with done:
+            assert done.wait_for(lambda: newest >= min(STEPS, record["step"] + 2), timeout=60), "training waits"
+        return save(checkpoints, record, files)
+
+    def observe_and_tell(run: Run, step: int, *rest) -> None:
+        nonlocal newest
+        observe(run, step, *rest)
+        with done:
+            newest = step
+            done.notify_all()
+
+    Checkpoints.save, Run.observe = save_late, observe_and_tell
 
 
 def _signal_at_step(step: int, number: int, times: int = 1) -> None:
@@ -141,7 +171,8 @@ def test_run_killed_at_every_step_is_bit_equal_to_the_uninterrupted(train, tmp_p
     assert train("whole", *EVERYTHING, *norm).code == 0
     folder = tmp_path / "killed"
     for step in range(1, STEPS + 1):
-        died = train("killed", *EVERYTHING, *norm, before=functools.partial(_kill_at_step, step))
+        kill = functools.partial(_kill_at_step, step, once_written=False)
+        died = train("killed", *EVERYTHING, *norm, before=kill)
         assert died.code == -signal.SIGKILL, died.stderr
         with (folder / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 13, "train/lo')  # as a machine that dies tears it
@@ -236,6 +267,20 @@ def test_interrupt_sent_twice_ends_at_once_without_saving(train, tmp_path):
     assert checkpoints(tmp_path / "stopped") == ["step_00000004"]
     assert train("stopped").code == 0
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(train, tmp_path):
+    """And the checkpoint holds the step that it is of, not those made meanwhile."""
+    flags = (*EVERYTHING, "--keep_checkpoints", STEPS)
+    assert train("whole", *flags).code == 0
+    late = train("late", *flags, before=_write_only_while_training_goes_on)
+    assert late.code == 0, late.stderr
+    assert_same_run(tmp_path / "late", tmp_path / "whole")
+    assert checkpoints(tmp_path / "late") == ["step_00000004", "step_00000008", "step_00000012"]
+    for name in checkpoints(tmp_path / "late"):
+        for path in (tmp_path / "late/checkpoints" / name).glob("*.safetensors"):
+            expected = tmp_path / "whole/checkpoints" / name / path.name
+            assert identical(load_file(path), load_file(expected)), path
 
 
 # --- finished

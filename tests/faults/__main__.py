@@ -1,0 +1,3 @@
+from tests.faults.campaign import main
+
+main()

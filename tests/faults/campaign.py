@@ -1,0 +1,251 @@
+"""Is a run the same run in the end, however often and whenever its processes are killed?
+
+    python -m tests.faults [--kills 200] [--seed 0]
+
+A campaign starts one run after the other. Every start is killed (SIGKILL) at a random moment: one of its ranks, or all of them;
+uniformly in time, or inside a file operation of the main process. The same command is started again until the run has come
+to its end, which must be that of a run that nobody disturbed. The seed decides everything but the machine's own pace.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+from tests.conftest import Launcher, Started
+from tests.recipes.conftest import Outcome, distance, draw_stripes, identical
+from tests.recipes.forked import Fork, Forks
+
+STEPS = 16
+WORDS = (
+    *("--image_size", 32, "--global_batch_size", 12, "--max_micro_batch_size", 8, "--workers", 0, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 2, "--eval_every", 5, "--keep_checkpoints", 1),
+    *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--ema_decay", 0.9, "--clip", 1.0),
+    *("--hflip", 0.5, "--random_erasing", 0.2, "--drop_path", 0.2),
+)
+OPERATIONS = 90  # file operations of a start that a kill is drawn from: about what an undisturbed run has
+LAUNCH_S = 6.0  # what two launched processes need to get to where forks begin
+GONE_S = 30.0  # what the ranks that were not killed have to end in
+FAR = 1e-8  # on other layouts, in float64
+
+
+@dataclass
+class Campaign:
+    """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move a run from one to another.
+
+    With a launcher what is killed is an `accelerate launch`; else the processes are forks, which start much sooner.
+    """
+
+    forks: Forks
+    scratch: Path
+    layouts: tuple[int, ...]
+    seed: int = 0
+    launcher: Launcher | None = None
+    say: Callable[[str], None] = print
+    kills: int = 0
+    runs: int = 0  # that came to their end, and were the same
+
+    def __post_init__(self):
+        self.random = random.Random(f"{self.seed} {self.layouts}")
+        self.scratch.mkdir(exist_ok=True)
+        self.data = self.scratch / "data"
+        draw_stripes(self.data / "train", (12, 9, 6))
+        draw_stripes(self.data / "val", (3, 3, 3), seed=1)
+        self.words = (*WORDS, "--data", self.data, *(("--dtype", "float64") if self.moves else ()))
+        self.forks("--help")  # the server starts
+        began = time.monotonic()
+        self._finish("whole", self.layouts[0], "--keep_checkpoints", STEPS)
+        self.seconds = time.monotonic() - began
+        self.whole = self._outcome("whole")
+
+    @property
+    def moves(self) -> bool:
+        return len(self.layouts) > 1
+
+    def run(self, kills: int) -> "Campaign":
+        """Go on until so many have been."""
+        while self.kills < kills:
+            name = f"run_{self.runs}"
+            while (killed := self._is_killed(name)) and self.kills < kills:
+                pass
+            if killed:
+                self._finish(name, self.random.choice(self.layouts))
+            self.compare(self._outcome(name))
+            shutil.rmtree(self.scratch / name)
+            self.runs += 1
+        return self
+
+    def compare(self, one: Outcome) -> None:
+        """Every step is there once; losses, evaluations, weights and all other state are those of the undisturbed run."""
+        assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], "a step is missing or there twice"
+        for row, expected in zip(one.rows, self.whole.rows, strict=True):
+            assert row.keys() == expected.keys(), (row, expected)
+            for key in row.keys() - {"perf/images_per_second", "perf/data_wait"}:
+                allowed = FAR * abs(expected[key]) if self.moves else 0.0
+                assert abs(row[key] - expected[key]) <= allowed, (row["step"], key, row[key], expected[key])
+        for file in ("model", "ema", "optimizer"):
+            mine, theirs = one.tensors(file), self.whole.tensors(file)
+            early = load_file(self.scratch / f"whole/checkpoints/step_00000002/{file}.safetensors")
+            assert distance(theirs, mine, early) < FAR if self.moves else identical(mine, theirs), file
+        if not self.moves:
+            for file in (self.whole.folder / "best").iterdir():
+                assert (one.folder / "best" / file.name).read_bytes() == file.read_bytes(), file.name
+            mine, theirs = (_read(outcome.folder, "summary.json") for outcome in (one, self.whole))
+            for key in theirs.keys() - {"train_seconds", "images_per_second"}:
+                assert mine[key] == theirs[key], (key, mine[key], theirs[key])
+        status = _read(one.folder, "status.json")
+        assert (status["status"], status["step"]) == ("finished", STEPS), status
+        left = {path.name for path in one.folder.rglob(".*")} - {".lock"}
+        assert not left, f"left behind: {left}"
+
+    def _outcome(self, name: str) -> Outcome:
+        return Outcome("ok", "", "", 0.0, self.scratch / name)
+
+    def _finish(self, name: str, processes: int, *words: object) -> None:
+        """Start, and let it come to its end."""
+        for fork in self._fork(name, processes, None, *words):
+            ended = fork.end()
+            assert ended.code == 0, (name, ended)
+
+    def _is_killed(self, name: str) -> bool:
+        """Start, and kill at a random moment; False where the run had come to its end before."""
+        processes = self.random.choice(self.layouts)
+        victim = self.random.choice([*range(processes), "all"] if processes > 1 else [0])
+        moment = self.random.uniform(0, self.seconds + (LAUNCH_S if self.launcher else 0))
+        operation = self.random.randint(1, OPERATIONS)
+        if self.random.random() < 0.5 or self.launcher:
+            operation = 0
+        elif victim != "all":
+            victim = 0  # it alone has to do with files
+        if self.launcher:
+            where = self._kill_launched(name, processes, victim, moment)
+        else:
+            where = self._kill_forks(name, processes, victim, moment, operation)
+        if where:
+            who = "all ranks" if victim == "all" else f"rank {victim}"
+            self.kills += 1
+            self.say(f"{self.kills:4}  {name}, of {processes}: {who} killed {where}")
+        return bool(where)
+
+    def _kill_forks(self, name: str, processes: int, victim: int | str, moment: float, operation: int) -> str:
+        forks = self._fork(name, processes, operation or None)
+        if not operation:
+            time.sleep(moment)
+            for fork in forks if victim == "all" else [forks[victim]]:
+                fork.process.kill()
+        while alive := [fork.process.sentinel for fork in forks if fork.process.exitcode is None]:
+            connection.wait(alive, 120)
+            if any(fork.process.exitcode for fork in forks):  # what the launcher's agent does, too, when it misses one
+                for fork in forks:
+                    fork.process.kill() if victim == "all" else fork.process.terminate()
+                break
+        ends = [fork.end(GONE_S) for fork in forks]
+        killed = [end for end in ends if end.code == -signal.SIGKILL]
+        if not killed:
+            assert all(end.code == 0 for end in ends), ends
+            return ""
+        done = next((end.died_before for end in ends if end.died_before), "")
+        return f"before {re.sub(' [0-9]+$', '', done)}" if done else "at a moment"
+
+    def _kill_launched(self, name: str, processes: int, victim: int | str, moment: float) -> str:
+        started = self._launch(name, processes)
+        time.sleep(moment)
+        launcher = psutil.Process(started.process.pid)
+        family = victims = []
+        if started.process.poll() is None:
+            launcher.suspend()  # it is to start nothing while its ranks are counted
+            family = launcher.children(recursive=True)
+            victims = [process for process in family if victim in ("all", _rank_of(process))]
+            for process in [*victims, launcher] if victim == "all" else victims:
+                process.kill()
+            if victim != "all":
+                launcher.resume()
+        done = started.finish(120)
+        _, alive = psutil.wait_procs(family, GONE_S)
+        assert not alive, f"left behind: {alive}"
+        assert done.returncode == 0 or victims or victim == "all", done.stderr
+        return "at a moment" if done.returncode else ""
+
+    def _command(self, name: str, *words: object) -> tuple:
+        return (*self.words, "--output_dir", self.scratch, "--name", name, *words)
+
+    def _launch(self, name: str, processes: int) -> Started:
+        flags = ("--num_processes", processes)
+        return self.launcher.start("multi_cpu", "recipes/cls.py", *self._command(name), flags=flags)
+
+    def _fork(self, name: str, processes: int, operation: int | None, *words: object) -> list[Fork]:
+        """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
+        watch = self.scratch / name if operation else None
+        words = self._command(name, *words)
+        return self.forks.start_ranks(
+            processes, *words, before=without_pictures, watch=watch, spared=_AllBefore(operation or 0)
+        )
+
+
+class _AllBefore:
+    """The file operations before that of a number, counted in the order in which they come."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __contains__(self, operation: str) -> bool:
+        self.number -= 1
+        return self.number > 0
+
+
+def without_pictures(rank: int) -> None:
+    """In a fork: matplotlib would take most of the time."""
+    from common.run import Run
+
+    Run.draw = lambda *_: None
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    try:
+        return int(process.environ().get("RANK", -1))
+    except psutil.Error:
+        return None
+
+
+def _read(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    # On one process, two and three; moving between them; launched. What share of the kills each gets.
+    shares = {(1,): 0.4, (2,): 0.2, (3,): 0.1, (1, 2, 3): 0.25}
+    scratch, began = Path(tempfile.mkdtemp()), time.monotonic()
+    (scratch / "forks").mkdir()
+    (scratch / "home").mkdir()
+    forks, launcher = Forks(scratch / "forks"), Launcher(scratch / "home")
+    try:
+        done = [
+            Campaign(forks, scratch / "-".join(map(str, layouts)), layouts, arguments.seed).run(
+                round(share * arguments.kills)
+            )
+            for layouts, share in shares.items()
+        ]
+        left = arguments.kills - sum(campaign.kills for campaign in done)
+        done.append(Campaign(forks, scratch / "launched", (2,), arguments.seed, launcher).run(left))
+    finally:
+        shutil.rmtree(scratch)
+    kills, runs = sum(campaign.kills for campaign in done), sum(campaign.runs for campaign in done)
+    minutes = (time.monotonic() - began) / 60
+    print(
+        f"seed {arguments.seed}: {kills} kills of {runs} runs, every run the same as undisturbed; {minutes:.1f} minutes"
+    )

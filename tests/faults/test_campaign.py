@@ -1,0 +1,33 @@
+"""Kill anything, whenever: the run that comes out is the undisturbed one. `make chaos` does more of it."""
+
+import pytest
+
+from tests.faults.campaign import Campaign
+
+
+@pytest.mark.parametrize("processes, kills", [(1, 16), (2, 6), (3, 3)])
+def test_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path, processes, kills):
+    assert Campaign(forks, tmp_path / "campaign", (processes,)).run(kills).kills == kills
+
+
+def test_runs_that_are_killed_and_moved_are_the_undisturbed_in_float64(forks, tmp_path):
+    assert Campaign(forks, tmp_path / "campaign", (1, 2, 3)).run(6).kills == 6
+
+
+def test_runs_that_are_launched_and_killed_are_bit_equal_to_the_undisturbed(forks, launch, tmp_path):
+    assert Campaign(forks, tmp_path / "campaign", (2,), launcher=launch).run(2).kills == 2
+
+
+def test_a_run_that_differs_would_be_seen(forks, tmp_path):
+    """Another seed, one more step, a step twice: a campaign that can't fail shows nothing."""
+    campaign = Campaign(forks, tmp_path / "campaign", (1,))
+    campaign.compare(campaign.whole)
+    campaign._finish("other", 1, "--seed", 1)
+    with pytest.raises(AssertionError):
+        campaign.compare(campaign._outcome("other"))
+    rows = campaign.whole.folder / "metrics.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    for torn in (lines[:-1], [*lines, lines[-1]]):
+        rows.write_text("".join(torn))
+        with pytest.raises(AssertionError, match="missing or there twice"):
+            campaign.compare(campaign.whole)
