@@ -39,6 +39,11 @@ class Checkpoint:
         """Optimizer steps that were done when it was made."""
         return self.record["step"]
 
+    def manifest(self) -> str:
+        """Sizes and hashes of its files, as text; empty where it is not there."""
+        path = self.path / _MANIFEST
+        return path.read_text() if path.is_file() else ""
+
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """File -> tensor -> shape, from the headers alone."""
         shapes = {}

@@ -213,12 +213,13 @@ def same_on_all_ranks(what: str, value: Any) -> Any:
     Two ranks:   same_on_all_ranks("data", "3f" | "3f") -> "3f" | "3f".
 
     Raises:
-        Refused: on every rank, if one differs; names the ranks and their values.
+        Refused: on every rank, if one differs; names the ranks, their machines and their values.
     """
-    values = gather_objects(value)
-    others = [f"{theirs} on rank {other}" for other, theirs in enumerate(values) if theirs != values[0]]
+    of_ranks = gather_objects((value, socket.gethostname()))
+    named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
+    others = [name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]]
     if others:
-        raise Refused(f"{what} differs between ranks: {values[0]} on rank 0, {', '.join(others[:NAMED_FAILURES])}")
+        raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:NAMED_FAILURES])}")
     return value
 
 

@@ -21,7 +21,7 @@ def environment(precision: str) -> dict:
         "commit": _commit(Path(sys.argv[0]).resolve().parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "world_size": world_size(),
         "local_world_size": local_world_size(),
@@ -29,6 +29,11 @@ def environment(precision: str) -> dict:
         "threads": torch.get_num_threads(),
         "ranks": [f"{device} on {host}" for device, host in gather_objects((device, platform.node()))],
     }
+
+
+def packages() -> dict[str, str | None]:
+    """Version of each package that has a say in the result; None where it is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str | None:

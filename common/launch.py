@@ -1,11 +1,10 @@
 """Is the world that this process woke up in the one it was launched for?"""
 
 import os
-import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,8 +14,12 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, str_to_bool
+from torch.distributed import Store, rendezvous
 
+from common.agreement import agree, facts
 from common.errors import Refused
+from common.last_word import leave_word
+from common.network import address_towards, await_listener, interface_of, is_loopback, trouble
 
 # What torchrun and the MPI families call the number of processes. Accelerate reads all of them for CPU processes, but
 # for GPUs only sees a world whose LOCAL_RANK is set.
@@ -36,11 +39,14 @@ LAUNCHERS = (
 PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
+MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
 _PARENT = os.getppid()  # before the launcher can have gone
 
 
-def start(timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
+def start(config=None, timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
     """Join the world that `accelerate launch` (or torchrun, mpirun, plain python) made, and return its Accelerator.
+
+    The processes compare code, package versions and, if it is given, the configuration before they form a group.
 
     Device and precision come from the launch and never from here. The first thing a process does: an Accelerator, a
     PartialState or an accelerate logger made earlier pins the world without the checks.
@@ -51,7 +57,8 @@ def start(timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
     # torch 2.14 proposes a successor that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()), _own_address())
+    world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
+    store = _meet(os.environ, config)  # kept until the process group has opened it as well
     accelerator = Accelerator(
         cpu=wants_cpu(os.environ) or accelerators == 0,
         gradient_accumulation_steps=1,
@@ -62,6 +69,7 @@ def start(timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
             InitProcessGroupKwargs(timeout=timeout),
         ],
     )
+    del store
     if accelerator.num_processes != world_size:
         raise Refused(
             f"launched as {world_size} processes, but accelerate formed a world of {accelerator.num_processes} on "
@@ -82,6 +90,7 @@ def run(main: Callable[[], None]) -> None:
             # The first process has the word, and its end ends this one; an end of this one before that would silence it.
             time.sleep(FIRST_WORD_S)
         print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
+        leave_word(2)
         sys.exit(2)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -131,13 +140,11 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
     return _is_on(environ, "ACCELERATE_USE_CPU") or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
 
 
-def check_launch(
-    environ: Mapping[str, str], accelerators: int, asked_for: int | None = None, own_address: str = ""
-) -> int:
+def check_launch(environ: Mapping[str, str], accelerators: int, asked_for: tuple[int, int] | None = None) -> int:
     """The number of processes in the world that `environ` describes, once nothing speaks against it.
 
-    `accelerators` is the number of devices this machine shows, `asked_for` what the launcher was told (None if
-    that can't be known), `own_address` what this machine's own name resolves to ("" if to nothing).
+    `accelerators` is the number of devices this machine shows, `asked_for` the processes and machines that the
+    launcher was told (None if that can't be known); some of the machines may be missing.
     Raises Refused when the launch asks for what the recipes don't do, or would silently train something else.
     """
     for variable, engine in OTHER_ENGINES.items():
@@ -160,11 +167,20 @@ def check_launch(
             f"--mixed_precision {precision} is not one of {', '.join(PRECISION_NAMES)}: launch with one of them"
         )
 
-    world_size = next((int(environ[variable]) for variable in WORLD_SIZE_VARIABLES if variable in environ), 1)
-    if asked_for is not None and asked_for != world_size:
+    if int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise Refused(
-            f"launched for {asked_for} processes, but the world has {world_size}: --num_processes is the total "
-            "of all machines and a multiple of their number, and on the CPU several processes need multi_cpu.yaml"
+            "--max_restarts: new processes would look for the old ones in the launcher's store, and wait for ever; add "
+            "--rdzv_backend machines, and several machines also --rdzv_endpoint with the first one's address:port"
+        )
+
+    world_size = next((int(environ[variable]) for variable in WORLD_SIZE_VARIABLES if variable in environ), 1)
+    processes, machines = asked_for or (None, 1)
+    here = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    if processes not in (None, here * machines):
+        raise Refused(
+            f"launched for {processes} processes on {machines} machine{'s' * (machines > 1)}, but on this one "
+            f"{here} started: --num_processes is the total of all machines and a multiple of their number, and on the CPU "
+            "several processes need multi_cpu.yaml"
         )
 
     if wants_cpu(environ) or (accelerators == 0 and not _launched(environ)):
@@ -188,23 +204,37 @@ def check_launch(
                 f"{local_world_size} processes on a machine with {accelerators} GPUs: pass --num_processes, "
                 f"{accelerators} for each machine"
             )
-
-    # Gloo announces the address that the machine's own name resolves to; the others can't reach a loopback, and wait.
-    reached_from_outside = not _is_loopback(environ.get("MASTER_ADDR", "localhost"))
-    several_nodes = int(environ.get("GROUP_WORLD_SIZE", 1)) > 1
-    if several_nodes and reached_from_outside and _is_loopback(own_address) and "GLOO_SOCKET_IFNAME" not in environ:
-        raise Refused(
-            f"this machine's name resolves to {own_address or 'no address'}, where the other machines can't reach it: "
-            "export GLOO_SOCKET_IFNAME with the name of its network interface"
-        )
     return world_size
 
 
-def processes_asked(command: Sequence[str]) -> int | None:
-    """The num_processes that the command line of an `accelerate launch` asks for, None when it is another command.
+def choose_interface(environ: MutableMapping[str, str]) -> None:
+    """Let gloo and NCCL talk over the interface that leads to the main machine, unless `environ` names one.
 
-    The launcher rounds 3 processes on 2 machines to 2, and starts one process for several when told MULTI_CPU or --cpu.
-    It leaves no trace of this in the environment of its ranks, so they read it where it was asked.
+    By themselves gloo announces the address that this machine's name resolves to, often a loopback that the others can't
+    reach, and NCCL picks any interface. Raises Refused where there is no way to the main machine.
+    """
+    main = environ.get("MASTER_ADDR", "localhost")
+    if int(environ["WORLD_SIZE"]) <= int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])) or is_loopback(main):
+        return
+    try:
+        address = address_towards(main)
+    except OSError as error:
+        raise Refused(trouble(main, int(environ["MASTER_PORT"]), error)) from None
+    if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
+        raise Refused(
+            f"this machine knows the main machine {main} as {address}, where the others can't reach it: give its address "
+            "as a number, or export GLOO_SOCKET_IFNAME with the name of its network interface"
+        )
+    if interface := interface_of(address):
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = takes the name whole, not as a beginning
+
+
+def processes_asked(command: Sequence[str]) -> tuple[int, int] | None:
+    """num_processes and num_machines that the command line of an `accelerate launch` asks for, None when it is another.
+
+    The launcher rounds 3 processes on 2 machines to 2, and starts one process for several when told MULTI_CPU or --cpu. It
+    leaves no trace of this in the environment of its ranks, so they read it where it was asked.
     """
     # The program stands first, behind its interpreter, or behind the interpreter's -m.
     behind_interpreter = list(command[1:]) if command and Path(command[0]).name.startswith("python") else list(command)
@@ -214,11 +244,11 @@ def processes_asked(command: Sequence[str]) -> int | None:
     if launcher is None:
         return None
     arguments = launch_command_parser().parse_args(program[len(launcher) :])
-    if arguments.num_processes is not None:
-        return arguments.num_processes
+    processes, machines = arguments.num_processes, arguments.num_machines
     if arguments.config_file is not None or (os.path.isfile(default_config_file) and not arguments.cpu):
-        return load_config_from_file(arguments.config_file).num_processes
-    return None
+        file = load_config_from_file(arguments.config_file)
+        processes, machines = processes or file.num_processes, machines or file.num_machines
+    return (processes, machines or 1) if processes else None
 
 
 def _parent_command() -> list[str]:
@@ -229,12 +259,19 @@ def _parent_command() -> list[str]:
         return []
 
 
-def _own_address() -> str:
-    """The address that this machine's own name resolves to, empty if to none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
+def _meet(environ: MutableMapping[str, str], config) -> Store | None:
+    """Wait until all processes are there and the same. The store they met at, None where this one is alone or they have met."""
+    if int(environ.get("WORLD_SIZE", 1)) == 1 or "RANK" not in environ or torch.distributed.is_initialized():
+        return None
+    choose_interface(environ)
+    device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
+    computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
+    keeps_store = environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not keeps_store:
+        await_listener(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), MEETING.total_seconds())
+    store, rank, world_size = next(rendezvous("env://", timeout=MEETING))
+    agree(store, rank, world_size, facts(Path(sys.argv[0]), config) | computing, MEETING)
+    return store
 
 
 def _launched(environ: Mapping[str, str]) -> bool:
@@ -244,7 +281,3 @@ def _launched(environ: Mapping[str, str]) -> bool:
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:
     return bool(str_to_bool(environ.get(variable, "false") or "false"))
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("", "localhost", "::1") or address.startswith("127.")

@@ -1,11 +1,13 @@
 """From which checkpoint does a run go on, and is it this run's?"""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import Checkpoint, Checkpoints, Damaged, verify
+from common.collectives import broadcast_object, gather_objects, is_main, together
 from common.errors import Refused
 from common.state import TrainingState
 
@@ -34,6 +36,32 @@ def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str
         ]
         if differing:
             raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
+    return found
+
+
+def choose_together(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str], None]) -> Checkpoint | None:
+    """What `choose` says on the main process, on every rank, once all have it. A collective.
+
+    Raises `Refused` on every rank where a machine lacks that checkpoint, has another of that name, or has a newer one.
+    """
+    host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
+    of_ranks = gather_objects((host, newest))
+    with together("choosing a checkpoint"):
+        main_host, on_main = of_ranks[0]
+        if ahead := {there: names[0] for there, names in of_ranks if names > on_main}:
+            raise Refused(
+                f"{checkpoints.folder}: {', '.join(f'{there} has {name}' for there, name in ahead.items())}, but "
+                f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an --output_dir that all machines "
+                f"see, start with the address of one that has it, or copy it to {main_host}"
+            )
+        found = choose(resume, checkpoints, mine, say) if is_main() else None
+    found, manifest = broadcast_object((found, found and found.manifest()))
+    with together("looking for the checkpoint"):
+        if found and found.manifest() != manifest:
+            raise Refused(
+                f"{found.path}: {host} has not the one that {main_host} goes on from: name an --output_dir that all machines "
+                f"see, or copy {checkpoints.folder} from {main_host}"
+            )
     return found
 
 

@@ -6,8 +6,10 @@ evaluate, save and stop. Everything here is called on every rank: what writes or
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -28,9 +30,10 @@ from common.environment import environment
 from common.errors import Refused
 from common.health import Health, Report
 from common.journal import Journal
+from common.last_word import leave_word
 from common.ledger import Ledger
 from common.optimization import Schedule
-from common.resume import choose
+from common.resume import choose_together
 from common.run_folder import RunFolder, write_status, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
@@ -63,6 +66,7 @@ class Run:
             self._folder = RunFolder(self.path) if is_main() else None
         self._journal = Journal(self._folder)
         self.say = self._journal.say
+        self._look_for_others()
         self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
@@ -88,6 +92,7 @@ class Run:
             if self._scratch and is_main():
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if stopped:
+            leave_word(RESUMABLE)
             sys.exit(RESUMABLE)
 
     # --- before the first step
@@ -107,9 +112,7 @@ class Run:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done."""
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
         self._identity = identity(self.config) | {"data": fingerprint}
-        with together("choosing a checkpoint"):
-            found = choose(self.config.resume, self._checkpoints, self._identity, self.say) if is_main() else None
-        if found := broadcast_object(found):
+        if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
             with together(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
@@ -222,6 +225,16 @@ class Run:
                 self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 
     # --- inside
+
+    def _look_for_others(self) -> None:
+        """Say which machines don't see the run folder; refuse them where processes may be restarted, on one of these alone."""
+        blind = "" if self._scratch or self.path.is_dir() else socket.gethostname()
+        if blind := ", ".join(sorted({*gather_objects(blind)} - {""})):
+            text = f"{self.path} is not seen from {blind}: to go on from its checkpoints, name an --output_dir that all see"
+            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+                self._leave_no_trace()
+                raise Refused(text)
+            self.say(f"{text}, or copy them before the next start")
 
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:

@@ -243,7 +243,7 @@ def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: 
 
 def main() -> None:
     config = parse(Config)
-    accelerator = launch.start()
+    accelerator = launch.start(config)
     if config.eval_only:
         return evaluate_only(config, accelerator)
 

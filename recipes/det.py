@@ -268,7 +268,7 @@ def draw(run: Run, val: Annotated, found: Detections) -> None:
 
 def main() -> None:
     config = parse(Config)
-    accelerator = launch.start()
+    accelerator = launch.start(config)
     if config.eval_only:
         return evaluate_only(config, accelerator)
 

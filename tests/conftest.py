@@ -41,10 +41,13 @@ class Started:
 
 
 class Launcher:
-    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process."""
+    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process.
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    `before` stands before each command, such as words that run it on another machine.
+    """
+
+    def __init__(self, home: Path, before: Sequence[str] = ()) -> None:
+        self.home, self.before = home, before
 
     def start(
         self,
@@ -77,7 +80,7 @@ class Launcher:
         outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
+                [*self.before, sys.executable, *map(str, arguments)],
                 cwd=cwd,
                 env={**inherited, "HOME": str(self.home), "OMP_NUM_THREADS": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,

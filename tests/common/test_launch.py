@@ -2,8 +2,9 @@
 
 import pytest
 
+from common import launch
 from common.errors import Refused
-from common.launch import check_launch, processes_asked, wants_cpu
+from common.launch import check_launch, choose_interface, processes_asked, wants_cpu
 
 pytestmark = pytest.mark.smoke
 
@@ -39,7 +40,7 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
     ],
 )
 def test_a_launch_that_gets_its_world_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
-    assert check_launch(environ, accelerators, asked_for=world_size) == world_size
+    assert check_launch(environ, accelerators, asked_for=(world_size, 1)) == world_size
 
 
 @pytest.mark.parametrize(
@@ -71,23 +72,55 @@ def test_a_launch_that_would_train_something_else_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("environ", "asked_for"),
+    ("environ", "processes", "machines", "said"),
     [
-        (TWO_NODES, 3),  # 3 processes on 2 machines
-        ({**ONE, "ACCELERATE_USE_CPU": "True"}, 2),  # MULTI_CPU without mpirun, or --cpu
+        (TWO_NODES, 3, 2, "launched for 3 processes on 2 machines, but on this one 1 started"),
+        # MULTI_CPU without mpirun, or --cpu
+        (
+            {**ONE, "ACCELERATE_USE_CPU": "True"},
+            2,
+            1,
+            "launched for 2 processes on 1 machine, but on this one 1 started",
+        ),
     ],
 )
-def test_another_number_of_processes_than_asked_for_is_refused(environ: dict[str, str], asked_for: int) -> None:
-    with pytest.raises(Refused, match=f"launched for {asked_for} processes"):
-        check_launch(environ, accelerators=1, asked_for=asked_for, own_address="10.0.0.7")
+def test_another_number_of_processes_than_asked_for_is_refused(
+    environ: dict[str, str], processes: int, machines: int, said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        check_launch(environ, accelerators=1, asked_for=(processes, machines))
 
 
-def test_a_machine_that_the_others_cannot_reach_is_refused() -> None:
-    with pytest.raises(Refused, match="GLOO_SOCKET_IFNAME"):
-        check_launch(TWO_NODES, accelerators=1, own_address="127.0.1.1")
-    assert check_launch(TWO_NODES, accelerators=1, own_address="10.0.0.7") == 2
-    assert check_launch({**TWO_NODES, "GLOO_SOCKET_IFNAME": "eth0"}, accelerators=1, own_address="127.0.1.1") == 2
-    assert check_launch({**TWO_NODES, "MASTER_ADDR": "127.0.0.1"}, accelerators=1, own_address="127.0.1.1") == 2
+def test_machines_may_be_missing() -> None:
+    left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
+    assert check_launch(left, accelerators=2, asked_for=(4, 2)) == 2
+
+
+def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkeypatch) -> None:
+    own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
+    monkeypatch.setattr(launch, "address_towards", own.__getitem__)
+    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1"}.get)
+
+    def chosen(**variables: str) -> dict[str, str]:
+        environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
+        choose_interface(environ)
+        return {name: environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in environ}
+
+    assert chosen(MASTER_ADDR="10.0.0.1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert chosen(MASTER_ADDR="127.0.0.1") == {}, "a rehearsal on one machine"
+    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == {}, "one machine"
+    with pytest.raises(Refused, match="knows the main machine first as 127.0.1.1"):
+        chosen(MASTER_ADDR="first")
+    assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:
+    static = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(Refused, match="--rdzv_backend machines"):
+        check_launch(static, accelerators=2)
+    assert check_launch({**static, "TORCHELASTIC_MAX_RESTARTS": "0"}, accelerators=2) == 2
+    assert check_launch({**static, "TORCHELASTIC_USE_AGENT_STORE": "False"}, accelerators=2) == 2
 
 
 def test_the_cpu_is_chosen_only_by_those_who_ask_for_it() -> None:
@@ -112,8 +145,10 @@ def test_the_cpu_is_chosen_only_by_those_who_ask_for_it() -> None:
 def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher: str) -> None:
     file = "--config_file accelerate_configs/multi_cpu.yaml"
     script = "recipes/cls.py --num_processes 9"
-    assert processes_asked(f"{launcher} {file} {script}".split()) == 2
-    assert processes_asked(f"{launcher} {file} --num_processes 3 {script}".split()) == 3
+    assert processes_asked(f"{launcher} {file} {script}".split()) == (2, 1)
+    assert processes_asked(f"{launcher} {file} --num_processes 3 {script}".split()) == (3, 1)
+    file = "--config_file accelerate_configs/2node_cpu.yaml"
+    assert processes_asked(f"{launcher} {file} --num_processes 4 {script}".split()) == (4, 2)
 
 
 def test_nothing_is_read_from_other_commands() -> None:

@@ -1,6 +1,9 @@
 """A run goes on from its own newest good checkpoint, and from nothing else without a word."""
 
+import contextlib
 import json
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,9 @@ import torch
 from torch import nn
 
 from common.checkpoint import Checkpoints, verify
+from common.collectives import rank
 from common.errors import Refused
-from common.resume import choose, load_model
+from common.resume import choose, choose_together, load_model
 from common.state import TrainingState
 
 MINE = {"lr": 0.1, "data": "3f-4a", "seed": 0}
@@ -139,3 +143,36 @@ def test_the_identity_survives_its_way_through_the_record(tmp_path: Path) -> Non
     (path,) = save(tmp_path, 1, identity=mine)
     assert json.loads((path / "record.json").read_text())["identity"] == mine == verify(path).record["identity"]
     assert chosen("auto", tmp_path, mine) == (1, [])
+
+
+def choose_on_ranks(folders: list[Path]) -> str:
+    """Each rank sees a run folder of its own: as machines without a shared file system do."""
+    try:
+        with contextlib.chdir(folders[rank()]):
+            found = choose_together("auto", Checkpoints(Path("checkpoints")), MINE, print)
+    except Refused as refusal:
+        return str(refusal)
+    return str(found and found.step)
+
+
+def test_machines_go_on_only_from_a_checkpoint_that_all_have(processes, tmp_path: Path) -> None:
+    first, second, host = tmp_path / "first", tmp_path / "second", socket.gethostname()
+    second.mkdir()
+    save(first, 1)
+
+    def told(*folders: Path) -> list[str]:
+        return processes.run(choose_on_ranks, list(folders), ranks=2)
+
+    lacking = (
+        f"checkpoints/step_00000001: {host} has not the one that {host} goes on from: name an --output_dir that all"
+    )
+    assert all(text.startswith(lacking) for text in told(first, second))
+    ahead = f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an --output_dir that all"
+    assert all(text.startswith(ahead) for text in told(second, first))
+    shutil.copytree(first, second, dirs_exist_ok=True)
+    assert told(first, second) == ["1"] * 2
+    (second / "checkpoints/step_00000001/manifest.json").write_text("{}")
+    assert all(text.startswith(lacking) for text in told(first, second)), "another one of that name"
+    for folder in (first, second):
+        shutil.rmtree(folder / "checkpoints")
+    assert told(first, second) == ["None"] * 2

@@ -1,0 +1,94 @@
+"""How do tests get several machines? As network namespaces of this one, joined by a bridge; it takes root and iproute2."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launcher
+
+
+class Node(Launcher):
+    """A machine: it has its own network, name and hosts file, and on the paths in `own` files of its own.
+
+    Other files, processes and the clock are those of this machine.
+    """
+
+    def __init__(self, space: str, number: int, home: Path, hosts: Path, own: Mapping[Path, Path]) -> None:
+        self.space, self.name, self.address = space, f"node{number}", f"10.77.0.{number + 1}"
+        mounts = {hosts: "/etc/hosts"} | {there: here for here, there in own.items()}
+        steps = [
+            f"hostname {self.name}",
+            *(shlex.join(["mount", "--bind", *map(str, pair)]) for pair in mounts.items()),
+        ]
+        inside = ["unshare", "--mount", "--uts", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
+        super().__init__(home, ["ip", "netns", "exec", space, *inside])
+
+    def kill(self) -> None:
+        """SIGKILL all that runs on it, at once: the machine is lost."""
+        for process in _ip("netns", "pids", self.space).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def unplug(self) -> None:
+        """Take its cable out: the others hear nothing more of it, not even an end."""
+        _ip("-n", self.space, "link", "set", "eth0", "down")
+
+
+@contextlib.contextmanager
+def machines(
+    count: int, home: Path, own: Mapping[int, Mapping[Path, Path]] | None = None, *, names_are_loopback: bool = True
+) -> Iterator[list[Node]]:
+    """`count` machines that reach each other; as on Debian, each knows its own name as a loopback address, unless told not to.
+
+    `own` gives machine number -> path -> what stands there on this machine alone. Afterwards all they ran is killed.
+    """
+    switch = f"recipes-{os.getpid()}"
+    spaces = [f"{switch}-{number}" for number in range(count)]
+    nodes = []
+    try:
+        for space in (switch, *spaces):
+            _ip("netns", "add", space)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, space in enumerate(spaces):
+            hosts = home / f"hosts{number}"
+            addresses = {f"node{other}": f"10.77.0.{other + 1}" for other in range(count)}
+            if names_are_loopback:
+                addresses[f"node{number}"] = "127.0.1.1"
+            known = {"localhost": "127.0.0.1"} | addresses
+            hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+            nodes.append(node := Node(space, number, home, hosts, (own or {}).get(number, {})))
+            port = f"port{number}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", space, "address", "add", f"{node.address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", space, "link", "set", link, "up")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+        for space in {switch, *spaces} & {line.split()[0] for line in _ip("netns", "list").splitlines()}:
+            _ip("netns", "delete", space)
+
+
+def require_namespaces(home: Path) -> None:
+    """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
+    try:
+        with machines(1, home) as nodes:
+            subprocess.run([*nodes[0].before, "true"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = f"network namespaces can't be made here: {(getattr(error, 'stderr', '') or str(error)).strip()}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(f"{reason}; they take root and iproute2")
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

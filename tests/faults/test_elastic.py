@@ -1,0 +1,209 @@
+"""Does a run go on, as the same run, when a process dies, a machine is lost and a machine comes back?"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import Started
+from tests.faults.nodes import Node
+from tests.recipes.conftest import Outcome
+
+STEPS = 150
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 0, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
+    *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
+)
+LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
+# A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
+PACED = """
+import os, runpy, sys, time
+from common.loading import Feed
+take = Feed.take
+def take_slowly(feed):
+    time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)
+    return take(feed)
+Feed.take = take_slowly
+sys.argv[0] = "recipes/cls.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Watched:
+    """A run folder that is being written, by one start after the other."""
+
+    def __init__(self, folder: Path, started: list[Started]) -> None:
+        self.folder, self.started = folder, started
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
+        """Wait for it; the seconds that took."""
+        began = time.monotonic()
+        while not condition():
+            ended = [each for each in self.started if each.process.poll() is not None]
+            if ended or time.monotonic() - began > seconds:
+                for each in self.started:
+                    each.process.kill()
+                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
+                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {seconds} s", *texts]))
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def step(self) -> int:
+        """The last step of which a row is there."""
+        rows = self.folder / "metrics.jsonl"
+        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
+
+    def start_number(self) -> int:
+        """Changes with each start."""
+        rows = self.folder / "metrics.jsonl"
+        return rows.stat().st_ino if rows.exists() else 0
+
+    def beyond(self, start: int, step: int = 0) -> bool:
+        """Whether a later start than `start` has made steps, and has come to `step`."""
+        return self.start_number() != start and self.step() > step
+
+    def world_size(self) -> int:
+        return json.loads((self.folder / "environment.json").read_text())["world_size"]
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "paced.py"
+    path.write_text(PACED)
+    return path
+
+
+def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path, record_property):
+    """A process killed, a machine lost, and back again: the losses are those of one process that nobody disturbed."""
+    first, second = nodes(2)
+    words = (*WORDS, "--output_dir", tmp_path)
+
+    def start(node: Node) -> Started:
+        flags = ["--main_process_ip", first.address, *ELASTIC]
+        return node.start("2node_cpu", recipe, *words, "--name", "elastic", flags=flags)
+
+    run = Watched(tmp_path / "elastic", [start(first), start(second)])
+    run.until(lambda: run.step() >= 12, "both train")
+    assert run.world_size() == 2
+
+    before = run.start_number()
+    psutil.Process(run.started[1].process.pid).children()[0].kill()
+    took = {"a process killed": run.until(lambda: run.beyond(before), "all processes are replaced")}
+    assert run.world_size() == 2
+    run.until(lambda: run.step() >= 32, "both go on")
+
+    before = run.start_number()
+    second.kill()
+    run.started.pop().finish()
+    took["a machine lost"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
+    assert run.world_size() == 1
+    alone = run.step()
+    run.until(lambda: run.step() >= alone + 2, "it makes steps")
+
+    before = run.start_number()
+    run.started.append(start(second))
+    took["a machine back"] = run.until(lambda: run.beyond(before), "it is taken back")
+    assert run.world_size() == 2
+    done = [each.finish() for each in run.started]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert "stopped by SIGTERM" in done[0].stdout, "nothing is lost where a machine comes back"
+    record_property("seconds", took)
+
+    one = forks(*words, "--name", "alone")
+    assert one.code == 0, one.stderr
+    elastic, one = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("elastic", "alone"))
+    assert [row["step"] for row in elastic.rows] == list(range(1, STEPS + 1))
+    for key in ("train/loss", "eval/loss"):
+        np.testing.assert_allclose(elastic.column(key), one.column(key), rtol=1e-8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["c10d", "machines"])
+def test_torchrun_and_its_own_environment_do_as_well(nodes, recipe, tmp_path, backend):
+    """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
+    first, second = nodes(2, names_are_loopback=False)  # c10d gives the name of a machine as its address
+    words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
+    options = {"NNODES": "1:2", "RDZV_ENDPOINT": f"{first.address}:29501", "RDZV_ID": "run", "RDZV_CONF": LEAST_ONE}
+    env = {"CUDA_VISIBLE_DEVICES": "-1"} | {f"PET_{name}": value for name, value in options.items()}
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--rdzv_backend", backend, "--max_restarts", 3]
+    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--rdzv_backend", backend, "--max_restarts", 3]
+    flags += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+    def start(node: Node) -> Started:
+        if node is first:
+            return node.start_python(*torchrun, *words, env=env)
+        return node.start_python("-m", "accelerate.commands.launch", *flags, *words, env=env)
+
+    run = Watched(tmp_path / "run", [start(first), start(second)])
+    run.until(lambda: run.step() >= 12 and run.world_size() == 3, "both train")
+    before = run.start_number()
+    second.kill()
+    run.started.pop().finish()
+    run.until(lambda: run.beyond(before) and run.world_size() == 1, "the one that is left goes on")
+    run.started.append(start(second))
+    run.until(lambda: run.world_size() == 3, "it is taken back")
+    done = [each.finish() for each in run.started]
+    assert [each.returncode for each in done] == [0, 0], done
+    rows = Outcome("ok", "", "", 0.0, tmp_path / "run").rows
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
+def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags, record_property):
+    """No connection ends, so that no process notices: its launcher's heartbeats are missing."""
+    first, second = nodes(2)
+    words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
+    flags = ["--main_process_ip", first.address, *flags]
+    run = Watched(tmp_path / "run", [node.start("2node_cpu", *words, flags=flags) for node in (first, second)])
+    run.until(lambda: run.step() >= 12, "both train")
+    before, began = run.start_number(), time.monotonic()
+    second.unplug()
+    if len(flags) > 2:
+        run.started.pop()
+        took = run.until(lambda: run.beyond(before), "the one that is left goes on")
+        assert run.started[0].finish().returncode == 0
+    else:
+        left, cut = (each.finish(timeout=200) for each in run.started)
+        took = time.monotonic() - began
+        said = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
+        assert said in left.stderr and left.returncode == 1
+        assert f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr and cut.returncode == 1
+    record_property("seconds", took)
+    assert took < 150
+
+
+@pytest.mark.long
+def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks, recipe, tmp_path):
+    """What is left says so; the same command, with another machine's address, goes on from the last checkpoint."""
+    first, second = nodes(2)
+    words = (*WORDS, "--output_dir", tmp_path)
+
+    def start(main: Node) -> list[Started]:
+        flags = ["--main_process_ip", main.address, *ELASTIC]
+        nodes = [first, second] if main is first else [second]
+        return [node.start("2node_cpu", recipe, *words, "--name", "run", flags=flags) for node in nodes]
+
+    run = Watched(tmp_path / "run", start(first))
+    run.until(lambda: run.step() >= 25, "both train")
+    began = time.monotonic()
+    first.kill()
+    left = run.started[1].finish()
+    assert time.monotonic() - began < 60
+    assert left.returncode == 1
+    said = f"{second.name}: the main machine at {first.address}:29500 is gone: start the command on all machines again"
+    assert left.stderr.splitlines()[-1].startswith(said), left.stderr
+    done = start(second)[0].finish()
+    assert done.returncode == 0, done.stderr
+    assert "going on from step 20 of" in done.stdout
+    assert forks(*words, "--name", "alone").code == 0
+    moved, one = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("run", "alone"))
+    assert [row["step"] for row in moved.rows] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(moved.column("train/loss"), one.column("train/loss"), rtol=1e-8)

@@ -1,0 +1,156 @@
+"""Do two machines make the run that one makes, and is what keeps them apart said in a line, and soon?"""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.faults.nodes import Node
+from tests.recipes.conftest import Outcome, draw_stripes
+
+STEPS = 12
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 0, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
+    *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
+)
+JOIN_S = 15  # how long a launcher of these tests waits for the others
+START_S = 45  # what starting takes on a busy machine
+
+
+def start(nodes: Sequence[Node], *words: object, flags: Sequence[object] = (), lines: Sequence[Sequence] = ((), ())):
+    """The command of the README on each machine; `lines` are the words that only one of them is given."""
+    flags = ["--main_process_ip", nodes[0].address, *flags]
+    return [
+        node.start("2node_cpu", "recipes/cls.py", *words, *line, flags=flags)
+        for node, line in zip(nodes, lines, strict=True)
+    ]
+
+
+def finish(started) -> list[subprocess.CompletedProcess[str]]:
+    return [each.finish() for each in started]
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_two_machines_make_the_run_of_one(nodes, forks, tmp_path, processes):
+    """In float64, with the command of the README, on machines that know their own names as 127.0.1.1."""
+    words = (*WORDS, "--output_dir", tmp_path)
+    done = finish(start(nodes(2), *words, "--name", "two", flags=["--num_processes", 2 * processes]))
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp32" in done[0].stdout
+    alone = forks(*words, "--name", "alone")
+    assert alone.code == 0, alone.stderr
+    one, two = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("alone", "two"))
+    assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        np.testing.assert_allclose(two.column(key), one.column(key), rtol=1e-8)
+    assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
+
+
+def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nodes):
+    """Five launchers at once, each with a port of its own."""
+    first, second = nodes(2)
+    missing = f"1 of 2 machines came within {JOIN_S} s: {first.name} ({first.address})"
+    cases = {  # who waits, for which address, and what it says
+        "missing machine": (first, first.address, missing),
+        "missing main machine": (second, first.address, f"{first.address} is there, but nothing listens on port"),
+        "wrong address": (second, "10.77.0.9", "10.77.0.9:30002 can't be reached (No route to host)"),
+        "wrong network": (second, "10.99.0.1", "10.99.0.1:30003 can't be reached (Network is unreachable)"),
+        "wrong name": (second, "nowhere", "the name nowhere is not known on this machine"),
+    }
+    began, started = time.monotonic(), []
+    for port, (node, address, _) in enumerate(cases.values(), 30000):
+        flags = ["--main_process_ip", address, "--main_process_port", port, "--rdzv_conf", f"join_timeout={JOIN_S}"]
+        started.append(node.start("2node_cpu", "recipes/cls.py", flags=flags))
+    for (case, (node, _, said)), done in zip(cases.items(), finish(started), strict=True):
+        lines = done.stderr.splitlines()
+        assert done.returncode == 1 and "Traceback" not in done.stderr, (case, done.stderr)
+        assert lines[-1].startswith(f"{node.name}: {said}"), (case, done.stderr)
+        assert sum(f"up to {JOIN_S} s" in line for line in lines) == 1, (case, "it is also said early", done.stderr)
+    assert time.monotonic() - began < JOIN_S + START_S
+
+
+def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
+    """Code, a package, a setting; both launchers end, and nothing is left."""
+    code, package = ROOT / "common/plan.py", Path(distribution("timm").locate_file("timm")).parent
+    package = next(package.glob("timm-*.dist-info")) / "METADATA"
+    own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
+    own[code].write_text(code.read_text() + "# mine\n")
+    own[package].write_text(package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1"))
+    first, second = nodes(2, own={1: own})
+    words = [*WORDS, "--output_dir", tmp_path / "runs"]
+    began = time.monotonic()
+    done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
+    said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
+    said += f"common/plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
+    for each in done:
+        assert each.returncode == 1
+        assert [line for line in each.stderr.splitlines() if line.startswith("cls.py: ")] == [f"cls.py: {said}"]
+    assert not (tmp_path / "runs").exists()
+    assert time.monotonic() - began < START_S
+
+
+def test_machines_with_other_data_are_refused(nodes, tmp_path):
+    for name, count in (("data", 8), ("other", 7)):
+        draw_stripes(tmp_path / name, (count, 8))
+    first, second = nodes(2, own={1: {tmp_path / "data": tmp_path / "other"}})
+    words = [*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data"]
+    for done in finish(start((first, second), *words)):
+        assert done.returncode == 1
+        assert "cls.py: data differs between ranks: " in done.stderr
+        assert f"on rank 1 ({second.name})" in done.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp_path):
+    """Without a folder that both see: one machine would go on from step 6 and the other begin anew, silently."""
+    runs, empty = tmp_path / "runs", tmp_path / "empty"
+    empty.mkdir()
+    words = (*WORDS, "--output_dir", runs, "--name", "run")
+    assert forks(*words, "--max_steps", 6).code == 0
+    first, second = nodes(2, own={1: {runs: empty}})
+    done = finish(start((first, second), *words))
+    path = runs / "run" / "checkpoints" / "step_00000006"
+    for each in done:
+        assert each.returncode == 1
+        assert f"cls.py: {path}: {second.name} has not the one that {first.name} goes on from" in each.stderr
+    assert (
+        "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
+    )
+    assert not list(empty.iterdir())
+    shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
+    done = finish(start((first, second), *words, flags=["--max_restarts", 2]))
+    for each in done:
+        assert each.returncode == 2, each.stderr
+        assert each.stderr.count("is not seen from node1") == 1, "what is refused is not tried again"
+    assert not list(runs.iterdir())
+
+
+@pytest.mark.long
+def test_a_process_that_can_not_start_ends_the_launchers_of_all_machines(nodes, tmp_path):
+    """The others would wait for it in the process group."""
+    first, second = nodes(2)
+    began = time.monotonic()
+    done = finish(start((first, second), *WORDS, "--output_dir", tmp_path, lines=((), ["--no_such_flag", 1])))
+    assert [each.returncode for each in done] == [1, 1]
+    assert "cls.py: unknown flag --no_such_flag" in done[1].stderr
+    assert f"{first.name}: the launcher of another machine has given up" in done[0].stderr
+    assert time.monotonic() - began < START_S
+
+
+@pytest.mark.long
+def test_the_address_may_come_from_the_environment_and_the_number_of_a_machine_from_anywhere(nodes, tmp_path):
+    """Numbers of machines mean nothing: both are called the second, and the one that has the address is the first."""
+    first, second = nodes(2)
+    words = (*WORDS, "--output_dir", tmp_path, "--name", "run", "--max_steps", 2)
+    env, flags = {"MASTER_ADDR": second.address, "MASTER_PORT": "30001"}, ["--machine_rank", 1]
+    started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=env) for node in (first, second)]
+    done = finish(started)
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert "processes on 2 nodes" in done[1].stdout and not done[0].stdout
