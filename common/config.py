@@ -61,6 +61,8 @@ class RunConfig:
     """Steps between evaluations (0: at the end of every epoch). The last step always makes one."""
     log_every: int = option(10, low=1, may_change=True)
     """Steps between rows of metrics.jsonl and the tracker."""
+    collective_timeout: int = option(1800, low=10, may_change=True)
+    """Seconds that a process may keep the others waiting before all end and it is named."""
     workers: int = option(-1, low=-1, may_change=True)
     """Data-loading processes per rank (0: load in the training process; -1: the cores there are, shared by the ranks)."""
     tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True)

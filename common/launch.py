@@ -1,6 +1,7 @@
 """Is the world that this process woke up in the one it was launched for?"""
 
 import os
+import socket
 import sys
 import time
 import warnings
@@ -16,7 +17,10 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, str_to_bool
 from torch.distributed import Store, rendezvous
 
+from common import heartbeat
 from common.agreement import agree, facts
+from common.collectives import is_lost_peer
+from common.config import RunConfig
 from common.errors import Refused
 from common.last_word import leave_word
 from common.network import address_towards, await_listener, interface_of, is_loopback, trouble
@@ -40,25 +44,27 @@ PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
 MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
+HINDSIGHT = timedelta(minutes=1)  # how much later a collective itself gives up: who is to blame is said before
 _PARENT = os.getppid()  # before the launcher can have gone
 
 
-def start(config=None, timeout: timedelta = timedelta(minutes=30)) -> Accelerator:
+def start(config: RunConfig | None = None) -> Accelerator:
     """Join the world that `accelerate launch` (or torchrun, mpirun, plain python) made, and return its Accelerator.
 
-    The processes compare code, package versions and, if it is given, the configuration before they form a group.
+    The processes compare code, package versions and, if it is given, the configuration before they form a group. Then they
+    watch each other: one that doesn't get on for `config.collective_timeout` seconds ends the run.
 
     Device and precision come from the launch and never from here. The first thing a process does: an Accelerator, a
     PartialState or an accelerate logger made earlier pins the world without the checks.
 
-    `timeout` is the longest that a rank waits for the others in a collective before it fails.
     Raises Refused, before a process group is formed wherever the environment shows the reason.
     """
     # torch 2.14 proposes a successor that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
-    store = _meet(os.environ, config)  # kept until the process group has opened it as well
+    store = _meet(os.environ, config)
+    patience = config.collective_timeout if config else RunConfig.collective_timeout
     accelerator = Accelerator(
         cpu=wants_cpu(os.environ) or accelerators == 0,
         gradient_accumulation_steps=1,
@@ -66,10 +72,11 @@ def start(config=None, timeout: timedelta = timedelta(minutes=30)) -> Accelerato
         kwargs_handlers=[
             # The recipes keep running statistics equal themselves: DDP would broadcast rank 0's before every forward.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timeout),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=patience) + HINDSIGHT),
         ],
     )
-    del store
+    if store:
+        heartbeat.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)
     if accelerator.num_processes != world_size:
         raise Refused(
             f"launched as {world_size} processes, but accelerate formed a world of {accelerator.num_processes} on "
@@ -82,7 +89,10 @@ def start(config=None, timeout: timedelta = timedelta(minutes=30)) -> Accelerato
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe's `main`: what it refuses is said in one line, by one process a machine, and the exit code is 2."""
+    """Run a recipe's `main`: what it refuses is said in one line, by one process a machine, and the exit code is 2.
+
+    What one process alone fails of is its traceback, with its rank; the others, which lose it, say no more than that.
+    """
     try:
         main()
     except Refused as refusal:
@@ -92,6 +102,15 @@ def run(main: Callable[[], None]) -> None:
         print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
         leave_word(2)
         sys.exit(2)
+    except Exception as error:
+        if not is_lost_peer(error):
+            error.add_note(f"on {_whereabouts()}")
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process, which tells why", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        heartbeat.end()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -249,6 +268,10 @@ def processes_asked(command: Sequence[str]) -> tuple[int, int] | None:
         file = load_config_from_file(arguments.config_file)
         processes, machines = processes or file.num_processes, machines or file.num_machines
     return (processes, machines or 1) if processes else None
+
+
+def _whereabouts() -> str:
+    return f"rank {os.environ.get('RANK', 0)} ({socket.gethostname()})"
 
 
 def _parent_command() -> list[str]:

@@ -6,9 +6,10 @@ into sample indices, reads, varies and stacks. It starts at any step at once and
 
 import atexit
 import hashlib
-import multiprocessing
+import multiprocessing.queues
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import drop_path, mixing
+from common import drop_path, heartbeat, mixing
 from common.augmentation import Transform
 from common.collectives import local_world_size, rank, world_size
 from common.images import BrokenImage
@@ -175,7 +176,7 @@ def training_loader(samples: TrainingSamples, plan: BatchPlan, start: int, stop:
     return _loader(samples, positions, workers)
 
 
-def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> DataLoader:
+def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> "_Noted":
     """This rank's batches of a set that the ranks cover together, every sample once.
 
     The batches are `[0, B), [B, 2B), ...` on every layout, so that an image meets the same neighbours in them.
@@ -183,7 +184,22 @@ def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int)
     starts = np.arange(0, len(samples.source), batch_size)
     mine = np.array_split(starts, world_size())[rank()]
     batches = [np.arange(start, min(start + batch_size, len(samples.source))) for start in mine]
-    return _loader(samples, batches, workers)
+    return _Noted(_loader(samples, batches, workers))
+
+
+@dataclass
+class _Noted:
+    """A loader of which each batch shows that the evaluation gets on."""
+
+    loader: DataLoader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        for batch in self.loader:
+            heartbeat.note("evaluating")
+            yield batch
 
 
 class Feed:
@@ -195,7 +211,14 @@ class Feed:
 
     def __next__(self) -> Batch:
         began = time.perf_counter()
-        batch = next(self._batches)
+        heartbeat.note("waiting for data")
+        try:
+            batch = next(self._batches)
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "a data worker died as it handed over a batch: was it killed for want of memory? Take fewer --workers"
+            ) from error
+        heartbeat.note("training")
         self._waited += time.perf_counter() - began
         self._broken += batch.broken
         return batch.to(self._device)
@@ -224,16 +247,28 @@ def _loader(samples: Dataset, batches, workers: int) -> DataLoader:
         batch_sampler=batches,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_deaf,
+        worker_init_fn=_begin_worker,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
     )
 
 
-def _deaf(worker: int) -> None:
-    """A signal to the whole process group is for the training process, which still needs its workers to save and stop."""
+def _begin_worker(worker: int) -> None:
+    # A signal to the whole process group is for the training process, which still needs its workers to save and stop.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    # What can't be handed over (a full /dev/shm, too few file descriptors) Python would drop, and training wait for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
+
+
+def _die_of(error: BaseException, batch: object) -> None:
+    print(
+        f"data worker {os.getpid()} can't hand over a batch ({error}): make room in /dev/shm (containers: --shm-size), raise "
+        "the limit of open files (ulimit -n), or take fewer --workers",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _end_workers() -> None:

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import launch, pictures
+from common import heartbeat, launch, pictures
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_lost_peer, is_main, rank, together
@@ -75,6 +75,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        heartbeat.on_end(self._leave_word)
         return self
 
     def __exit__(self, _, error, trace) -> None:
@@ -85,6 +86,7 @@ class Run:
             else:
                 self._leave_no_trace()
         finally:
+            heartbeat.on_end(None)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             if self._folder:
@@ -112,6 +114,7 @@ class Run:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done."""
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
         self._identity = identity(self.config) | {"data": fingerprint}
+        heartbeat.note("choosing and loading a checkpoint")
         if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
             with together(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
@@ -140,6 +143,7 @@ class Run:
         """The steps that are to be made, until the last, or until some rank was asked to stop."""
         for step in range(self._ledger.step, self.total_steps):
             self._began = time.perf_counter()
+            heartbeat.note("training", step + 1)
             yield step
             if self._stopping:
                 break
@@ -176,6 +180,7 @@ class Run:
 
     def settle(self) -> None:
         """Wait until every step so far is known to be finite on all ranks: evaluation and checkpoints build on that."""
+        heartbeat.note("settling")
         self._take_in(self._health.settle())
 
     def record(self, step: int, results: dict, leading: str) -> bool:
@@ -186,6 +191,7 @@ class Run:
 
     def keep_best(self, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new folder, which then takes the place of `best/`."""
+        heartbeat.note("writing best/")
         with together("writing best/"), writing(self.path):
             if self._folder:
                 self._folder.replace("best", write)
@@ -198,6 +204,7 @@ class Run:
         """
         self.settle()
         self._journal.flush()
+        heartbeat.note("writing a checkpoint")
         with together("writing a checkpoint"), writing(self.path):
             if self._folder:
                 self._journal.check()
@@ -216,6 +223,7 @@ class Run:
 
         Images with boxes that it returns go to the dashboard, too.
         """
+        heartbeat.note(f"drawing {name}")
         if self._folder:
             path = self.path / "pictures" / f"{name}.png"
             try:
@@ -235,6 +243,10 @@ class Run:
                 self._leave_no_trace()
                 raise Refused(text)
             self.say(f"{text}, or copy them before the next start")
+
+    def _leave_word(self, cause: str) -> None:
+        """For programs, why all processes are ended; by whichever has the word."""
+        write_status(self.path, "failed", self._ledger.step, cause)
 
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:

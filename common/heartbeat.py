@@ -1,0 +1,227 @@
+"""Which process keeps the others waiting, what is it doing, and how do all of them end then?
+
+Each process notes what it is about to do. A thread of it writes that into the store every other second, and counts how long
+the process has not got on. When that is too long, it looks at what all have written: who writes no more is stopped or lost,
+else who does not wait for others is to blame. One process says so, with step, phase and stack, and every one ends.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import FrameType
+
+import psutil
+from torch.distributed import PrefixStore, Store
+
+BEAT = 2.0  # seconds between two beats
+LOOK = 6.0  # seconds between the two looks that tell who beats
+ANSWER = timedelta(seconds=3)  # how long the store may take; its process is stopped if it takes longer
+NAMED = 3  # processes that a message names
+# Where the innermost call stands of a process that waits for others: in a collective, in DDP's reduction, in health's sum.
+_WAITING = (
+    os.path.join("torch", "distributed", ""),
+    os.path.join("torch", "autograd", "graph.py"),
+    os.path.join("common", "health.py"),
+)
+
+
+@dataclass
+class Beat:
+    """What a process says of itself."""
+
+    host: str
+    process: int
+    launcher: int
+    count: int = 0
+    step: int = 0
+    phase: str = "starting"
+    waits: bool = False  # for other processes
+    stack: str = ""  # where it stands, once it has not got on for long
+
+
+_place = ["starting", 0, 0]  # phase, step, how often noted; written by the training thread alone
+_tell: Callable[[str], None] | None = None
+_beating: threading.Event | None = None
+
+
+def note(phase: str, step: int | None = None) -> None:
+    """Say what this process is about to do, such as "waiting for data"; it has got on. No communication."""
+    _place[0] = phase
+    _place[1] = _place[1] if step is None else step
+    _place[2] += 1
+
+
+def on_end(tell: Callable[[str], None] | None) -> None:
+    """Have `tell(cause)` called before this process is ended, to leave word of it."""
+    global _tell
+    _tell = tell
+
+
+def begin(store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
+    """Watch from now on, until `end`: a rank that does not get on for `patience` seconds ends all of them.
+
+    `name` is the program's, for what is said.
+    """
+    global _beating
+    _beating = threading.Event()
+    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name, _beating)
+    for function in (watch.run, watch.guard):
+        threading.Thread(target=function, name="heartbeat", daemon=True).start()
+
+
+def end() -> None:
+    """Stop watching: this process is about to end by itself."""
+    global _beating
+    if _beating:
+        _beating.set()
+        _beating = None
+    on_end(None)
+
+
+class _Idle:
+    """For how long this process has not got on. Time in which it was stopped itself does not count."""
+
+    def __init__(self):
+        self._noted, self._asked, self._seconds = _place[2], time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Seconds of it, up to now; to be asked every few seconds."""
+        passed, self._asked = time.monotonic() - self._asked, time.monotonic()
+        self._seconds = 0.0 if self._noted != _place[2] else self._seconds + min(passed, LOOK)
+        self._noted = _place[2]
+        return self._seconds
+
+
+class _Watch:
+    def __init__(self, store: Store, rank: int, world_size: int, patience: float, name: str, stop: threading.Event):
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.patience, self.name, self.stop = patience, name, stop
+        self.mine = Beat(socket.gethostname(), os.getpid(), os.getppid())
+        self.trained_by = threading.main_thread().ident
+        self.last_of_first: Beat | None = None  # rank 0 may keep the store, which then ends with it
+        self.answered = time.monotonic()  # when the store did so last
+        store.set_timeout(ANSWER)
+        self._beat()
+
+    def run(self) -> None:
+        """Beat until told to stop; look at the others when this process doesn't get on."""
+        idle, before = _Idle(), None
+        while not self.stop.wait(BEAT):
+            seconds = idle.seconds()
+            try:
+                self._beat(with_stack=seconds >= self.patience)
+                self.last_of_first = Beat(**json.loads(self.store.get("0")))
+                if seconds < max(self.patience - LOOK, self.patience / 2):
+                    before = None
+                elif before is None:
+                    before = self._look()
+                elif seconds >= self.patience:
+                    self._end(self._verdict(before, self._look()))
+            except RuntimeError:  # of the store, whose process has ended
+                continue
+            self.answered = time.monotonic()
+
+    def guard(self) -> None:
+        """The same where the store gives no answer, since the process that keeps it is stopped: whoever asks it is stuck as well."""
+        idle = _Idle()
+        while not self.stop.wait(BEAT):
+            if idle.seconds() >= self.patience and time.monotonic() - self.answered > LOOK:
+                if self.rank == 1:
+                    self._end(self._of_the_store(), store_answers=False)
+                time.sleep(2 * BEAT)  # rank 1 has the word
+                self._end("", store_answers=False)
+
+    def _beat(self, with_stack: bool = False) -> None:
+        frame = sys._current_frames().get(self.trained_by)
+        self.mine.phase, self.mine.step, _ = _place
+        self.mine.count += 1
+        self.mine.waits = _waits(frame)
+        self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
+        self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
+
+    def _look(self) -> list[Beat]:
+        keys = [str(rank) for rank in range(self.world_size)]
+        return [Beat(**json.loads(value)) for value in self.store.multi_get(keys)]
+
+    def _verdict(self, before: list[Beat], after: list[Beat]) -> str:
+        """What to say, the same from whoever says it; empty on all but the first process that beats."""
+        silent = [rank for rank in range(self.world_size) if before[rank].count == after[rank].count]
+        for rank in silent:
+            self._kill(after[rank])
+        alive = sorted(set(range(self.world_size)) - set(silent))
+        if self.rank != alive[0]:
+            return ""
+        if silent:
+            others = max(after[rank].step for rank in alive)
+            return f"{_and_more([_silent(rank, after[rank]) for rank in silent])}; the others stand at step {others}"
+        time.sleep(BEAT)  # until all have left their stacks
+        after = self._look()
+        last = min(beat.step for beat in after)
+        behind = [rank for rank in alive if not after[rank].waits] or [r for r in alive if after[r].step == last]
+        said = [f"{_who(rank, after[rank])} keeps the others waiting: {_where(after[rank])}" for rank in behind]
+        stacks = [f"rank {rank} is at\n{after[rank].stack}" for rank in behind[:NAMED] if after[rank].stack]
+        return "\n".join([_and_more(said), *stacks]).rstrip()
+
+    def _of_the_store(self) -> str:
+        if self.last_of_first is None:
+            return "the process that keeps the store gives no answer: see to it"
+        self._kill(self.last_of_first)
+        return f"{_silent(0, self.last_of_first)}; this process stands at step {self.mine.step}"
+
+    def _kill(self, beat: Beat) -> None:
+        """End a process of this machine that can't hear its launcher: it is stopped."""
+        if (beat.host, beat.launcher) == (self.mine.host, self.mine.launcher):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(beat.process)
+                if process.ppid() == beat.launcher:
+                    process.kill()
+
+    def _end(self, said: str, store_answers: bool = True) -> None:
+        """Say it, or let the process that has it to say do so, and end this one."""
+        if said:
+            waited = f"Nobody got on for {self.patience:.0f} s (--collective_timeout)"
+            rest = "all processes end; the same command goes on from the last checkpoint"
+            print(f"{self.name}: {said}\n{waited}: {rest}", file=sys.stderr, flush=True)
+            if _tell:
+                with contextlib.suppress(OSError):
+                    _tell(said.partition("\n")[0])
+        if store_answers:
+            with contextlib.suppress(RuntimeError):
+                if said:
+                    self.store.set("said", "")
+                else:
+                    self.store.wait(["said"], timedelta(seconds=BEAT + 1))
+        for child in multiprocessing.active_children():
+            child.kill()  # data workers, which would notice only seconds later
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING)
+
+
+def _who(rank: int, beat: Beat) -> str:
+    return f"rank {rank} (process {beat.process} on {beat.host})"
+
+
+def _where(beat: Beat) -> str:
+    return f"step {beat.step}, {beat.phase}"
+
+
+def _silent(rank: int, beat: Beat) -> str:
+    return f"{_who(rank, beat)} gives no sign of life, it is stopped or its machine hangs; its last was {_where(beat)}"
+
+
+def _and_more(texts: list[str]) -> str:
+    more = len(texts) - NAMED
+    return "; ".join(texts[:NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,215 @@
+"""What becomes of a run when one process of it hangs, fails or sees something else? All end, soon, and one message says why."""
+
+import ctypes
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from common import launch
+from tests.recipes.conftest import draw_stripes
+from tests.recipes.forked import Ended, Fork
+
+PATIENCE = 15
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--tracker", "none"),
+    *("--log_every", 1, "--eval_every", 10_000, "--checkpoint_every", 10_000, "--max_steps", 10_000),
+)
+
+
+def ends(ranks: list[Fork], seconds: float = PATIENCE + 10) -> list[Ended]:
+    """How they end, within that time."""
+    until = time.monotonic() + seconds
+    return [each.end(max(0.0, until - time.monotonic())) for each in ranks]
+
+
+def until_step(folder: Path, step: int, ranks: list[Fork]) -> None:
+    rows = folder / "metrics.jsonl"
+    while not (rows.exists() and rows.read_bytes().count(b"\n") >= step):
+        assert all(each.process.exitcode is None for each in ranks), [each.end() for each in ranks]
+        time.sleep(0.02)
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def on_rank(number: int, change, rank: int) -> None:
+    """For `before`: change something on that rank alone."""
+    launch.FIRST_WORD_S = 0.5
+    if rank == number:
+        change()
+
+
+def hang_in_data() -> None:
+    from common.loading import TrainingSamples
+
+    read = TrainingSamples.__getitems__
+
+    def wait_for_ever(samples, positions):
+        if positions[0] > 240:
+            threading.Event().wait()
+        return read(samples, positions)
+
+    TrainingSamples.__getitems__ = wait_for_ever
+
+
+def fail_in_a_step(error: Exception) -> None:
+    from common.run import Run
+
+    steps = Run.steps
+
+    def fail(run):
+        for step in steps(run):
+            if step == 5:
+                raise error
+            yield step
+
+    Run.steps = fail
+
+
+def see_other_data() -> None:
+    from common import sources
+
+    load = sources.load
+    sources.load = lambda data, **options: load(f"{data}_of_another_time", **options)
+
+
+def make_a_loss_nan() -> None:
+    from recipes import cls
+
+    build, calls = cls.build_loss, itertools.count()
+
+    def build_spoilt(*arguments):
+        losses = build(*arguments)
+        return lambda logits, targets: losses(logits, targets) * (math.nan if next(calls) == 5 else 1.0)
+
+    cls.build_loss = build_spoilt
+
+
+def small_shared_memory(size: str = "100k") -> None:
+    """As in a container that was given little of it."""
+    new_mounts = 0x00020000
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
+    assert os.system("mount --make-rprivate / && mount -t tmpfs -o size=" + size + " tmpfs /dev/shm") == 0
+
+
+def kill_the_worker() -> None:
+    from common.loading import Feed
+
+    take, calls = Feed.__next__, itertools.count()
+
+    def take_and_kill(feed):
+        if next(calls) == 5:
+            psutil.Process().children()[0].kill()
+        return take(feed)
+
+    Feed.__next__ = take_and_kill
+
+
+def few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+
+def test_a_process_that_hangs_is_named_with_where_it_stands_and_all_end(forks, tmp_path):
+    """Stopped, as by a debugger or a dying machine; stopped where it keeps the store; stuck in reading."""
+    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--workers", 0)
+    runs = {
+        "stopped": forks.start_ranks(3, *words, "--name", "stopped"),
+        "first": forks.start_ranks(2, *words, "--name", "first"),
+        "stuck": forks.start_ranks(2, *words, "--name", "stuck", before=functools.partial(on_rank, 1, hang_in_data)),
+    }
+    hanging = {"stopped": 2, "first": 0, "stuck": 1}
+    for name, ranks in runs.items():
+        until_step(tmp_path / name, 4, ranks)
+        if name != "stuck":
+            os.kill(ranks[hanging[name]].process.pid, signal.SIGSTOP)
+    for name, ranks in runs.items():
+        guilty = hanging[name]
+        ended = ends(ranks)
+        assert [each.code for each in ended] == [
+            -signal.SIGKILL if rank == guilty and name != "stuck" else 1 for rank in range(len(ranks))
+        ], (name, ended)
+        said = "".join(each.stderr for each in ended)
+        who = f"cls.py: rank {guilty} (process {ranks[guilty].process.pid} on {os.uname().nodename})"
+        assert said.count("cls.py: ") == said.count(who) == 1, (name, said)
+        if name == "stuck":
+            assert "keeps the others waiting: step 11, waiting for data" in said and "in wait_for_ever" in said
+        else:
+            assert "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
+            assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
+        assert f"Nobody got on for {PATIENCE} s (--collective_timeout): all processes end" in said
+        assert status(tmp_path / name)["status"] == "failed"
+        assert status(tmp_path / name)["cause"] in said and f"rank {guilty}" in status(tmp_path / name)["cause"]
+
+
+CASES = {  # what happens on rank 1, words of the command, what that process says, and the cause that programs read
+    "an exception": (
+        functools.partial(fail_in_a_step, ValueError("of my own")),
+        (),
+        "ValueError: of my own",
+        "rank 1: ValueError: of my own",
+    ),
+    "out of memory": (
+        functools.partial(fail_in_a_step, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
+        (),
+        "OutOfMemoryError: CUDA out of memory",
+        "rank 1: OutOfMemoryError: CUDA out of memory",
+    ),
+    "not a number": (
+        make_a_loss_nan,
+        (),
+        "cls.py: step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
+        "step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
+    ),
+    "a dead worker": (
+        kill_the_worker,
+        ("--workers", 1),
+        "is killed by signal: Killed",
+        "rank 1: RuntimeError: DataLoader worker",
+    ),
+    "a full shared memory": (
+        small_shared_memory,
+        ("--workers", 1, "--image_size", 64),
+        "No space left on device (28)): make room in /dev/shm",
+        "rank 1: RuntimeError: DataLoader worker",
+    ),
+    "few file descriptors": (few_descriptors, ("--workers", 2), "Too many open files", "rank 1: "),
+}
+
+
+def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_path):
+    """None of them waits for its time to run out."""
+    for name, (change, words, said, cause) in CASES.items():
+        words = (*WORDS, "--output_dir", tmp_path, "--name", name, "--workers", 0, *words)
+        first, second = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, change)), 60)
+        assert first.code == second.code == (2 if said.startswith("cls.py: ") else 1), name
+        assert said in second.stderr, (name, second.stderr)
+        assert status(tmp_path / name)["status"] == "failed"
+        assert status(tmp_path / name)["cause"].startswith(cause), (name, first.stderr)
+        if first.code == 1:
+            host = os.uname().nodename
+            assert f"on rank 1 ({host})" in second.stderr and "Traceback" not in first.stderr
+            assert f"cls.py: rank 0 ({host}) lost another process, which tells why" in first.stderr
+
+
+def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):
+    for number, data in enumerate(("data", "data_of_another_time")):
+        draw_stripes(tmp_path / data, (8, 7 + number))
+    words = (*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data", "--workers", 0)
+    ended = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, see_other_data)), 60)
+    for each in ended:
+        assert each.code == 2 and "cls.py: data differs between ranks: " in each.stderr
+        assert f"on rank 1 ({os.uname().nodename})" in each.stderr
+    assert not list((tmp_path / "runs").iterdir())
