@@ -31,9 +31,10 @@ class Node(Launcher):
 
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""
-        for process in _ip("netns", "pids", self.space).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+        while processes := _ip("netns", "pids", self.space).split():  # one may start another in the meantime
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
 
     def unplug(self) -> None:
         """Take its cable out: the others hear nothing more of it, not even an end."""
@@ -78,16 +79,21 @@ def machines(
             _ip("netns", "delete", space)
 
 
-def require_namespaces(home: Path) -> None:
-    """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
+def why_not(home: Path) -> str:
+    """What keeps this machine from making others, empty if nothing does."""
     try:
         with machines(1, home) as nodes:
             subprocess.run([*nodes[0].before, "true"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = f"network namespaces can't be made here: {(getattr(error, 'stderr', '') or str(error)).strip()}"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(f"{reason}; they take root and iproute2")
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        return f"network namespaces can't be made here: {reason}; they take root and iproute2"
+    return ""
+
+
+def require_namespaces(home: Path) -> None:
+    """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
+    if reason := why_not(home):
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
 def _ip(*words: str) -> str:
