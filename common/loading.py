@@ -193,6 +193,10 @@ class _Noted:
 
     loader: DataLoader
 
+    @property
+    def dataset(self) -> Dataset:
+        return self.loader.dataset
+
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -125,6 +126,21 @@ class Machines(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many machines want to join, asked ten times a second while the processes run; more than 0 starts them anew."""
+        waiting = 1
+        try:
+            waiting = self._waiting()
+        finally:
+            if waiting:  # or at an end, where torch gives the processes half a minute as well
+                _kill_stopped()
+        return waiting
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return not self._cut_off and self._inner.shutdown()  # which would tell the others
+
+    def _waiting(self) -> int:
         with self._in_words():
             if self._inner.is_closed():
                 raise RendezvousClosedError
@@ -140,12 +156,6 @@ class Machines(RendezvousHandler):
             if time.monotonic() - self._lost_since > QUIET_S:
                 _give_up(f"nothing is heard of {_names(lost)} any more: see to it, and start the command on all again")
             return 0
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return not self._cut_off and self._inner.shutdown()  # which would tell the others
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -192,6 +202,14 @@ class Machines(RendezvousHandler):
     def _joined(self) -> set:
         """The machines of this round as far as they have come, but those that have not been heard of for long."""
         return set(self._inner._state_holder.state.participants)  # which torch tells nobody
+
+
+def _kill_stopped() -> None:
+    """End the processes of this launcher that can't hear that they are to end."""
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
 
 
 def _names(machines: set) -> str:
