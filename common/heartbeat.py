@@ -107,10 +107,10 @@ class _Watch:
         self.patience, self.name, self.stop = patience, name, stop
         self.mine = Beat(socket.gethostname(), os.getpid(), os.getppid())
         self.trained_by = threading.main_thread().ident
-        self.last_of_first: Beat | None = None  # rank 0 may keep the store, which then ends with it
         self.answered = time.monotonic()  # when the store did so last
-        store.set_timeout(ANSWER)
         self._beat()
+        self.last_of_first = self._first()  # rank 0 may keep the store, which then ends with it
+        store.set_timeout(ANSWER)
 
     def run(self) -> None:
         """Beat until told to stop; look at the others when this process doesn't get on."""
@@ -119,7 +119,7 @@ class _Watch:
             seconds = idle.seconds()
             try:
                 self._beat(with_stack=seconds >= self.patience)
-                self.last_of_first = Beat(**json.loads(self.store.get("0")))
+                self.last_of_first = self._first()
                 if seconds < max(self.patience - LOOK, self.patience / 2):
                     before = None
                 elif before is None:
@@ -131,7 +131,7 @@ class _Watch:
             self.answered = time.monotonic()
 
     def guard(self) -> None:
-        """The same where the store gives no answer, since the process that keeps it is stopped: whoever asks it is stuck as well."""
+        """The same where the store gives no answer, since the process that keeps it is stopped: who asks it is stuck too."""
         idle = _Idle()
         while not self.stop.wait(BEAT):
             if idle.seconds() >= self.patience and time.monotonic() - self.answered > LOOK:
@@ -147,6 +147,9 @@ class _Watch:
         self.mine.waits = _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
+
+    def _first(self) -> Beat:
+        return Beat(**json.loads(self.store.get("0")))
 
     def _look(self) -> list[Beat]:
         keys = [str(rank) for rank in range(self.world_size)]
@@ -172,8 +175,6 @@ class _Watch:
         return "\n".join([_and_more(said), *stacks]).rstrip()
 
     def _of_the_store(self) -> str:
-        if self.last_of_first is None:
-            return "the process that keeps the store gives no answer: see to it"
         self._kill(self.last_of_first)
         return f"{_silent(0, self.last_of_first)}; this process stands at step {self.mine.step}"
 

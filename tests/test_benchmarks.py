@@ -47,6 +47,7 @@ def test_recipe_and_bare_loop_are_both_measured(launch: Launcher, tmp_path: Path
     check_loops(results, [16, 8, 24])
 
 
+@pytest.mark.long
 def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "detection.py", tmp_path / "detection.json")
     assert "ms a step" in printed and "µs a sample" in printed
@@ -59,6 +60,7 @@ def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Lau
         assert math.isclose(row["images_per_s"], 1000 * results["families"]["size"]["batch_size"] / row["step_ms"])
 
 
+@pytest.mark.long
 def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: Launcher) -> None:
     done = launch.start_python("-c", NORMS).finish()
     assert done.returncode == 0, done.stderr

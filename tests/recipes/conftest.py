@@ -120,6 +120,12 @@ def run_several(launch, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
 
 @pytest.fixture(scope="session")
+def thorough(request) -> bool:
+    """Whether long tests are among those that run: fixtures then make the runs that only these look at."""
+    return any(item.get_closest_marker("long") for item in request.session.items)
+
+
+@pytest.fixture(scope="session")
 def stripes(tmp_path_factory) -> Path:
     """199 + 23 photographs of five striped stuffs, some rarer than others: soon learnt, also when varied a lot."""
     folder = tmp_path_factory.mktemp("stripes")

@@ -377,7 +377,7 @@ def test_a_refusal_of_two_ranks_is_one_line_of_the_script_before_what_the_launch
         (
             "no GPU",
             "multi_gpu",
-            [],
+            ["--num_processes", 2],
             [],
             NO_NETWORK | {"CUDA_VISIBLE_DEVICES": ""},
             "launched for .* this machine shows none: .*",

@@ -60,6 +60,7 @@ class Case:
     layouts: tuple[Layout, ...]
     falls_to: float  # the mean loss of the last three steps, as a share of the first one's
     flags_of_50: str = ""  # where something has to divide the batch
+    long: bool = False
 
 
 CASES = {
@@ -80,22 +81,31 @@ CASES = {
     ),
     # Without what the cases above vary by, and with what they leave out.
     "vit-plain": Case(
-        "--model test_vit --lr 1e-3 --schedule step --warmup_epochs 1 --sampling sqrt", (WHOLE, TWO_ACCUMULATED), 0.3
+        "--model test_vit --lr 1e-3 --schedule step --warmup_epochs 1 --sampling sqrt",
+        (WHOLE, TWO_ACCUMULATED),
+        0.3,
+        long=True,
     ),
     "vit-bce": Case(
         "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced --repeats 3 "
         "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5",
         (WHOLE, THREE),
         0.65,
+        long=True,
     ),
-    "convnext-plain": Case("--model test_convnext --opt lion --lr 5e-4 --grad_checkpointing", (WHOLE, THREE), 0.5),
+    "convnext-plain": Case(
+        "--model test_convnext --opt lion --lr 5e-4 --grad_checkpointing", (WHOLE, THREE), 0.5, long=True
+    ),
     "resnet-group-plain": Case(
         "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 6 --grad_checkpointing --class_weights sqrt "
         "--channels_last",
         (WHOLE, TWO_ACCUMULATED),
         0.4,
+        long=True,
     ),
-    "resnet-global-plain": Case("--model test_resnet --opt lamb --lr 3e-2 --batch_norm global", (WHOLE, THREE), 0.1),
+    "resnet-global-plain": Case(
+        "--model test_resnet --opt lamb --lr 3e-2 --batch_norm global", (WHOLE, THREE), 0.1, long=True
+    ),
     "resnet-frozen": Case(
         "--model test_resnet --lr 0.1 --freeze_backbone --mixup 0.2 --repeats 2", (WHOLE, TWO_ACCUMULATED), 0.75
     ),
@@ -105,10 +115,21 @@ SINGLE = {"vit": FEW, "convnext": FEW, "resnet-group": FEW, "resnet-global": (WH
 REPEATED = ("vit", "resnet-group")
 
 
-def commands(processes: int) -> Iterator[tuple[str, str]]:
+def is_long(name: str, layout: Layout) -> bool:
+    """Whether the run is one of those that are left to the long tests: other options, and all the layouts for all models."""
+    return (
+        CASES[name].long
+        or (name == "convnext" and layout not in FEW)
+        or (name != "vit" and layout in (ACCUMULATED, TWO))
+    )
+
+
+def commands(processes: int, thorough: bool) -> Iterator[tuple[str, str]]:
     """Name and flags of every run on that many processes."""
     for name, case in CASES.items():
         for layout in case.layouts:
+            if is_long(name, layout) and not thorough:
+                continue
             of_50 = f" {case.flags_of_50}" if layout.global_batch_size == 50 else ""
             if layout.processes == processes:
                 yield f"{name} {layout}", f"{case.flags} {layout.flags}{of_50} --max_steps {STEPS} --dtype float64"
@@ -127,12 +148,12 @@ def commands(processes: int) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, stripes) -> dict[str, Outcome]:
+def runs(run_several, stripes, thorough) -> dict[str, Outcome]:
     """Every run by its name, of all cases on all layouts: three launches."""
     outcomes = {}
     for processes in (1, 2, 3):
         flags = f"--data {stripes} --log_every 1 --eval_every {STEPS}".split()
-        cases = {name: [*flags, *own.split()] for name, own in commands(processes)}
+        cases = {name: [*flags, *own.split()] for name, own in commands(processes, thorough)}
         outcomes |= run_several(processes, cases, timeout=900)
     assert not {name: run.text for name, run in outcomes.items() if run.outcome != "ok"}
     return outcomes
@@ -153,7 +174,7 @@ def start_of(run: Outcome, recipe) -> Tensors:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, id=f"{name}-{layout}")
+        pytest.param(name, layout, id=f"{name}-{layout}", marks=[pytest.mark.long] * is_long(name, layout))
         for name, case in CASES.items()
         for layout in case.layouts
         if layout not in (WHOLE, WHOLE_50)
@@ -176,7 +197,9 @@ def test_every_layout_is_the_same_run(name: str, layout: Layout, runs: dict[str,
             assert distance(statistics(whole.tensors(file)), statistics(cut.tensors(file)), start) <= 1e-8
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * case.long) for name, case in CASES.items()]
+)
 def test_the_compared_runs_learn(name: str, runs: dict[str, Outcome]) -> None:
     """Layouts would also agree on weights that hardly move; these make the loss fall far."""
     losses = runs[f"{name} {WHOLE}"].column("train/loss")

@@ -138,7 +138,9 @@ def assert_same_run(one: Outcome, other: Outcome) -> None:
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
 def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, whole, tmp_path, processes):
     """Kills and signals leave no process behind, say how the run stands, and cost no step."""
     folder = tmp_path / "interrupted"
@@ -168,6 +170,7 @@ def test_three_ranks_need_the_warm_up_to_go_on_bit_equal(of_three):
         assert identical(whole.tensors(), resumed.tensors()) is equal
 
 
+@pytest.mark.long
 def test_run_goes_on_elsewhere_as_if_it_had_been_there(launch, forks, tmp_path):
     """In float64: killed on two processes, then on three, ended on one, against one process all the way."""
     words = (

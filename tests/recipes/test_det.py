@@ -35,8 +35,11 @@ MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one tak
 
 
 @pytest.fixture(scope="module")
-def outcomes(run_several, scenes, tmp_path_factory):
-    """Each case on each world; on three processes resumed half-way from the two-process run's checkpoint as well."""
+def outcomes(run_several, scenes, tmp_path_factory, thorough):
+    """Each case on one process and on three, FCOS (with the long tests all) on two.
+
+    On three processes FCOS is resumed half-way from the two-process run's checkpoint as well.
+    """
     runs, results = tmp_path_factory.mktemp("runs"), {}
     for processes, most in MICRO_BATCHES.items():
         cases = {
@@ -45,6 +48,7 @@ def outcomes(run_several, scenes, tmp_path_factory):
                 *f"{EXACT} {flags} --max_micro_batch_size {most}".split(),
             ]
             for name, flags in CASES.items()
+            if processes != 2 or name == "fcos" or thorough
         }
         if processes == 2:
             cases["half"] = [*cases["fcos-2"], "--checkpoint_every", STEPS // 2, "--keep_checkpoints", 9]
@@ -67,8 +71,12 @@ def start():
     return build
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, processes",
+    [("fcos", 2)]
+    + [(name, 3) for name in CASES]
+    + [pytest.param(name, 2, marks=pytest.mark.long) for name in list(CASES)[1:]],
+)
 def test_losses_weights_and_results_do_not_depend_on_the_layout(name, processes, outcomes, start) -> None:
     one, other = outcomes[f"{name}-1"], outcomes[f"{name}-{processes}"]
     losses = one.column("train/loss")
@@ -88,15 +96,17 @@ def test_a_run_goes_on_on_another_layout(outcomes, start) -> None:
     assert distance(parameters(whole.tensors()), parameters(resumed.tensors()), start("fcos")) < 1e-8
 
 
-def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of_ranks(run_several, scenes) -> None:
+def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of_ranks(
+    run_several, scenes, tmp_path
+) -> None:
     """Seven images, three at a time: one of four ranks has none."""
     preset = ["--config", "recipes/presets/det_digits.yaml"]
-    learnt = run_several(2, {"learnt": [*preset, "--max_steps", 150]}, recipe="recipes/det.py")["learnt"]
-    flags = [*preset, "--data", scenes, "--max_micro_batch_size", 3, "--eval_only", learnt.folder / "best"]
-    said = {
-        processes: json.loads(run_several(processes, {"again": flags}, recipe="recipes/det.py")["again"].stdout)
-        for processes in (1, 2, 3, 4)
-    }
+    learn = [*preset, "--output_dir", tmp_path, "--max_steps", 150]
+    flags = [*preset, "--data", scenes, "--max_micro_batch_size", 3, "--eval_only", tmp_path / "learnt" / "best"]
+    said = {}
+    for processes, before in ((2, {"learnt": learn}), (1, {}), (3, {}), (4, {})):
+        evaluated = run_several(processes, before | {"again": flags}, recipe="recipes/det.py")["again"]
+        said[processes] = json.loads(evaluated.stdout)
     assert said[1]["count"] == 7 and 0.2 < said[1]["AP50"] < 1
     assert said[1] == said[2] == said[3] == said[4]
 
