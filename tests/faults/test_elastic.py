@@ -1,8 +1,6 @@
 """Does a run go on, as the same run, when a process dies, a machine is lost and a machine comes back?"""
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import psutil
 import pytest
 
 from tests.conftest import Started
-from tests.faults.nodes import Node
+from tests.faults.nodes import Node, Watched
 from tests.recipes.conftest import Outcome
 
 STEPS = 150
@@ -33,44 +31,6 @@ Feed.take = take_slowly
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-class Watched:
-    """A run folder that is being written, by one start after the other."""
-
-    def __init__(self, folder: Path, started: list[Started]) -> None:
-        self.folder, self.started = folder, started
-
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
-        """Wait for it; the seconds that took."""
-        began = time.monotonic()
-        while not condition():
-            ended = [each for each in self.started if each.process.poll() is not None]
-            if ended or time.monotonic() - began > seconds:
-                for each in self.started:
-                    each.process.kill()
-                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
-                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {seconds} s", *texts]))
-            time.sleep(0.01)
-        return time.monotonic() - began
-
-    def step(self) -> int:
-        """The last step of which a row is there."""
-        rows = self.folder / "metrics.jsonl"
-        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
-        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
-
-    def start_number(self) -> int:
-        """Changes with each start."""
-        rows = self.folder / "metrics.jsonl"
-        return rows.stat().st_ino if rows.exists() else 0
-
-    def beyond(self, start: int, step: int = 0) -> bool:
-        """Whether a later start than `start` has made steps, and has come to `step`."""
-        return self.start_number() != start and self.step() > step
-
-    def world_size(self) -> int:
-        return json.loads((self.folder / "environment.json").read_text())["world_size"]
 
 
 @pytest.fixture
