@@ -144,8 +144,10 @@ class Machines(RendezvousHandler):
         with self._in_words():
             if self._inner.is_closed():
                 raise RendezvousClosedError
-            waiting = self._inner.num_nodes_waiting()
-            lost = self._members - self._joined() - {self._inner._this_node}
+            waiting, joined = self._inner.num_nodes_waiting(), self._joined()
+            if self._inner._this_node not in joined:
+                return max(waiting, 1)  # the others have not heard of this one for long, and do without it
+            lost = self._members - joined
             if not lost:
                 self._lost_since = math.inf
                 return waiting
@@ -175,8 +177,8 @@ class Machines(RendezvousHandler):
         except (RendezvousConnectionError, DistError):
             self._cut_off = True
             _give_up(
-                f"the main machine at {self._host}:{self._port} is gone: start the command on all machines again, and the "
-                "run goes on from its last checkpoint"
+                f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
+                "all machines again, and the run goes on from its last checkpoint"
             )
 
     @contextmanager

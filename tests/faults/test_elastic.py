@@ -40,7 +40,7 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path, record_property):
+def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path):
     """A process killed, a machine lost, and back again: the losses are those of one process that nobody disturbed."""
     first, second = nodes(2)
     words = (*WORDS, "--output_dir", tmp_path)
@@ -74,7 +74,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     done = [each.finish() for each in run.started]
     assert [each.returncode for each in done] == [0, 0], done
     assert "stopped by SIGTERM" in done[0].stdout, "nothing is lost where a machine comes back"
-    record_property("seconds", took)
+    print(took)
 
     one = forks(*words, "--name", "alone")
     assert one.code == 0, one.stderr
@@ -117,7 +117,7 @@ def test_torchrun_and_its_own_environment_do_as_well(nodes, recipe, tmp_path, ba
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
-def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags, record_property):
+def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags):
     """No connection ends, so that no process notices: its launcher's heartbeats are missing."""
     first, second = nodes(2)
     words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
@@ -136,7 +136,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, t
         said = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
         assert said in left.stderr and left.returncode == 1
         assert f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr and cut.returncode == 1
-    record_property("seconds", took)
+    print(f"all ended or went on after {took:.1f} s")
     assert took < 150
 
 
@@ -158,7 +158,9 @@ def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks
     left = run.started[1].finish()
     assert time.monotonic() - began < 60
     assert left.returncode == 1
-    said = f"{second.name}: the main machine at {first.address}:29500 is gone: start the command on all machines again"
+    said = (
+        f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see what it said: start the"
+    )
     assert left.stderr.splitlines()[-1].startswith(said), left.stderr
     done = start(second)[0].finish()
     assert done.returncode == 0, done.stderr

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     assert not list(runs.iterdir())
 
 
-def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp_path, record_property):
+def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp_path):
     """Nothing else on its machine can kill it but its launcher, which hears that the other has given up."""
     first, second = nodes(2)
     words = (*WORDS, "--max_steps", 100_000, "--eval_every", 100_000, "--checkpoint_every", 100_000)
@@ -172,20 +172,19 @@ def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp
     began = time.monotonic()
     done = finish(started)
     took = time.monotonic() - began
-    record_property("seconds", took)
+    print(f"all ended after {took:.1f} s")
     assert PATIENCE < took < PATIENCE + 10
     assert [each.returncode for each in done] == [1, 1]
     assert not any(process.is_running() for process in processes)
     said = re.findall("^cls.py: .*", done[0].stderr + done[1].stderr, re.MULTILINE)
     assert len(said) == 1, said
     who = f"cls.py: rank 1 (process {stopped.pid} on {second.name}) gives no sign of life"
-    last = re.search(
-        r"its last was step (\d+), (training|waiting for data|settling); the others stand at step (\d+)", said[0]
-    )
-    assert said[0].startswith(who) and last and step <= int(last[3]), said
+    last = re.search(r"its last was step (\d+), [a-z ]+; the others stand at step (\d+)$", said[0])
+    assert said[0].startswith(who) and last and int(last[1]) <= int(last[2]) >= step, said
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["status"] == "failed" and f"cls.py: {status['cause']}" == said[0]
-    assert f"{second.name}: the launcher of another machine has given up" in done[1].stderr
+    said = "the launcher of another machine has given up|the main machine at .* is gone, or has ended"
+    assert re.fullmatch(f"{second.name}: ({said}), see what it said: start .*", done[1].stderr.splitlines()[-1])
 
 
 @pytest.mark.long
