@@ -53,14 +53,8 @@ def finish(started: Sequence[Started]) -> list[subprocess.CompletedProcess[str]]
     return [each.finish() for each in started]
 
 
-@pytest.mark.parametrize(
-    "recipe, processes",
-    [
-        ("cls", 2),
-        pytest.param("cls", 1, marks=pytest.mark.long),
-        pytest.param("det", 1, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe, processes", [("cls", 1), ("cls", 2), ("det", 1)])
 def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe, processes):
     """In float64, with the command of the README, on machines that know their own names as 127.0.1.1."""
     words = WORDS if recipe == "cls" else (*DETECTION_WORDS, "--data", scenes)
@@ -77,6 +71,7 @@ def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe
     assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
 
 
+@pytest.mark.long
 def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nodes):
     """Six launchers at once, each with a port of its own."""
     first, second = nodes(2)
@@ -122,6 +117,7 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     assert time.monotonic() - began < START_S
 
 
+@pytest.mark.long
 def test_machines_with_other_data_are_refused(nodes, tmp_path):
     for name, count in (("data", 8), ("other", 7)):
         draw_stripes(tmp_path / name, (count, 8))
@@ -134,6 +130,7 @@ def test_machines_with_other_data_are_refused(nodes, tmp_path):
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp_path):
     """Without a folder that both see: one machine would go on from step 6 and the other begin anew, silently."""
     runs, empty = tmp_path / "runs", tmp_path / "empty"
@@ -158,6 +155,7 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     assert not list(runs.iterdir())
 
 
+@pytest.mark.long
 def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp_path):
     """Nothing else on its machine can kill it but its launcher, which hears that the other has given up."""
     first, second = nodes(2)
