@@ -21,7 +21,7 @@ from common import heartbeat
 from common.agreement import agree, facts
 from common.collectives import is_lost_peer
 from common.config import RunConfig
-from common.errors import Refused
+from common.errors import Again, Refused
 from common.last_word import leave_word
 from common.network import address_towards, await_listener, interface_of, is_loopback, trouble
 
@@ -91,6 +91,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main`: what it refuses is said in one line, by one process a machine, and the exit code is 2.
 
+    A run that can go on when it is started again is, where it is of one process; several need a launcher that was told so.
     What one process alone fails of is its traceback, with its rank; the others, which lose it, say no more than that.
     """
     try:
@@ -102,6 +103,13 @@ def run(main: Callable[[], None]) -> None:
         print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
         leave_word(2)
         sys.exit(2)
+    except Again as again:
+        if os.environ.get("RANK", "0") != "0":  # the main process has said it
+            print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
+        if not torch.distributed.is_initialized():
+            sys.stdout.flush()
+            os.execv(sys.executable, sys.orig_argv)
+        sys.exit(1)
     except Exception as error:
         if not is_lost_peer(error):
             error.add_note(f"on {_whereabouts()}")

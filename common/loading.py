@@ -176,7 +176,7 @@ def training_loader(samples: TrainingSamples, plan: BatchPlan, start: int, stop:
     return _loader(samples, positions, workers)
 
 
-def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> "_Noted":
+def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> DataLoader:
     """This rank's batches of a set that the ranks cover together, every sample once.
 
     The batches are `[0, B), [B, 2B), ...` on every layout, so that an image meets the same neighbours in them.
@@ -184,24 +184,14 @@ def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int)
     starts = np.arange(0, len(samples.source), batch_size)
     mine = np.array_split(starts, world_size())[rank()]
     batches = [np.arange(start, min(start + batch_size, len(samples.source))) for start in mine]
-    return _Noted(_loader(samples, batches, workers))
+    return _loader(samples, batches, workers, _EvaluationLoader)
 
 
-@dataclass
-class _Noted:
-    """A loader of which each batch shows that the evaluation gets on."""
-
-    loader: DataLoader
-
-    @property
-    def dataset(self) -> Dataset:
-        return self.loader.dataset
-
-    def __len__(self) -> int:
-        return len(self.loader)
+class _EvaluationLoader(DataLoader):
+    """Each of its batches shows that the evaluation gets on."""
 
     def __iter__(self) -> Iterator:
-        for batch in self.loader:
+        for batch in super().__iter__():
             heartbeat.note("evaluating")
             yield batch
 
@@ -242,11 +232,11 @@ def worker_count(asked: int) -> int:
     return max(0, min(16, cores // local_world_size() - 1))
 
 
-def _loader(samples: Dataset, batches, workers: int) -> DataLoader:
+def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
         atexit.unregister(_end_workers)
         atexit.register(_end_workers)
-    return DataLoader(
+    return kind(
         samples,
         batch_sampler=batches,
         num_workers=workers,

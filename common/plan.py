@@ -20,6 +20,7 @@ class BatchPlan:
     world_size: int
     max_micro_batch_size: int
     unit: int = 1
+    whole: str = ""  # what needs the whole share of a process at once, such as "--batch_norm global"
 
     def __post_init__(self):
         size, unit, world, limit = self.global_batch_size, self.unit, self.world_size, self.max_micro_batch_size
@@ -42,6 +43,11 @@ class BatchPlan:
             raise Refused(
                 f"--global_batch_size {size} leaves some of {world} processes without a sample "
                 f"(the least share is {unit}): take at least {world * unit} or start fewer processes"
+            )
+        if self.whole and self.micro_steps > 1:
+            raise Refused(
+                f"{self.whole} needs the whole share of a process at once, not {self.micro_steps} micro-steps: "
+                f"raise --max_micro_batch_size to {unit * -(-self.units // world)}, or take --batch_norm group"
             )
         if self.units < self.parts:
             raise Refused(

@@ -21,23 +21,25 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import heartbeat, launch, pictures
+from common import heartbeat, launch, memory, pictures
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_lost_peer, is_main, rank, together
 from common.config import RunConfig, identity, short_hash
 from common.environment import environment
-from common.errors import Refused
+from common.errors import Again, Refused
 from common.health import Health, Report
 from common.journal import Journal
 from common.last_word import leave_word
 from common.ledger import Ledger
 from common.optimization import Schedule
+from common.plan import BatchPlan
 from common.resume import choose_together
 from common.run_folder import RunFolder, write_status, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import Tracker, require
+from common.wrapping import is_out_of_memory
 from common.writer import Writer
 
 RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
@@ -70,8 +72,10 @@ class Run:
         self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
+        self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
         self._started = self._stopping = False
+        self._plan: BatchPlan | None = None
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -80,10 +84,12 @@ class Run:
 
     def __exit__(self, _, error, trace) -> None:
         stopped = error is None and self._ledger.step < self.total_steps
+        instead = self._take_less() if self._plan and error and is_out_of_memory(error) else None
+        error = instead or error
         try:
             if self._started:
                 self._end(*self._outcome(stopped, error))
-            else:
+            elif not instead:
                 self._leave_no_trace()
         finally:
             heartbeat.on_end(None)
@@ -93,6 +99,8 @@ class Run:
                 self._folder.close()
             if self._scratch and is_main():
                 shutil.rmtree(self._scratch, ignore_errors=True)
+        if instead:
+            raise instead
         if stopped:
             leave_word(RESUMABLE)
             sys.exit(RESUMABLE)
@@ -105,6 +113,12 @@ class Run:
         if steps < 1:
             raise Refused(f"--epochs {self.config.epochs}: no step to make; train longer, or take --eval_only")
         return min(2, steps) if self.config.dry_run else steps
+
+    def fit(self, plan: BatchPlan, attempt: Callable[[int], None], model: torch.nn.Module) -> BatchPlan:
+        """`plan`, its micro-batches halved until `attempt(samples)`, a forward and backward pass, fits into all memories."""
+        heartbeat.note("finding the micro-batch that fits into memory")
+        self._plan = memory.fit(plan, attempt, model, self.say)
+        return self._plan
 
     def describe(self, rows: dict[str, str]) -> None:
         """The start table."""
@@ -244,6 +258,26 @@ class Run:
                 raise Refused(text)
             self.say(f"{text}, or copy them before the next start")
 
+    def _most(self) -> int:
+        """The most samples that a process takes at once: fewer than asked for where those once were too many."""
+        most = self.config.max_micro_batch_size
+        kept = memory.kept(self.path, self.accelerator.device) if self._folder else None
+        return broadcast_object(min(most, kept or most))
+
+    def _take_less(self) -> Exception:
+        """This rank has no memory left: have the next start take half as many samples at once. What to raise."""
+        try:
+            less = memory.halved(self._plan)
+        except Refused as refusal:
+            return refusal
+        with contextlib.suppress(OSError):
+            memory.keep(self.path, less, self.accelerator.device)
+        size, most = self._plan.micro_batch_sizes[0], less.max_micro_batch_size
+        other = ", which with --batch_norm local is another result" * (
+            getattr(self.config, "batch_norm", "") == "local"
+        )
+        return Again(f"out of memory with {size} samples at once, from now on at most {most}{other}")
+
     def _leave_word(self, cause: str) -> None:
         """For programs, why all processes are ended; by whichever has the word."""
         write_status(self.path, "failed", self._ledger.step, cause)
@@ -366,10 +400,12 @@ class Run:
             return "resumable", self._asked_by or cause
         if is_lost_peer(error):
             return "resumable", "the loss of another process"
+        status = "resumable" if isinstance(error, Again) else "failed"
         if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
+            kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
             with contextlib.suppress(OSError):
-                write_status(self.path, "failed", self._ledger.step, f"rank {rank()}: {type(error).__name__}: {cause}")
-        return "failed", cause
+                write_status(self.path, status, self._ledger.step, f"rank {rank()}: {kind}{cause}")
+        return status, cause
 
     def _end(self, status: str, cause: str) -> None:
         if not self._folder:
@@ -385,8 +421,7 @@ class Run:
                 self.draw("curves", pictures.curves, self.path)
             self._journal.summary(self._summary())
             where = self._journal.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
-            known = self._folder.read("status.json")
-            if status != "resumable" or known.get("status") != "failed":  # it says why a rank was lost
+            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why another rank was lost
                 self._folder.status(status, self._ledger.step, cause)
             if status == "failed":
                 self._folder.log(f"failed at step {self._ledger.step}: {cause}")

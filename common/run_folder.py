@@ -7,6 +7,7 @@
     status.json       running, finished, resumable or failed, with the step and the cause
     log.txt           what was said
     tracker.json      the id under which the dashboard knows the run
+    micro_batch.json  the most samples at once, by kind of device, where memory was once too small for more
     checkpoints/, best/, pictures/
 
 Only the main process writes, and only one run at a time: a lock that the kernel frees with the process guards the folder.
@@ -70,15 +71,11 @@ class RunFolder:
 
     def write(self, name: str, content: Any) -> None:
         """Replace a JSON file in one move: a reader sees the old or the new one, whole."""
-        _replace_file(self.path / name, json.dumps(content, indent=2) + "\n")
+        write_json(self.path / name, content)
 
     def read(self, name: str) -> dict:
         """A JSON object that `write` wrote; {} where there is none or it is not whole."""
-        try:
-            content = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_json(self.path / name)
 
     def status(self, status: str, step: int, cause: str = "") -> None:
         """`status` is running, finished, resumable or failed. running with no process at work means killed, so resumable."""
@@ -125,7 +122,21 @@ class RunFolder:
 def write_status(run: Path, status: str, step: int, cause: str) -> None:
     """What `RunFolder.status` does; for a rank without one that fails alone."""
     content = {"status": status, "step": step, "cause": cause, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    _replace_file(run / "status.json", json.dumps(content, indent=2) + "\n")
+    write_json(run / "status.json", content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file in one move."""
+    _replace_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object that `write_json` wrote; {} where there is none or it is not whole."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager

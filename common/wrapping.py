@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 
 from common import batch_norm
 from common.collectives import is_lost_peer
@@ -22,7 +23,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[
         for _ in range(1 if wrapped is model else 2):
             forward().backward()
     except (AssertionError, ValueError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or is_lost_peer(error):
+        if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise Refused(
@@ -31,3 +32,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[
     wrapped.zero_grad()
     model.load_state_dict(before)
     batch_norm.discard_statistics(model)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is how a device, or torch on the host, says that it has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)

@@ -133,17 +133,12 @@ def build_model(config: Config, classes: int):
     return model, drop_path.convert(model), models.data_config(model, config.image_size, config.crop_pct)
 
 
-def build_plan(config: Config) -> BatchPlan:
-    """How the global batch is spread; MixUp pairs and norm groups stay together."""
+def build_plan(config: Config, most: int) -> BatchPlan:
+    """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
     pair = 2 if config.mixup or config.cutmix else 1
     group = config.norm_batch_size if config.batch_norm == "group" else 1
-    plan = BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size, unit=math.lcm(pair, group))
-    if config.batch_norm in ("node", "global") and plan.micro_steps > 1:
-        raise Refused(
-            f"--batch_norm {config.batch_norm} needs the whole share of a process at once, not {plan.micro_steps} micro-steps: "
-            f"raise --max_micro_batch_size to {plan.unit * -(-plan.units // plan.world_size)}, or take --batch_norm group"
-        )
-    return plan
+    whole = f"--batch_norm {config.batch_norm}" if config.batch_norm in ("node", "global") else ""
+    return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
 
 
 def build_stream(config: Config, train: sources.Source) -> Stream:
@@ -187,10 +182,10 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
     return losses
 
 
-def build_val_loader(config: Config, val: sources.Source, data_config: dict):
-    """Batches of the validation set, of a size that does not depend on the layout."""
+def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
+    """Batches of the validation set, `size` samples each on any layout."""
     samples = loading.EvaluationSamples(val, evaluation_transform(data_config))
-    return loading.evaluation_loader(samples, config.max_micro_batch_size, loading.worker_count(config.workers))
+    return loading.evaluation_loader(samples, size, loading.worker_count(config.workers))
 
 
 @torch.no_grad()
@@ -226,7 +221,7 @@ def evaluate_only(config: Config, accelerator) -> None:
         with together("loading the checkpoint"):
             load_model(model, path)
     normalize, _ = build_inputs(config, train, data_config, accelerator.device)
-    loader = build_val_loader(config, val, data_config)
+    loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
     results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
     launch.say(json.dumps({"eval_only": str(path)} | results))
 
@@ -248,7 +243,7 @@ def main() -> None:
         return evaluate_only(config, accelerator)
 
     with Run(config, accelerator, recipe="cls") as run:
-        plan = build_plan(config)
+        plan = build_plan(config, run.max_micro_batch_size)
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
         schedule = Schedule(config, stream, run.length(stream))
@@ -259,16 +254,22 @@ def main() -> None:
         samples = loading.TrainingSamples(
             train, stream, transform, config.seed, config.mixup, config.cutmix, drop_path_layers
         )
-        val_loader = build_val_loader(config, val, data_config)
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
         if config.compile:
             bare.compile()
+
+        def try_step(model, samples):
+            blank = torch.zeros(samples, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
+            drop_path.set_draws(bare, torch.zeros(drop_path_layers, samples, device=accelerator.device))
+            with accelerator.autocast():
+                return model(normalize(blank)).sum()
+
+        plan = run.fit(plan, lambda samples: warm_up(bare, bare, lambda: try_step(bare, samples)), bare)
+        val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        blank = torch.zeros(plan.micro_batch_sizes[-1], *data_config["input_size"]).to(accelerator.device, torch.uint8)
-        drop_path.set_draws(bare, torch.zeros(drop_path_layers, len(blank), device=accelerator.device))
-        warm_up(model, bare, lambda: model(normalize(blank)).sum())
+        warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
 
         run.describe(
             {

@@ -165,16 +165,11 @@ def build_model(config: Config, classes: tuple[str, ...]):
     return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model), begins
 
 
-def build_plan(config: Config) -> BatchPlan:
-    """How the global batch is spread; norm groups stay together."""
+def build_plan(config: Config, most: int) -> BatchPlan:
+    """How the global batch is spread, `most` samples at once; norm groups stay together."""
     group = config.norm_batch_size if config.batch_norm == "group" else 1
-    plan = BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size, unit=group)
-    if config.batch_norm in ("node", "global") and plan.micro_steps > 1:
-        raise Refused(
-            f"--batch_norm {config.batch_norm} needs the whole share of a process at once, not {plan.micro_steps} micro-steps: "
-            f"raise --max_micro_batch_size to {-(-config.global_batch_size // plan.world_size)}, or take --batch_norm group"
-        )
-    return plan
+    whole = f"--batch_norm {config.batch_norm}" if config.batch_norm in ("node", "global") else ""
+    return BatchPlan(config.global_batch_size, world_size(), most, group, whole)
 
 
 def build_stream(config: Config, train: Annotated) -> Stream:
@@ -218,10 +213,9 @@ def build_normalize(config: Config, model, device: torch.device):
     return lambda images: images.to(dtype).sub_(mean).div_(std), fill
 
 
-def build_val_loader(config: Config, val: Annotated, model, plain: BoxAugmentation, fill: tuple[int, int, int]):
-    """Batches of the validation set, of a size that does not depend on the layout."""
-    samples = EvaluationScenes(val, plain, model.stride, fill)
-    return loading.evaluation_loader(samples, config.max_micro_batch_size, loading.worker_count(config.workers))
+def build_val_loader(config: Config, samples: EvaluationScenes, size: int):
+    """Batches of the validation set, `size` samples each on any layout."""
+    return loading.evaluation_loader(samples, size, loading.worker_count(config.workers))
 
 
 @torch.no_grad()
@@ -252,7 +246,7 @@ def evaluate_only(config: Config, accelerator) -> None:
         load(model, val.classes, path)
     _, plain = build_augmentation(config, build_stream(config, train))
     normalize, fill = build_normalize(config, model, accelerator.device)
-    loader = build_val_loader(config, val, model, plain, fill)
+    loader = build_val_loader(config, EvaluationScenes(val, plain, model.stride, fill), config.max_micro_batch_size)
     results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
     launch.say(json.dumps({"eval_only": str(path)} | results))
 
@@ -273,7 +267,7 @@ def main() -> None:
         return evaluate_only(config, accelerator)
 
     with Run(config, accelerator, recipe="det") as run:
-        plan = build_plan(config)
+        plan = build_plan(config, run.max_micro_batch_size)
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
         schedule = Schedule(config, stream, run.length(stream))
@@ -281,17 +275,24 @@ def main() -> None:
         normalize, fill = build_normalize(config, bare, accelerator.device)
         varied, plain = build_augmentation(config, stream)
         samples = TrainingScenes(train, stream, varied, bare.stride, fill, config.seed, drop_path_layers)
-        val_loader = build_val_loader(config, val, bare, plain, fill)
+        val_samples = EvaluationScenes(val, plain, bare.stride, fill)
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
         if config.compile:
             bare.backbone.compile()
+
+        def try_step(model, count):
+            blank = samples.blank(count).to(accelerator.device)
+            drop_path.set_draws(bare, blank.drop_path)
+            totals = torch.ones_like(bare.counts(blank.targets, blank.images.shape[2:]))
+            with accelerator.autocast():
+                return model(normalize(blank.images), blank.targets, totals)[0].sum()
+
+        plan = run.fit(plan, lambda count: warm_up(bare, bare, lambda: try_step(bare, count)), bare)
+        val_loader = build_val_loader(config, val_samples, plan.max_micro_batch_size)
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        blank = samples.blank(plan.micro_batch_sizes[0]).to(accelerator.device)
-        drop_path.set_draws(bare, blank.drop_path)
-        totals = torch.ones_like(bare.counts(blank.targets, blank.images.shape[2:]))
-        warm_up(model, bare, lambda: model(normalize(blank.images), blank.targets, totals)[0].sum())
+        warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
 
         run.describe(
             {

@@ -4,6 +4,7 @@ A canvas is the same for all micro-batches of a step: padding changes features, 
 split. It is a function of the sizes of the step's images, which every worker knows without decoding them.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,8 +65,8 @@ class TrainingScenes(Dataset):
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """A batch of `count` empty images, of the size of the first step's."""
-        height, width = self.canvas(0)
+        """A batch of `count` empty images, as large as any of the first hundred steps'."""
+        height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         positions = np.arange(count)
         plain = BoxAugmentation(self.seed, (min(width, height),), max(width, height))
         empty = plain([_empty(np.array([width, height]), self.source.has_masks)], 0, self.fill)

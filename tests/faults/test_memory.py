@@ -1,0 +1,106 @@
+"""Does a run whose micro-batches do not fit into memory train the same with smaller ones?"""
+
+import functools
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.recipes.conftest import Outcome
+
+STEPS = 8
+WORDS = (
+    *("--tracker", "none", "--workers", 0, "--log_every", 1, "--max_steps", STEPS, "--checkpoint_every", 3),
+    *(
+        "--eval_every",
+        100,
+        "--global_batch_size",
+        32,
+        "--max_micro_batch_size",
+        32,
+        "--dtype",
+        "float64",
+        "--batch_norm",
+        "frozen",
+    ),
+)
+# A recipe of which rank `RANK` has no memory left for more than eight samples, from its fifth step on.
+FULL = """
+import os, runpy, sys
+import torch
+from common import loading
+take, taken = loading.Feed.__next__, []
+def fail(feed):
+    batch = take(feed)
+    taken.append(batch)
+    if len(taken) > 5 and len(batch.positions) > 8 and os.environ.get("RANK", "0") == os.environ["FULL_RANK"]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return batch
+loading.Feed.__next__ = fail
+sys.argv[0] = "recipes/cls.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def allow(megabytes: int) -> None:
+    """From now on, no more than these. Where the run would start itself anew, which a fork can't, it ends with 99."""
+    os.execv = lambda *_: sys.exit(99)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, resource.RLIM_INFINITY))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks, tmp_path_factory) -> Outcome:
+    folder = tmp_path_factory.mktemp("runs")
+    done = forks(*WORDS, "--output_dir", folder, "--name", "run")
+    assert done.code == 0, done.stderr
+    return Outcome("ok", "", "", 0.0, folder / "run")
+
+
+def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
+    run = Outcome("ok", "", "", 0.0, folder)
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
+    assert json.loads((folder / "status.json").read_text())["status"] == "finished"
+
+
+def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks, stripes, tmp_path):
+    """With a real limit on this process's memory; then one that is too small for a single sample."""
+    words = [*WORDS, "--data", stripes, "--image_size", 128, "--output_dir", tmp_path, "--max_steps", 2]
+    whole = forks(*words, "--name", "whole")
+    assert whole.code == 0 and "32 = 1 process x 1 micro-step x 32 samples" in whole.stdout
+    said = ""
+    for _ in range(5):  # what was tried before the first step may be a little less than what is needed then
+        less = forks(*words, "--name", "less", before=functools.partial(allow, 300))
+        said += less.stdout
+        if less.code != 99:
+            break
+    assert less.code == 0, less.stderr
+    assert "do not fit into memory: 32 = 1 process x " in said and "x 1 micro-step " not in said
+    one, other = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("whole", "less"))
+    np.testing.assert_allclose(other.column("train/loss"), one.column("train/loss"), rtol=1e-8)
+    np.testing.assert_allclose(other.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
+
+    none = forks(*words, "--image_size", 512, "--name", "none", before=functools.partial(allow, 100))
+    assert none.code == 2 and "cls.py: not even micro-batches of 1 fit into memory: take a smaller" in none.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro_batch(
+    launch, undisturbed, tmp_path, processes
+):
+    """One process starts itself anew, several are started anew by their launcher; each step is there once."""
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
+    done = launch(config, script, *words, flags=flags, env={"FULL_RANK": last})
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
