@@ -50,6 +50,7 @@ OPERATIONS = 90  # file operations of a start that a kill is drawn from: about w
 LAUNCH_S = 6.0  # what two launched processes need to get to where forks begin
 NODES_S = 9.0  # the same, on two machines
 GONE_S = 30.0  # what the ranks that were not killed have to end in
+LEFT_S = 10.0  # after which a person ends what is left on the other machine, such as a wait for the one that is lost
 FAR = 1e-8  # on other layouts, in float64
 
 
@@ -214,7 +215,7 @@ class Campaign:
         return "at a moment" if done.returncode else ""
 
     def _kill_nodes(self, name: str, victim: int | str, moment: float) -> str:
-        """What is left on the other node ends by itself, or after a while is ended by a person."""
+        """What is left on the other node ends by itself, or is ended by a person."""
         started = self._start_on_nodes(name)
         time.sleep(moment)
         ended = all(each.process.poll() is not None for each in started)
@@ -222,7 +223,7 @@ class Campaign:
             node.kill()
         for node, each in zip(self.nodes, started, strict=True):
             try:
-                each.process.wait(GONE_S)
+                each.process.wait(LEFT_S)
             except subprocess.TimeoutExpired:
                 node.kill()
         done = [each.finish() for each in started]
