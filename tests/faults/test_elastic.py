@@ -157,7 +157,9 @@ def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks
     began = time.monotonic()
     first.kill()
     left = run.started[1].finish()
-    assert time.monotonic() - began < 60
+    took = time.monotonic() - began
+    print(f"the other ended after {took:.1f} s")
+    assert took < 60
     assert left.returncode == 1
     said = (
         f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see what it said: start the"
