@@ -64,7 +64,7 @@ class RunConfig:
     collective_timeout: int = option(1800, low=10, may_change=True)
     """Seconds that a process may keep the others waiting before all end and it is named."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """How processes send gradients: as they are, in half precision, or as matrices of low rank. All but none change the result."""
+    """How gradients are sent: as they are, in half precision, or as matrices of low rank. All but none change the result."""
     powersgd_rank: int = option(1, low=1)
     """comm_hook powersgd: rank of these matrices; higher is more exact and sends more."""
     bucket_cap_mb: int = option(25, low=1, may_change=True)
