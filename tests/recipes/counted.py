@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from several import load
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -35,7 +35,7 @@ def main() -> None:
 
         model.register_comm_hook = register_counted
         register(self, model)
-        if self.comm_hook == "no":
+        if self.comm_hook is DDPCommunicationHookType.NO:
             register_counted(None, allreduce_hook)
         parameters.append(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
 

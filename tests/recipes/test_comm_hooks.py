@@ -16,9 +16,9 @@ from common.config import RunConfig
 from common.errors import Refused
 from tests.recipes.conftest import Outcome, identical
 
-STEPS, HALF = 24, 12
+STEPS, HALF = 20, 10
 COMMAND = (
-    f"--model test_vit --opt adamw --lr 1e-3 --dtype float64 --max_steps {STEPS} --log_every 1 "
+    f"--dtype float64 --max_steps {STEPS} --log_every 1 --checkpoint_every {HALF} --crop_scale 1 "
     "--global_batch_size 32 --max_micro_batch_size 8"
 )
 HOOKS = {
@@ -27,19 +27,20 @@ HOOKS = {
     "bf16": "--comm_hook bf16",
     "powersgd": "--comm_hook powersgd --powersgd_rank 2",
 }
+# A ViT, without batch norm, makes little of small differences. A ResNet has branches whose first gradients are zeros.
+MODELS = {name: "--model test_vit --lr 1e-3" for name in HOOKS} | {"powersgd": "--model test_resnet"}
 TOLERANCE = {"fp16": 2**-11, "bf16": 2**-8}  # of a loss, in all these steps: the last bit of a number that is sent
 
 
 @pytest.fixture(scope="module")
 def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """Two ranks with two micro-steps each: every hook; bf16 and PowerSGD once more, from half-way; a ResNet; a refusal."""
+    """Two ranks with two micro-steps each: every hook; bf16 and PowerSGD once more, from half-way; a refusal."""
     folder = tmp_path_factory.mktemp("runs")
     command = f"{COMMAND} --output_dir {folder}"
-    cases = {name: f"{command} {hook} --checkpoint_every {HALF}" for name, hook in HOOKS.items()}
+    cases = {name: f"{command} {MODELS[name]} {hook}" for name, hook in HOOKS.items()}
     for name in ("bf16", "powersgd"):
         half = folder / name / "checkpoints" / f"step_{HALF:08d}"
-        cases[f"{name} resumed"] = f"{command} {HOOKS[name]} --resume {half}"
-    cases["resnet"] = f"{HOOKS['powersgd']} --max_steps 6 --output_dir {folder}"
+        cases[f"{name} resumed"] = f"{cases[name]} --resume {half}"
     cases["small buckets"] = f"{command} --comm_hook powersgd --bucket_cap_mb 5"
     return run_several(2, {name: words.split() for name, words in cases.items()}, recipe="tests/recipes/counted.py")
 
@@ -49,7 +50,7 @@ def test_the_loss_falls_and_the_start_table_says_what_the_hook_costs(name: str, 
     run = runs[name]
     losses = run.column("train/loss")
     assert run.outcome == "ok" and len(losses) == STEPS
-    assert losses[-5:].mean() < (0.95 if name == "powersgd" else 0.9) * losses[:5].mean()
+    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
     said = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
     assert len(said) == (name != "none") and all(f"sent {'in' if '16' in name else 'as'}" in line for line in said)
 
@@ -62,11 +63,11 @@ def test_half_precision_stays_close_to_gradients_sent_as_they_are(name: str, run
 
 
 def test_powersgd_trains_layers_whose_first_gradients_are_zeros(runs: dict[str, Outcome]) -> None:
-    """Those of branches whose last scale begins at 0: afterwards their weights differ by more than a factor."""
+    """Those of branches whose last scale begins at 0: afterwards their weights have done more than shrink."""
     model = models.build_classifier("test_resnet", 10, pretrained=False, image_size=32, drop=0, drop_path=0, seed=0)
-    start = model.state_dict()
+    start = model.double().state_dict()
     assert not start["layer1.0.bn2.weight"].any(), "no branch is closed at the start: this would prove nothing"
-    for name, weight in runs["resnet"].tensors().items():
+    for name, weight in runs["powersgd"].tensors().items():
         if weight.ndim > 1:
             assert torch.cosine_similarity(weight.flatten(), start[name].flatten(), dim=0) < 1 - 1e-5, name
 
@@ -85,7 +86,7 @@ def test_a_resumed_run_has_the_same_bits_with_half_precision_but_not_with_powers
     assert identical(runs["bf16 resumed"].tensors(), runs["bf16"].tensors())
     resumed, whole = (runs[name].column("train/loss")[-HALF:] for name in ("powersgd resumed", "powersgd"))
     assert not np.array_equal(resumed, whole)
-    assert resumed[-5:].mean() < runs["powersgd"].column("train/loss")[:5].mean()
+    assert resumed[-5:].mean() < 0.7 * runs["powersgd"].column("train/loss")[:5].mean()
 
 
 def test_what_powersgd_cannot_do_is_refused(runs: dict[str, Outcome]) -> None:
@@ -102,6 +103,7 @@ def test_a_process_alone_sends_nothing_and_says_so() -> None:
     assert "one process sends none" in describe(RunConfig(comm_hook="fp16"))["gradients"]
 
 
+@pytest.mark.long
 def test_a_detector_learns_with_compressed_gradients(run_several, scenes: Path) -> None:
     command = f"--data {scenes} --global_batch_size 4 --batch_norm frozen --width 32 --max_steps 8 --log_every 1"
     names = ("none", "bf16", "powersgd")
