@@ -86,7 +86,7 @@ def test_a_resumed_run_has_the_same_bits_with_half_precision_but_not_with_powers
     assert identical(runs["bf16 resumed"].tensors(), runs["bf16"].tensors())
     resumed, whole = (runs[name].column("train/loss")[-HALF:] for name in ("powersgd resumed", "powersgd"))
     assert not np.array_equal(resumed, whole)
-    assert resumed[-5:].mean() < 0.7 * runs["powersgd"].column("train/loss")[:5].mean()
+    assert resumed[-5:].mean() < 0.9 * runs["powersgd"].column("train/loss")[:5].mean()
 
 
 def test_what_powersgd_cannot_do_is_refused(runs: dict[str, Outcome]) -> None:
