@@ -170,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         return train(arguments.work)
-    model, steps = ("test_vit", 3) if arguments.quick else ("convnext_pico", 3)
+    model, steps = ("test_vit", 10) if arguments.quick else ("convnext_pico", 3)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(two_machines())
