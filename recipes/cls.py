@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, compression, drop_path, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
@@ -281,6 +281,7 @@ def main() -> None:
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
+                **compression.describe(config),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),
