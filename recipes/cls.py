@@ -260,13 +260,13 @@ def main() -> None:
         if config.compile:
             bare.compile()
 
-        def try_step(model, samples):
-            blank = torch.zeros(samples, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
-            drop_path.set_draws(bare, torch.zeros(drop_path_layers, samples, device=accelerator.device))
+        def try_step(model, count):
+            blank = torch.zeros(count, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
+            drop_path.set_draws(bare, torch.zeros(drop_path_layers, count, device=accelerator.device))
             with accelerator.autocast():
                 return model(normalize(blank)).sum()
 
-        plan = run.fit(plan, lambda samples: warm_up(bare, bare, lambda: try_step(bare, samples)), bare)
+        plan = run.fit(plan, lambda count: warm_up(bare, bare, lambda: try_step(bare, count)), bare)
         val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
         warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
