@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -125,11 +126,28 @@ class Machines(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many machines want to join, asked ten times a second while the processes run; more than 0 starts them anew."""
+        waiting = 1
+        try:
+            waiting = self._waiting()
+        finally:
+            if waiting:  # or at an end, where torch gives the processes half a minute as well
+                _kill_stopped()
+        return waiting
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return not self._cut_off and self._inner.shutdown()  # which would tell the others
+
+    def _waiting(self) -> int:
         with self._in_words():
             if self._inner.is_closed():
                 raise RendezvousClosedError
-            waiting = self._inner.num_nodes_waiting()
-            lost = self._members - self._joined() - {self._inner._this_node}
+            waiting, joined = self._inner.num_nodes_waiting(), self._joined()
+            if self._inner._this_node not in joined:
+                return max(waiting, 1)  # the others have not heard of this one for long, and do without it
+            lost = self._members - joined
             if not lost:
                 self._lost_since = math.inf
                 return waiting
@@ -140,12 +158,6 @@ class Machines(RendezvousHandler):
             if time.monotonic() - self._lost_since > QUIET_S:
                 _give_up(f"nothing is heard of {_names(lost)} any more: see to it, and start the command on all again")
             return 0
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return not self._cut_off and self._inner.shutdown()  # which would tell the others
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -165,8 +177,8 @@ class Machines(RendezvousHandler):
         except (RendezvousConnectionError, DistError):
             self._cut_off = True
             _give_up(
-                f"the main machine at {self._host}:{self._port} is gone: start the command on all machines again, and the "
-                "run goes on from its last checkpoint"
+                f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
+                "all machines again, and the run goes on from its last checkpoint"
             )
 
     @contextmanager
@@ -192,6 +204,14 @@ class Machines(RendezvousHandler):
     def _joined(self) -> set:
         """The machines of this round as far as they have come, but those that have not been heard of for long."""
         return set(self._inner._state_holder.state.participants)  # which torch tells nobody
+
+
+def _kill_stopped() -> None:
+    """End the processes of this launcher that can't hear that they are to end."""
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
 
 
 def _names(machines: set) -> str:

@@ -14,6 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 
 from common.errors import Refused
 from common.launch import check_launch
+from common.network import await_listener
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -161,10 +162,12 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, c
 
 def on_two_machines(launch, free_port: Callable[[], int], probe: Path, folder: Path, processes: int) -> list:
     """Both launchers of 2node_cpu on this machine, run to their end."""
-    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", processes]
-    second = ["--machine_rank", 1]  # which does not look whether the port is free
-    started = [launch.start("2node_cpu", probe, folder, flags=[*address, *flags]) for flags in ((), second)]
-    return [node.finish() for node in started]
+    port = free_port()
+    flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", processes]
+    first = launch.start("2node_cpu", probe, folder, flags=flags)
+    await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
+    second = launch.start("2node_cpu", probe, folder, flags=[*flags, "--machine_rank", 1])  # which does not look
+    return [node.finish() for node in (first, second)]
 
 
 def test_a_rehearsal_of_two_machines_makes_one_world(launch, free_port, probe, tmp_path) -> None:

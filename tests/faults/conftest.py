@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.nodes import Node, machines, require_namespaces
-from tests.recipes.conftest import forks, run_several, stripes
+from tests.recipes.conftest import forks, run_several, scenes, stripes
 
-__all__ = ["forks", "run_several", "stripes"]
+__all__ = ["forks", "run_several", "scenes", "stripes"]
 
 
 @pytest.fixture

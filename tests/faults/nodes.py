@@ -1,16 +1,21 @@
-"""How do tests get several machines? As network namespaces of this one, joined by a bridge; it takes root and iproute2."""
+"""How do tests get several machines, and follow what these do?
+
+As network namespaces of this one, joined by a bridge; it takes root and iproute2.
+"""
 
 import contextlib
+import json
 import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Launcher
+from tests.conftest import Launcher, Started
 
 
 class Node(Launcher):
@@ -31,13 +36,56 @@ class Node(Launcher):
 
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""
-        for process in _ip("netns", "pids", self.space).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+        while processes := _ip("netns", "pids", self.space).split():  # one may start another in the meantime
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+
+    def send_into_silence(self, address: str) -> None:
+        """Let what this machine sends to `address` get no answer, not even that nobody is there: as behind a firewall."""
+        _ip("-n", self.space, "neighbour", "add", address, "lladdr", "02:00:00:00:00:01", "dev", "eth0")
 
     def unplug(self) -> None:
         """Take its cable out: the others hear nothing more of it, not even an end."""
         _ip("-n", self.space, "link", "set", "eth0", "down")
+
+
+class Watched:
+    """A run folder that is being written, by one start after the other."""
+
+    def __init__(self, folder: Path, started: list[Started]) -> None:
+        self.folder, self.started = folder, started
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
+        """Wait for it; the seconds that took."""
+        began = time.monotonic()
+        while not condition():
+            ended = [each for each in self.started if each.process.poll() is not None]
+            if ended or time.monotonic() - began > seconds:
+                for each in self.started:
+                    each.process.kill()
+                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
+                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {seconds} s", *texts]))
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def step(self) -> int:
+        """The last step of which a row is there."""
+        rows = self.folder / "metrics.jsonl"
+        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
+
+    def start_number(self) -> int:
+        """Changes with each start."""
+        rows = self.folder / "metrics.jsonl"
+        return rows.stat().st_ino if rows.exists() else 0
+
+    def beyond(self, start: int, step: int = 0) -> bool:
+        """Whether a later start than `start` has made steps, and has come to `step`."""
+        return self.start_number() != start and self.step() > step
+
+    def world_size(self) -> int:
+        return json.loads((self.folder / "environment.json").read_text())["world_size"]
 
 
 @contextlib.contextmanager
@@ -78,16 +126,21 @@ def machines(
             _ip("netns", "delete", space)
 
 
-def require_namespaces(home: Path) -> None:
-    """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
+def why_not(home: Path) -> str:
+    """What keeps this machine from making others, empty if nothing does."""
     try:
         with machines(1, home) as nodes:
             subprocess.run([*nodes[0].before, "true"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = f"network namespaces can't be made here: {(getattr(error, 'stderr', '') or str(error)).strip()}"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(f"{reason}; they take root and iproute2")
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        return f"network namespaces can't be made here: {reason}; they take root and iproute2"
+    return ""
+
+
+def require_namespaces(home: Path) -> None:
+    """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
+    if reason := why_not(home):
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
 def _ip(*words: str) -> str:

@@ -18,6 +18,15 @@ def test_runs_that_are_launched_and_killed_are_bit_equal_to_the_undisturbed(fork
     assert Campaign(forks, tmp_path / "campaign", (2,), launcher=launch).run(2).kills == 2
 
 
+def test_detection_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path):
+    assert Campaign(forks, tmp_path / "campaign", (1,), recipe="det").run(3).kills == 3
+
+
+def test_runs_of_two_machines_that_are_lost_are_bit_equal_to_the_undisturbed(nodes, forks, tmp_path):
+    """Undisturbed it is that of two processes on one machine. With this seed each machine is lost once, as they train."""
+    assert Campaign(forks, tmp_path / "campaign", (2,), seed=23, nodes=nodes(2)).run(2).kills == 2
+
+
 def test_a_run_that_differs_would_be_seen(forks, tmp_path):
     """Another seed, one more step, a step twice: a campaign that can't fail shows nothing."""
     campaign = Campaign(forks, tmp_path / "campaign", (1,))

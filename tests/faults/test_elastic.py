@@ -1,8 +1,6 @@
 """Does a run go on, as the same run, when a process dies, a machine is lost and a machine comes back?"""
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import psutil
 import pytest
 
 from tests.conftest import Started
-from tests.faults.nodes import Node
+from tests.faults.nodes import Node, Watched
 from tests.recipes.conftest import Outcome
 
 STEPS = 150
@@ -19,7 +17,8 @@ WORDS = (
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
-LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+# A machine may beat every other second only, and is heard of a second late.
+LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
 # A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
 PACED = """
@@ -35,44 +34,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-class Watched:
-    """A run folder that is being written, by one start after the other."""
-
-    def __init__(self, folder: Path, started: list[Started]) -> None:
-        self.folder, self.started = folder, started
-
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
-        """Wait for it; the seconds that took."""
-        began = time.monotonic()
-        while not condition():
-            ended = [each for each in self.started if each.process.poll() is not None]
-            if ended or time.monotonic() - began > seconds:
-                for each in self.started:
-                    each.process.kill()
-                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
-                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {seconds} s", *texts]))
-            time.sleep(0.01)
-        return time.monotonic() - began
-
-    def step(self) -> int:
-        """The last step of which a row is there."""
-        rows = self.folder / "metrics.jsonl"
-        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
-        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
-
-    def start_number(self) -> int:
-        """Changes with each start."""
-        rows = self.folder / "metrics.jsonl"
-        return rows.stat().st_ino if rows.exists() else 0
-
-    def beyond(self, start: int, step: int = 0) -> bool:
-        """Whether a later start than `start` has made steps, and has come to `step`."""
-        return self.start_number() != start and self.step() > step
-
-    def world_size(self) -> int:
-        return json.loads((self.folder / "environment.json").read_text())["world_size"]
-
-
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     path = tmp_path / "paced.py"
@@ -80,7 +41,7 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path, record_property):
+def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path):
     """A process killed, a machine lost, and back again: the losses are those of one process that nobody disturbed."""
     first, second = nodes(2)
     words = (*WORDS, "--output_dir", tmp_path)
@@ -114,7 +75,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     done = [each.finish() for each in run.started]
     assert [each.returncode for each in done] == [0, 0], done
     assert "stopped by SIGTERM" in done[0].stdout, "nothing is lost where a machine comes back"
-    record_property("seconds", took)
+    print(took)
 
     one = forks(*words, "--name", "alone")
     assert one.code == 0, one.stderr
@@ -157,7 +118,7 @@ def test_torchrun_and_its_own_environment_do_as_well(nodes, recipe, tmp_path, ba
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
-def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags, record_property):
+def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags):
     """No connection ends, so that no process notices: its launcher's heartbeats are missing."""
     first, second = nodes(2)
     words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
@@ -176,7 +137,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, t
         said = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
         assert said in left.stderr and left.returncode == 1
         assert f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr and cut.returncode == 1
-    record_property("seconds", took)
+    print(f"all ended or went on after {took:.1f} s")
     assert took < 150
 
 
@@ -196,9 +157,13 @@ def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks
     began = time.monotonic()
     first.kill()
     left = run.started[1].finish()
-    assert time.monotonic() - began < 60
+    took = time.monotonic() - began
+    print(f"the other ended after {took:.1f} s")
+    assert took < 60
     assert left.returncode == 1
-    said = f"{second.name}: the main machine at {first.address}:29500 is gone: start the command on all machines again"
+    said = (
+        f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see what it said: start the"
+    )
     assert left.stderr.splitlines()[-1].startswith(said), left.stderr
     done = start(second)[0].finish()
     assert done.returncode == 0, done.stderr

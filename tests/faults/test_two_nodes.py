@@ -1,5 +1,7 @@
 """Do two machines make the run that one makes, and is what keeps them apart said in a line, and soon?"""
 
+import json
+import re
 import shutil
 import subprocess
 import time
@@ -8,10 +10,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.faults.nodes import Node
+from tests.conftest import ROOT, Started
+from tests.faults.nodes import Node, Watched
 from tests.recipes.conftest import Outcome, draw_stripes
 
 STEPS = 12
@@ -20,42 +23,59 @@ WORDS = (
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
+DETECTION_WORDS = (
+    *("--short_sides", "80,96", "--long_side", 128, "--scale_jitter", "0.7-1.3", "--mosaic", 0.3, "--mixup", 0.3),
+    *("--global_batch_size", 7, "--max_micro_batch_size", 2, "--workers", 0, "--tracker", "none", "--width", 32),
+    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
+    *("--batch_norm", "frozen", "--drop_path", 0.1, "--hflip", 0.3, "--clip", 1),
+)
 JOIN_S = 15  # how long a launcher of these tests waits for the others
 START_S = 45  # what starting takes on a busy machine
+PATIENCE = 15  # --collective_timeout
 
 
-def start(nodes: Sequence[Node], *words: object, flags: Sequence[object] = (), lines: Sequence[Sequence] = ((), ())):
+def start(
+    nodes: Sequence[Node],
+    *words: object,
+    recipe: str = "cls",
+    flags: Sequence[object] = (),
+    lines: Sequence[Sequence] = ((), ()),
+) -> list[Started]:
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", "recipes/cls.py", *words, *line, flags=flags)
+        node.start("2node_cpu", f"recipes/{recipe}.py", *words, *line, flags=flags)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
 
-def finish(started) -> list[subprocess.CompletedProcess[str]]:
+def finish(started: Sequence[Started]) -> list[subprocess.CompletedProcess[str]]:
     return [each.finish() for each in started]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_two_machines_make_the_run_of_one(nodes, forks, tmp_path, processes):
+@pytest.mark.long
+@pytest.mark.parametrize("recipe, processes", [("cls", 1), ("cls", 2), ("det", 1)])
+def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe, processes):
     """In float64, with the command of the README, on machines that know their own names as 127.0.1.1."""
-    words = (*WORDS, "--output_dir", tmp_path)
-    done = finish(start(nodes(2), *words, "--name", "two", flags=["--num_processes", 2 * processes]))
+    words = WORDS if recipe == "cls" else (*DETECTION_WORDS, "--data", scenes)
+    words = (*words, "--output_dir", tmp_path)
+    done = finish(start(nodes(2), *words, "--name", "two", recipe=recipe, flags=["--num_processes", 2 * processes]))
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp32" in done[0].stdout
-    alone = forks(*words, "--name", "alone")
+    alone = forks(*words, "--name", "alone", recipe=recipe)
     assert alone.code == 0, alone.stderr
     one, two = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("alone", "two"))
     assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+    for key in ("train/loss", "train/grad_norm", "eval/loss" if recipe == "cls" else "eval/AP"):
         np.testing.assert_allclose(two.column(key), one.column(key), rtol=1e-8)
     assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
 
 
+@pytest.mark.long
 def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nodes):
-    """Five launchers at once, each with a port of its own."""
+    """Six launchers at once, each with a port of its own."""
     first, second = nodes(2)
+    second.send_into_silence("10.77.0.8")
     missing = f"1 of 2 machines came within {JOIN_S} s: {first.name} ({first.address})"
     cases = {  # who waits, for which address, and what it says
         "missing machine": (first, first.address, missing),
@@ -63,6 +83,7 @@ def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nod
         "wrong address": (second, "10.77.0.9", "10.77.0.9:30002 can't be reached (No route to host)"),
         "wrong network": (second, "10.99.0.1", "10.99.0.1:30003 can't be reached (Network is unreachable)"),
         "wrong name": (second, "nowhere", "the name nowhere is not known on this machine"),
+        "closed port": (second, "10.77.0.8", "10.77.0.8:30005 can't be reached (timed out)"),
     }
     began, started = time.monotonic(), []
     for port, (node, address, _) in enumerate(cases.values(), 30000):
@@ -96,6 +117,7 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     assert time.monotonic() - began < START_S
 
 
+@pytest.mark.long
 def test_machines_with_other_data_are_refused(nodes, tmp_path):
     for name, count in (("data", 8), ("other", 7)):
         draw_stripes(tmp_path / name, (count, 8))
@@ -108,6 +130,7 @@ def test_machines_with_other_data_are_refused(nodes, tmp_path):
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp_path):
     """Without a folder that both see: one machine would go on from step 6 and the other begin anew, silently."""
     runs, empty = tmp_path / "runs", tmp_path / "empty"
@@ -130,6 +153,36 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
         assert each.returncode == 2, each.stderr
         assert each.stderr.count("is not seen from node1") == 1, "what is refused is not tried again"
     assert not list(runs.iterdir())
+
+
+@pytest.mark.long
+def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp_path):
+    """Nothing else on its machine can kill it but its launcher, which hears that the other has given up."""
+    first, second = nodes(2)
+    words = (*WORDS, "--max_steps", 100_000, "--eval_every", 100_000, "--checkpoint_every", 100_000)
+    words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
+    started = start((first, second), *words)
+    run = Watched(tmp_path / "run", started)
+    run.until(lambda: run.step() >= 4, "both train")
+    processes = [psutil.Process(each.process.pid).children()[0] for each in started]
+    stopped, step = processes[1], run.step()
+    stopped.suspend()
+    began = time.monotonic()
+    done = finish(started)
+    took = time.monotonic() - began
+    print(f"all ended after {took:.1f} s")
+    assert PATIENCE < took < PATIENCE + 10
+    assert [each.returncode for each in done] == [1, 1]
+    assert not any(process.is_running() for process in processes)
+    said = re.findall("^cls.py: .*", done[0].stderr + done[1].stderr, re.MULTILINE)
+    assert len(said) == 1, said
+    who = f"cls.py: rank 1 (process {stopped.pid} on {second.name}) gives no sign of life"
+    last = re.search(r"its last was step (\d+), [a-z ]+; the others stand at step (\d+)$", said[0])
+    assert said[0].startswith(who) and last and int(last[1]) <= int(last[2]) >= step, said
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "failed" and f"cls.py: {status['cause']}" == said[0]
+    said = "the launcher of another machine has given up|the main machine at .* is gone, or has ended"
+    assert re.fullmatch(f"{second.name}: ({said}), see what it said: start .*", done[1].stderr.splitlines()[-1])
 
 
 @pytest.mark.long

@@ -153,6 +153,12 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
 def scenes(tmp_path_factory) -> Path:
     """25 + 7 scenes of digits in COCO's format, of many sizes; every third has no box, so that some ranks have none."""
     folder = tmp_path_factory.mktemp("scenes")
+    draw_scenes(folder)
+    return folder
+
+
+def draw_scenes(folder: Path) -> None:
+    """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it."""
     train, val = load_scenes("digits", seed=0, val_share=0.2)
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
@@ -171,7 +177,6 @@ def scenes(tmp_path_factory) -> Path:
         categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
         content = {"images": images, "annotations": annotations, "categories": categories}
         (folder / f"{part}.json").write_text(json.dumps(content))
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ class Forks:
         self,
         processes: int,
         *words: object,
+        recipe: str = "cls",
         before: Callable[[int], None] | None = None,
         watch: Path | None = None,
         spared: Collection[str] = (),
@@ -106,6 +107,7 @@ class Forks:
         return [
             self.start(
                 *words,
+                recipe=recipe,
                 before=functools.partial(_be_rank, rank, processes, port, before),
                 watch=None if rank else watch,
                 spared=spared,
