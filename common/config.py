@@ -63,6 +63,12 @@ class RunConfig:
     """Steps between rows of metrics.jsonl and the tracker."""
     collective_timeout: int = option(1800, low=10, may_change=True)
     """Seconds that a process may keep the others waiting before all end and it is named."""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """How gradients are sent: as they are, in half precision, or as matrices of low rank. All but none change the result."""
+    powersgd_rank: int = option(1, low=1)
+    """comm_hook powersgd: rank of these matrices; higher is more exact and sends more."""
+    bucket_cap_mb: int = option(25, low=1, may_change=True)
+    """MiB of gradients that are sent together, beside the backward pass; moves no more than the last bits."""
     workers: int = option(-1, low=-1, may_change=True)
     """Data-loading processes per rank (0: load in the training process; -1: the cores there are, shared by the ranks)."""
     tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True)

@@ -32,7 +32,8 @@ class Journal:
             try:
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
-            except OSError:  # a terminal that was closed, a full disk behind it: not worth a run, and log.txt has it all
+            except OSError:
+                # A terminal that was closed, or a full disk behind it, is not worth a run: log.txt has it all.
                 sys.stdout = open(os.devnull, "w")
             self._folder.log(text)
 

@@ -14,12 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, str_to_bool
+from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 from torch.distributed import Store, rendezvous
 
 from common import heartbeat
 from common.agreement import agree, facts
 from common.collectives import is_lost_peer
+from common.compression import data_parallel
 from common.config import RunConfig
 from common.errors import Again, Refused
 from common.last_word import leave_word
@@ -63,6 +64,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
+    parallel = data_parallel(config or RunConfig(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     store = _meet(os.environ, config)
     patience = config.collective_timeout if config else RunConfig.collective_timeout
     accelerator = Accelerator(
@@ -70,8 +72,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
-            # The recipes keep running statistics equal themselves: DDP would broadcast rank 0's before every forward.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            parallel,
             InitProcessGroupKwargs(timeout=timedelta(seconds=patience) + HINDSIGHT),
         ],
     )

@@ -83,6 +83,7 @@ class Run:
         return self
 
     def __exit__(self, _, error, trace) -> None:
+        heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
         stopped = error is None and self._ledger.step < self.total_steps
         instead = self._take_less() if self._plan and error and is_out_of_memory(error) else None
         error = instead or error
@@ -92,7 +93,6 @@ class Run:
             elif not instead:
                 self._leave_no_trace()
         finally:
-            heartbeat.on_end(None)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             if self._folder:

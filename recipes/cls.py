@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, compression, drop_path, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
@@ -260,13 +260,13 @@ def main() -> None:
         if config.compile:
             bare.compile()
 
-        def try_step(model, samples):
-            blank = torch.zeros(samples, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
-            drop_path.set_draws(bare, torch.zeros(drop_path_layers, samples, device=accelerator.device))
+        def try_step(model, count):
+            blank = torch.zeros(count, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
+            drop_path.set_draws(bare, torch.zeros(drop_path_layers, count, device=accelerator.device))
             with accelerator.autocast():
                 return model(normalize(blank)).sum()
 
-        plan = run.fit(plan, lambda samples: warm_up(bare, bare, lambda: try_step(bare, samples)), bare)
+        plan = run.fit(plan, lambda count: warm_up(bare, bare, lambda: try_step(bare, count)), bare)
         val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
         model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
         warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
@@ -281,6 +281,7 @@ def main() -> None:
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
+                **compression.describe(config),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common import batch_norm, drop_path, launch, loading
+from common import batch_norm, compression, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import OptimizationConfig, RunConfig, option, parse
 from common.detection import balancing, detectors, pictures, sources
@@ -308,6 +308,7 @@ def main() -> None:
                 "layout": launch.describe(accelerator),
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
+                **compression.describe(config),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",

@@ -82,3 +82,19 @@ def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> Non
     assert printed.count("\n") == 7 and "beside the training" in printed and "everything waits" in printed
     assert [row["beside"] for row in result["rows"]] == [True, False, False, True]
     assert result["ratio"] > 0 and all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])
+
+
+@pytest.mark.long
+def test_what_a_slow_network_carries_is_what_each_hook_needs(launch: Launcher, tmp_path: Path) -> None:
+    """Little more than the gradients, half of them or two thin matrices for each, however many micro-steps there are."""
+    done = launch.start_python("benchmarks/network.py", "--quick", "--output", tmp_path / "network.json").finish(300)
+    assert done.returncode == 0, done.stderr
+    if done.stdout.startswith("not measured: "):
+        pytest.skip(done.stdout.strip())
+    result = json.loads((tmp_path / "network.json").read_text())
+    assert done.stdout.count("\n") == 3 + len(result["rows"])
+    assert {row["comm_hook"] for row in result["rows"]} == {"none", "fp16", "bf16", "powersgd"}
+    for row in result["rows"]:
+        # A burst may still be on its way when the counter is read.
+        assert 0.9 * row["needed"] < row["sent"] < 1.1 * row["needed"] + 20_000, row
+        assert row["step_ms"] > 0.8 * row["cable_ms"], row

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
+from torch.distributed.run import get_args_parser
 
 from common.config import parse
 from tests.recipes.several import load
@@ -100,7 +101,10 @@ def test_every_flag_that_a_page_names_exists() -> None:
     configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {"config", "help"}
     of_launcher = {
-        option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings
+        option.lstrip("-")
+        for parser in (launch_command_parser(), get_args_parser())  # of accelerate launch and torchrun
+        for action in parser._actions
+        for option in action.option_strings
     }
     for page in (
         "README.md",

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.recipes.conftest import Outcome, distance, parameters
 from tests.recipes.several import load
 
-PROCESSES = (1, 2, 3)
+PROCESSES = (1, 2, pytest.param(3, marks=pytest.mark.long))
 DIGITS = (  # 359 images to evaluate on, a prime, in batches of 32
     "--data digits --model test_convnext --lr 3e-3 --max_micro_batch_size 32 --max_steps 12 --dtype float64 --ema_decay 0.5"
 )
@@ -56,8 +56,8 @@ def save_colours(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, data, tmp_path_factory) -> dict[int, dict[str, Outcome]]:
-    """On 1, 2 and 3 processes: training runs, and evaluations of what the runs on one process left."""
+def runs(run_several, data, tmp_path_factory, thorough) -> dict[int, dict[str, Outcome]]:
+    """On 1, 2 and, for the long tests, 3 processes: training runs, and evaluations of what the runs on one process left."""
     root = tmp_path_factory.mktemp("runs")
     stripes, digits = root / "1" / "stripes", root / "1" / "digits"
     evaluations = {
@@ -70,7 +70,7 @@ def runs(run_several, data, tmp_path_factory) -> dict[int, dict[str, Outcome]]:
         "labels best": f"--eval_only {root}/1/labels/best --data {data['labels']} {LABELS}",
     }
     outcomes = {}
-    for processes in PROCESSES:
+    for processes in (1, 2, 3) if thorough else (1, 2):
         commands = {
             "digits": DIGITS,
             "labels": f"--data {data['labels']} {LABELS}",

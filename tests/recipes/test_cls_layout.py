@@ -116,12 +116,9 @@ REPEATED = ("vit", "resnet-group")
 
 
 def is_long(name: str, layout: Layout) -> bool:
-    """Whether the run is one of those that are left to the long tests: other options, and all the layouts for all models."""
-    return (
-        CASES[name].long
-        or (name == "convnext" and layout not in FEW)
-        or (name != "vit" and layout in (ACCUMULATED, TWO))
-    )
+    """Whether the run is left to the long tests: other options, and all layouts for all models."""
+    few = {"convnext": (WHOLE, TWO_ACCUMULATED), "resnet-global": (WHOLE, TWO)}
+    return CASES[name].long or (layout not in few[name] if name in few else layout in (ACCUMULATED, TWO))
 
 
 def commands(processes: int, thorough: bool) -> Iterator[tuple[str, str]]:
@@ -139,7 +136,7 @@ def commands(processes: int, thorough: bool) -> Iterator[tuple[str, str]]:
                 yield f"{norm} {layout}", f"{flags} {layout.flags} --max_steps 10 --dtype float64"
     for name, layouts in SINGLE.items():
         for layout in layouts:
-            if layout.processes == processes:
+            if layout.processes == processes and (thorough or name in REPEATED):
                 for time in ("first", "second") if name in REPEATED else ("first",):
                     yield f"{name} {layout} {time}", f"{CASES[name].flags} {layout.flags} --max_steps 3"
     if processes == TWO_ACCUMULATED.processes:
@@ -227,7 +224,9 @@ def test_batch_norm_of_one_machine_is_global_there(runs: dict[str, Outcome]) -> 
     assert identical(runs[f"node {WHOLE}"].tensors(), runs[f"local {WHOLE}"].tensors())
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in REPEATED)) for name in SINGLE]
+)
 def test_single_precision_starts_the_same(name: str, runs: dict[str, Outcome]) -> None:
     """In float32, where each layout sums in another order, the losses of the first three steps agree within 2e-5."""
     whole, *others = (runs[f"{name} {layout} first"].column("train/loss") for layout in SINGLE[name])

@@ -31,12 +31,17 @@ CASES = {
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4",
 }
 CLASSES = tuple("0123456789")
+LONG = {"retinanet", "rtdetr_v2"}  # left to the long tests, as all but FCOS on two processes
 MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one takes at once
+
+
+def is_long(name: str, processes: int) -> bool:
+    return name in LONG or (processes == 2 and name != "fcos")
 
 
 @pytest.fixture(scope="module")
 def outcomes(run_several, scenes, tmp_path_factory, thorough):
-    """Each case on one process and on three, FCOS (with the long tests all) on two.
+    """Each case on every world, as far as the tests that run look at it.
 
     On three processes FCOS is resumed half-way from the two-process run's checkpoint as well.
     """
@@ -48,7 +53,7 @@ def outcomes(run_several, scenes, tmp_path_factory, thorough):
                 *f"{EXACT} {flags} --max_micro_batch_size {most}".split(),
             ]
             for name, flags in CASES.items()
-            if processes != 2 or name == "fcos" or thorough
+            if thorough or not is_long(name, processes)
         }
         if processes == 2:
             cases["half"] = [*cases["fcos-2"], "--checkpoint_every", STEPS // 2, "--keep_checkpoints", 9]
@@ -73,9 +78,11 @@ def start():
 
 @pytest.mark.parametrize(
     "name, processes",
-    [("fcos", 2)]
-    + [(name, 3) for name in CASES]
-    + [pytest.param(name, 2, marks=pytest.mark.long) for name in list(CASES)[1:]],
+    [
+        pytest.param(name, processes, marks=[pytest.mark.long] * is_long(name, processes))
+        for name in CASES
+        for processes in (2, 3)
+    ],
 )
 def test_losses_weights_and_results_do_not_depend_on_the_layout(name, processes, outcomes, start) -> None:
     one, other = outcomes[f"{name}-1"], outcomes[f"{name}-{processes}"]
@@ -111,7 +118,7 @@ def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of
     assert said[1] == said[2] == said[3] == said[4]
 
 
-@pytest.mark.parametrize("detector", ["fcos", "faster_rcnn"])
+@pytest.mark.parametrize("detector", [pytest.param("fcos", marks=pytest.mark.long), "faster_rcnn"])
 def test_a_run_killed_again_and_again_is_bit_equal_to_the_uninterrupted(detector, forks, scenes, tmp_path) -> None:
     def train(name: str, before=None):
         words = [*VARIED.split(), "--data", scenes, "--output_dir", tmp_path, "--name", name, "--tracker", "none"]
