@@ -11,7 +11,7 @@ from tests.conftest import Started
 from tests.faults.nodes import Node, Watched
 from tests.recipes.conftest import Outcome
 
-STEPS = 150
+STEPS = 120
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 0, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),

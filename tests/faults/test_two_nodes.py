@@ -97,6 +97,7 @@ def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nod
     assert time.monotonic() - began < JOIN_S + START_S
 
 
+@pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     """Code, a package, a setting; both launchers end, and nothing is left."""
     code, package = ROOT / "common/plan.py", Path(distribution("timm").locate_file("timm")).parent
