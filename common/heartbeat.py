@@ -200,7 +200,7 @@ class _Watch:
                 if said:
                     self.store.set("said", "")
                 else:
-                    self.store.wait(["said"], timedelta(seconds=BEAT + 1))
+                    self.store.wait(["said"], timedelta(seconds=3 * BEAT))
         for child in multiprocessing.active_children():
             child.kill()  # data workers, which would notice only seconds later
         sys.stdout.flush()
