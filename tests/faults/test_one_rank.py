@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import psutil
-import torch
 
 from common import launch
 from tests.recipes.conftest import draw_stripes
@@ -160,12 +159,6 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
         (),
         "ValueError: of my own",
         "rank 1: ValueError: of my own",
-    ),
-    "out of memory": (
-        functools.partial(fail_in_a_step, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
-        (),
-        "OutOfMemoryError: CUDA out of memory",
-        "rank 1: OutOfMemoryError: CUDA out of memory",
     ),
     "not a number": (
         make_a_loss_nan,
