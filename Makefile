@@ -15,6 +15,9 @@ stamp = $(VENV)/installed-$(shell (pwd; cat $(1)) | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(call stamp,requirements.txt pyproject.toml)
 DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt)-dev
 
+# Two tests at a time, since a launch mostly waits for one of its processes; those of a module share what they launch.
+PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
+
 # Where `make demo` trains: on the GPUs that are there, else in two processes on the CPU.
 define CONFIG_FOR_THIS_MACHINE
 import torch
@@ -37,13 +40,13 @@ demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls or d
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
 test: $(DEV_STAMP) ## run the tests, all but the long ones
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
 test-smoke: $(DEV_STAMP) ## run the tests that are quick enough for every change
-	@$(RUN) -m pytest -m smoke $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m smoke $(ARGS)
 
 test-all: $(DEV_STAMP) ## run all tests, the long ones too
-	@$(RUN) -m pytest -m "" $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m "" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare what comes out (ARGS="--kills 1000 --seed 7")
 	@$(RUN) -m tests.faults $(ARGS)

@@ -1,5 +1,6 @@
 """What do tests that launch the real scripts share?"""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -16,6 +17,26 @@ ROOT = Path(__file__).parent.parent
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
 NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "TORCHELASTIC_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first: of two processes that run tests, the last to end is then not much later than the other."""
+    items.sort(key=lambda item: item.nodeid.startswith("tests/common/"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Of tests that run two at a time, those marked `alone` wait for the other one's end and keep its next one waiting."""
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    # Two locks, on files that are there anyway: who waits for the second keeps others from going on before.
+    with (ROOT / "pyproject.toml").open("rb") as turn, (ROOT / "Makefile").open("rb") as floor:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(floor, kind)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(floor, fcntl.LOCK_UN)  # also for processes that a test has forked and left behind
 
 
 @dataclass

@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import Launcher
 
+pytestmark = pytest.mark.alone
+
 # The gradient norms of the first steps of a recipe, and of the bare loop beside it.
 NORMS = """
 import sys

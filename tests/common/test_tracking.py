@@ -17,6 +17,8 @@ from common import tracking
 from common.errors import Refused
 from tests.conftest import Launcher
 
+pytestmark = pytest.mark.alone
+
 MAIN, OTHER = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
 
 # What a recipe does with its tracker; with "kill" the W&B service dies in mid-run, with "stay" it never ends.

@@ -11,6 +11,8 @@ from tests.conftest import Started
 from tests.faults.nodes import Node, Watched
 from tests.recipes.conftest import Outcome
 
+pytestmark = pytest.mark.alone
+
 STEPS = 120
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 0, "--tracker", "none"),

@@ -14,10 +14,13 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from common import launch
 from tests.recipes.conftest import draw_stripes
 from tests.recipes.forked import Ended, Fork
+
+pytestmark = pytest.mark.alone
 
 PATIENCE = 15
 WORDS = (

@@ -17,6 +17,8 @@ from tests.faults.campaign import without_pictures
 from tests.recipes.conftest import Outcome, draw_stripes, identical
 from tests.recipes.disks import disk, mount
 
+pytestmark = pytest.mark.alone
+
 STEPS, LOST_S = 12, 2.0  # what a dashboard may cost a start
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 0, "--max_steps", STEPS, "--log_every", 1),

@@ -245,6 +245,7 @@ def test_bf16_is_close_to_fp32_and_a_dry_run_leaves_nothing(run_several, runs, d
 
 
 @pytest.mark.smoke
+@pytest.mark.long
 def test_a_copied_recipe_elsewhere_is_the_same_run(launch, tmp_path) -> None:
     """`cp recipes/cls.py mine.py`, run from another folder on one process, is the run of the original on two."""
     shutil.copy(ROOT / "recipes" / "cls.py", tmp_path / "mine.py")

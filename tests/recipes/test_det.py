@@ -103,6 +103,7 @@ def test_a_run_goes_on_on_another_layout(outcomes, start) -> None:
     assert distance(parameters(whole.tensors()), parameters(resumed.tensors()), start("fcos")) < 1e-8
 
 
+@pytest.mark.long
 def test_an_evaluation_gives_the_same_numbers_to_the_last_digit_on_any_number_of_ranks(
     run_several, scenes, tmp_path
 ) -> None:
