@@ -125,7 +125,7 @@ class _Watch:
                 elif before is None:
                     before = self._look()
                 elif seconds >= self.patience:
-                    self._end(self._verdict(before, self._look()))
+                    self._judge(before, self._look())
             except RuntimeError:  # of the store, whose process has ended
                 continue
             self.answered = time.monotonic()
@@ -135,10 +135,12 @@ class _Watch:
         idle = _Idle()
         while not self.stop.wait(BEAT):
             if idle.seconds() >= self.patience and time.monotonic() - self.answered > LOOK:
+                first = self.last_of_first
                 if self.rank == 1:
-                    self._end(self._of_the_store(), store_answers=False)
-                time.sleep(2 * BEAT)  # rank 1 has the word
-                self._end("", store_answers=False)
+                    self._say(f"{_silent(0, first)}; this process stands at step {_place[1]}")
+                else:
+                    time.sleep(2 * BEAT)  # rank 1 has the word
+                self._end([first])
 
     def _beat(self, with_stack: bool = False) -> None:
         frame = sys._current_frames().get(self.trained_by)
@@ -155,28 +157,30 @@ class _Watch:
         keys = [str(rank) for rank in range(self.world_size)]
         return [Beat(**json.loads(value)) for value in self.store.multi_get(keys)]
 
-    def _verdict(self, before: list[Beat], after: list[Beat]) -> str:
-        """What to say, the same from whoever says it; empty on all but the first process that beats."""
+    def _judge(self, before: list[Beat], after: list[Beat]) -> None:
+        """Say who is to blame, if this is the first process that beats, else let that one say it; then end."""
         silent = [rank for rank in range(self.world_size) if before[rank].count == after[rank].count]
-        for rank in silent:
-            self._kill(after[rank])
-        alive = sorted(set(range(self.world_size)) - set(silent))
-        if self.rank != alive[0]:
-            return ""
-        if silent:
-            others = max(after[rank].step for rank in alive)
-            return f"{_and_more([_silent(rank, after[rank]) for rank in silent])}; the others stand at step {others}"
-        time.sleep(BEAT)  # until all have left their stacks
-        after = self._look()
-        last = min(beat.step for beat in after)
-        behind = [rank for rank in alive if not after[rank].waits] or [r for r in alive if after[r].step == last]
-        said = [f"{_who(rank, after[rank])} keeps the others waiting: {_where(after[rank])}" for rank in behind]
-        stacks = [f"rank {rank} is at\n{after[rank].stack}" for rank in behind[:NAMED] if after[rank].stack]
-        return "\n".join([_and_more(said), *stacks]).rstrip()
+        alive = [rank for rank in range(self.world_size) if rank not in silent]
+        with contextlib.suppress(RuntimeError):
+            if self.rank != alive[0]:
+                self.store.wait(["said"], timedelta(seconds=3 * BEAT))
+            else:
+                self._say(self._of_silent(silent, after) if silent else self._of_late(alive))
+                self.store.set("said", "")
+        self._end([after[rank] for rank in silent])
 
-    def _of_the_store(self) -> str:
-        self._kill(self.last_of_first)
-        return f"{_silent(0, self.last_of_first)}; this process stands at step {self.mine.step}"
+    def _of_silent(self, silent: list[int], beats: list[Beat]) -> str:
+        others = max(beat.step for rank, beat in enumerate(beats) if rank not in silent)
+        return f"{_and_more([_silent(rank, beats[rank]) for rank in silent])}; the others stand at step {others}"
+
+    def _of_late(self, alive: list[int]) -> str:
+        time.sleep(BEAT)  # until all have left their stacks
+        beats = self._look()
+        last = min(beat.step for beat in beats)
+        late = [rank for rank in alive if not beats[rank].waits] or [r for r in alive if beats[r].step == last]
+        said = [f"{_who(rank, beats[rank])} keeps the others waiting: {_where(beats[rank])}" for rank in late]
+        stacks = [f"rank {rank} is at\n{beats[rank].stack}" for rank in late[:NAMED] if beats[rank].stack]
+        return "\n".join([_and_more(said), *stacks]).rstrip()
 
     def _kill(self, beat: Beat) -> None:
         """End a process of this machine that can't hear its launcher: it is stopped."""
@@ -186,21 +190,18 @@ class _Watch:
                 if process.ppid() == beat.launcher:
                     process.kill()
 
-    def _end(self, said: str, store_answers: bool = True) -> None:
-        """Say it, or let the process that has it to say do so, and end this one."""
-        if said:
-            waited = f"Nobody got on for {self.patience:.0f} s (--collective_timeout)"
-            rest = "all processes end; the same command goes on from the last checkpoint"
-            print(f"{self.name}: {said}\n{waited}: {rest}", file=sys.stderr, flush=True)
-            if _tell:
-                with contextlib.suppress(OSError):
-                    _tell(said.partition("\n")[0])
-        if store_answers:
-            with contextlib.suppress(RuntimeError):
-                if said:
-                    self.store.set("said", "")
-                else:
-                    self.store.wait(["said"], timedelta(seconds=3 * BEAT))
+    def _say(self, said: str) -> None:
+        waited = f"Nobody got on for {self.patience:.0f} s (--collective_timeout)"
+        rest = "all processes end; the same command goes on from the last checkpoint"
+        print(f"{self.name}: {said}\n{waited}: {rest}", file=sys.stderr, flush=True)
+        if _tell:
+            with contextlib.suppress(OSError):
+                _tell(said.partition("\n")[0])
+
+    def _end(self, stopped: list[Beat]) -> None:
+        """End this process, and those that are stopped: only now, since their end alone would end the one that has the word."""
+        for beat in stopped:
+            self._kill(beat)
         for child in multiprocessing.active_children():
             child.kill()  # data workers, which would notice only seconds later
         sys.stdout.flush()
