@@ -138,14 +138,14 @@ def orphaned() -> bool:
     return os.getppid() != _PARENT and _launched(os.environ)
 
 
-def describe(accelerator: Accelerator) -> str:
-    """Where and in which precision a run happens, for its start table.
+def describe(accelerator: Accelerator, dtype: str) -> str:
+    """Where and in which precision a run happens whose weights are of type `dtype`, for its start table.
 
     One process: "1 process, cpu, fp32". Two ranks, on both: "2 processes on 1 node, cpu (gloo), fp32".
     """
     device = accelerator.device.type
     name = torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device
-    precision = PRECISION_NAMES[accelerator.mixed_precision]
+    precision = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
     if precision == "fp32" and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         precision = "fp32 (TF32)"
     if not torch.distributed.is_initialized():

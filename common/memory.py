@@ -69,7 +69,7 @@ def _fits(attempt: Callable[[int], None], size: int, model: torch.nn.Module) -> 
         attempt(size)
         del held
         return True
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     finally:

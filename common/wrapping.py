@@ -36,4 +36,5 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is how a device, or torch on the host, says that it has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error)
+    return known or (isinstance(error, RuntimeError) and "std::bad_alloc" in str(error))

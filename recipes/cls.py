@@ -277,7 +277,7 @@ def main() -> None:
                 "fingerprint": f"{fingerprint}, the same on all ranks",
                 "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 "input": " x ".join(map(str, data_config["input_size"])),
-                "layout": launch.describe(accelerator),
+                "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),

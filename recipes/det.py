@@ -305,7 +305,7 @@ def main() -> None:
                 },
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 **({"begins with": begins} if begins else {}),
-                "layout": launch.describe(accelerator),
+                "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **compression.describe(config),

@@ -53,7 +53,7 @@ except Refused as refusal:
 rank = accelerator.process_index
 total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
 with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
-    json.dump([accelerator.num_processes, total, describe(accelerator)], file)
+    json.dump([accelerator.num_processes, total, describe(accelerator, "float32")], file)
 accelerator.end_training()
 """
 

@@ -43,6 +43,7 @@ def test_the_first_batch_of_ten_billion_samples_costs_what_one_of_ten_thousand_c
     assert many["first_batch_ms"] < 1000 and many["memory_mib"] < 50  # a list of them: minutes and 80 GB
 
 
+@pytest.mark.long
 def test_recipe_and_bare_loop_are_both_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "loop.py", tmp_path / "loop.json")
     assert "ms a step" in printed and "µs a sample" in printed

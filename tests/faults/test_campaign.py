@@ -22,6 +22,7 @@ def test_detection_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturb
     assert Campaign(forks, tmp_path / "campaign", (1,), recipe="det").run(3).kills == 3
 
 
+@pytest.mark.long
 def test_runs_of_two_machines_that_are_lost_are_bit_equal_to_the_undisturbed(nodes, forks, tmp_path):
     """Undisturbed it is that of two processes on one machine. With this seed each machine is lost once, as they train."""
     assert Campaign(forks, tmp_path / "campaign", (2,), seed=23, nodes=nodes(2)).run(2).kills == 2

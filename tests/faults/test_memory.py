@@ -91,7 +91,7 @@ def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks,
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro_batch(
     launch, undisturbed, tmp_path, processes
 ):

@@ -22,7 +22,7 @@ from tests.recipes.forked import Ended, Fork
 
 pytestmark = pytest.mark.alone
 
-PATIENCE = 15
+PATIENCE = 10
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--tracker", "none"),
     *("--log_every", 1, "--eval_every", 10_000, "--checkpoint_every", 10_000, "--max_steps", 10_000),
@@ -169,12 +169,8 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
         "cls.py: step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
         "step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
     ),
-    "a dead worker": (
-        kill_the_worker,
-        ("--workers", 1),
-        "is killed by signal: Killed",
-        "rank 1: RuntimeError: DataLoader worker",
-    ),
+    # It depends on what the worker was doing whether torch or the pipe to it notices first.
+    "a dead worker": (kill_the_worker, ("--workers", 1), " worker ", "rank 1: RuntimeError: "),
     "a full shared memory": (
         small_shared_memory,
         ("--workers", 1, "--image_size", 64),
@@ -188,6 +184,8 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
 def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_path):
     """None of them waits for its time to run out."""
     for name, (change, words, said, cause) in CASES.items():
+        if change is small_shared_memory and os.geteuid() != 0:
+            continue  # only root makes mounts
         words = (*WORDS, "--output_dir", tmp_path, "--name", name, "--workers", 0, *words)
         first, second = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, change)), 60)
         assert first.code == second.code == (2 if said.startswith("cls.py: ") else 1), name

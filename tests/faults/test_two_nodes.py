@@ -61,7 +61,7 @@ def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe
     words = (*words, "--output_dir", tmp_path)
     done = finish(start(nodes(2), *words, "--name", "two", recipe=recipe, flags=["--num_processes", 2 * processes]))
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
-    assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp32" in done[0].stdout
+    assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp64" in done[0].stdout
     alone = forks(*words, "--name", "alone", recipe=recipe)
     assert alone.code == 0, alone.stderr
     one, two = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("alone", "two"))

@@ -602,6 +602,7 @@ def test_a_read_only_folder_is_refused_and_left_as_it_is(forks, two_steps, tmp_p
         assert snapshot(folder) == before
 
 
+@pytest.mark.long
 def test_a_full_disk_stops_all_ranks_with_one_line_and_a_larger_one_goes_on(run_several, forks, two_steps, tmp_path):
     """The disk holds one checkpoint, but not a second, for which the first would have to go before it is there."""
     words = [*SMALL, "--max_steps", 4, "--tracker", "none", "--workers", 0, "--name", "run"]

@@ -60,7 +60,6 @@ class Case:
     layouts: tuple[Layout, ...]
     falls_to: float  # the mean loss of the last three steps, as a share of the first one's
     flags_of_50: str = ""  # where something has to divide the batch
-    long: bool = False
 
 
 CASES = {
@@ -84,28 +83,21 @@ CASES = {
         "--model test_vit --lr 1e-3 --schedule step --warmup_epochs 1 --sampling sqrt",
         (WHOLE, TWO_ACCUMULATED),
         0.3,
-        long=True,
     ),
     "vit-bce": Case(
         "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced --repeats 3 "
         "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5",
         (WHOLE, THREE),
         0.65,
-        long=True,
     ),
-    "convnext-plain": Case(
-        "--model test_convnext --opt lion --lr 5e-4 --grad_checkpointing", (WHOLE, THREE), 0.5, long=True
-    ),
+    "convnext-plain": Case("--model test_convnext --opt lion --lr 5e-4 --grad_checkpointing", (WHOLE, THREE), 0.5),
     "resnet-group-plain": Case(
         "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 6 --grad_checkpointing --class_weights sqrt "
         "--channels_last",
         (WHOLE, TWO_ACCUMULATED),
         0.4,
-        long=True,
     ),
-    "resnet-global-plain": Case(
-        "--model test_resnet --opt lamb --lr 3e-2 --batch_norm global", (WHOLE, THREE), 0.1, long=True
-    ),
+    "resnet-global-plain": Case("--model test_resnet --opt lamb --lr 3e-2 --batch_norm global", (WHOLE, THREE), 0.1),
     "resnet-frozen": Case(
         "--model test_resnet --lr 0.1 --freeze_backbone --mixup 0.2 --repeats 2", (WHOLE, TWO_ACCUMULATED), 0.75
     ),
@@ -117,8 +109,13 @@ REPEATED = ("vit", "resnet-group")
 
 def is_long(name: str, layout: Layout) -> bool:
     """Whether the run is left to the long tests: other options, and all layouts for all models."""
-    few = {"convnext": (WHOLE, TWO_ACCUMULATED), "resnet-global": (WHOLE, TWO)}
-    return CASES[name].long or (layout not in few[name] if name in few else layout in (ACCUMULATED, TWO))
+    few = {
+        "vit": (WHOLE, THREE, WHOLE_50, THREE_50),
+        "resnet-group": (WHOLE, TWO_ACCUMULATED, WHOLE_50, THREE_50),
+        "resnet-global": (WHOLE, TWO),
+        "resnet-frozen": (WHOLE, TWO_ACCUMULATED),
+    }
+    return layout not in few.get(name, ())
 
 
 def commands(processes: int, thorough: bool) -> Iterator[tuple[str, str]]:
@@ -195,7 +192,7 @@ def test_every_layout_is_the_same_run(name: str, layout: Layout, runs: dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * case.long) for name, case in CASES.items()]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * is_long(name, WHOLE)) for name in CASES]
 )
 def test_the_compared_runs_learn(name: str, runs: dict[str, Outcome]) -> None:
     """Layouts would also agree on weights that hardly move; these make the loss fall far."""

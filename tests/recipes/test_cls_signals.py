@@ -162,6 +162,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, whole, tmp_pa
     assert_same_run(Outcome("ok", "", "", 0.0, folder), whole(processes))
 
 
+@pytest.mark.long
 def test_three_ranks_need_the_warm_up_to_go_on_bit_equal(of_three):
     """DDP sums in another order in its first step, which only a warm-up moves out of the run."""
     for name, equal in (("warm", True), ("cold", False)):
