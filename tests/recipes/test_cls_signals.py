@@ -68,7 +68,7 @@ take, taken = Feed.take, []
 def fail(feed):
     taken.append(feed)
     if os.environ["RANK"] == "1" and len(taken) == 5:
-        raise MemoryError("of rank 1 alone")
+        raise ValueError("of rank 1 alone")
     return take(feed)
 Feed.take = fail
 sys.argv[0] = "recipes/cls.py"
@@ -234,4 +234,4 @@ def test_a_rank_that_fails_alone_says_why(launch, tmp_path):
     assert done.returncode != 0
     status = status_of(tmp_path / "failing")
     assert status["status"] == "failed"
-    assert "rank 1: MemoryError: of rank 1 alone" in status["cause"]
+    assert "rank 1: ValueError: of rank 1 alone" in status["cause"]
