@@ -22,7 +22,7 @@ from tests.recipes.forked import Ended, Fork
 
 pytestmark = pytest.mark.alone
 
-PATIENCE = 10
+PATIENCE = 20  # also on a slow machine longer than any start
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--tracker", "none"),
     *("--log_every", 1, "--eval_every", 10_000, "--checkpoint_every", 10_000, "--max_steps", 10_000),
