@@ -83,6 +83,8 @@ class Run:
         return self
 
     def __exit__(self, _, error, trace) -> None:
+        if error:  # torch's handler raises for each data worker that dies, also between the lines of what follows
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
         stopped = error is None and self._ledger.step < self.total_steps
         instead = self._take_less() if self._plan and error and is_out_of_memory(error) else None
