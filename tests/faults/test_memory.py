@@ -86,7 +86,7 @@ def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks,
     np.testing.assert_allclose(other.column("train/loss"), one.column("train/loss"), rtol=1e-8)
     np.testing.assert_allclose(other.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
 
-    none = forks(*words, "--image_size", 512, "--name", "none", before=functools.partial(allow, 100))
+    none = forks(*words, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300))
     assert none.code == 2 and "cls.py: not even micro-batches of 1 fit into memory: take a smaller" in none.stderr
     assert not (tmp_path / "none").exists()
 
