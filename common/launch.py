@@ -64,9 +64,9 @@ def start(config: RunConfig | None = None) -> Accelerator:
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
-    parallel = data_parallel(config or RunConfig(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    store = _meet(os.environ, config)
-    patience = config.collective_timeout if config else RunConfig.collective_timeout
+    settings = config or RunConfig()
+    parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    patience, store = settings.collective_timeout, _meet(os.environ, config)
     accelerator = Accelerator(
         cpu=wants_cpu(os.environ) or accelerators == 0,
         gradient_accumulation_steps=1,

@@ -87,7 +87,8 @@ class Run:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
         stopped = error is None and self._ledger.step < self.total_steps
-        instead = self._take_less() if self._plan and error and is_out_of_memory(error) else None
+        lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing
+        instead = self._take_less() if lasting and error and is_out_of_memory(error) else None
         error = instead or error
         try:
             if self._started:
@@ -270,10 +271,10 @@ class Run:
         """This rank has no memory left: have the next start take half as many samples at once. What to raise."""
         try:
             less = memory.halved(self._plan)
+            with writing(self.path):  # a start that does not find it would fail in the same way, again and again
+                memory.keep(self.path, less, self.accelerator.device)
         except Refused as refusal:
             return refusal
-        with contextlib.suppress(OSError):
-            memory.keep(self.path, less, self.accelerator.device)
         size, most = self._plan.micro_batch_sizes[0], less.max_micro_batch_size
         other = ", which with --batch_norm local is another result" * (
             getattr(self.config, "batch_norm", "") == "local"
