@@ -1,60 +1,101 @@
 """How does an image become a tensor: varied for training, plain for evaluation?
 
-The transforms are timm's. They draw from Python's, NumPy's and torch's generators, which the caller seeds from the
-sample's position. Pixels stay uint8 up to the device, where they are normalised.
+Geometry and policies are done here, by a data worker, an image at a time; what varies colours or erases is in
+`device_augmentation`. Draws come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's
+position. Pixels stay uint8 up to the device, where they are normalised.
 """
 
+import math
+import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 from timm.data import auto_augment, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
-from torchvision.transforms import Compose, RandomErasing
 
 from common.config import AugmentationConfig
+from common.decoding import Picture
 from common.errors import Refused
 
-Transform = Callable[[Image.Image], torch.Tensor]  # RGB image -> uint8[3, H, W]
+_RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
+_TRIES = 10
 _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, such as m9 or mstd0.5
 
 
-def training_transform(config: AugmentationConfig, data_config: dict) -> Transform:
-    """Random crop, mirror, colour, policy and erasing as `config` says, to `data_config["input_size"]` ([3, H, W]).
+@dataclass(frozen=True)
+class TrainingTransform:
+    """An image -> uint8[3, H, W]: a random part of it, resized, mirrored, and what a policy does to that."""
+
+    size: tuple[int, int]  # height and width
+    least_area: float  # share of the image
+    hflip: float
+    vflip: float
+    interpolation: str
+    policy: Callable[[Image.Image], Image.Image] | None
+
+    def __call__(self, picture: Picture) -> torch.Tensor:
+        box = crop(picture.height, picture.width, self.least_area)
+        pixels = picture.region(*box, self.size, self.interpolation)
+        flips = [axis for axis, probability in ((1, self.vflip), (2, self.hflip)) if random.random() < probability]
+        if flips:
+            pixels = pixels.flip(flips)
+        if self.policy:
+            image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return pixels
+
+
+def training_transform(config: AugmentationConfig, data_config: dict) -> TrainingTransform:
+    """Random crop, mirror and policy as `config` says, to `data_config["input_size"]` ([3, H, W]).
 
     `data_config` is what `timm.data.resolve_model_data_config` returns. Raises `Refused` for a policy that timm lacks.
     """
+    size, interpolation = tuple(data_config["input_size"][1:]), data_config["interpolation"]
+    policy = None
     try:
         for section in config.augment.split("-")[1:]:
             if not _SECTION.fullmatch(section):  # timm skips what it does not understand
                 raise ValueError(f"unknown section {section}")
-        transform = transforms_imagenet_train(  # what create_transform calls, without a way to force_color_jitter
-            data_config["input_size"][1:],
-            use_prefetcher=True,  # ends in uint8: no normalisation here
-            scale=(config.crop_scale, 1.0),
-            hflip=config.hflip,
-            vflip=config.vflip,
-            color_jitter=config.color_jitter or None,
-            force_color_jitter=True,  # timm alone would drop it beside a policy
-            auto_augment=config.augment or None,
-            interpolation=data_config["interpolation"],
-            mean=data_config["mean"],
-            std=data_config["std"],
-            re_prob=0.0,  # timm's erasing comes after its prefetcher; ours is below
-        )
+        if config.augment:
+            _, policy, _ = transforms_imagenet_train(  # in three parts: geometry, policy, conversion
+                size,
+                separate=True,
+                auto_augment=config.augment,
+                color_jitter=None,
+                interpolation=interpolation,
+                mean=data_config["mean"],
+            )
     except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
         raise Refused(
             f"--augment {config.augment}: not a policy of timm ({error}); "
             "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
         ) from None
-    if config.random_erasing:
-        transform = Compose([transform, _Erase(config.random_erasing, data_config["mean"], data_config["std"])])
-    return transform
+    return TrainingTransform(size, config.crop_scale, config.hflip, config.vflip, interpolation, policy)
 
 
-def evaluation_transform(data_config: dict) -> Transform:
-    """Resize and centre crop, as the model's `data_config` says."""
+def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random part with `least_area` to all of the image's area and a ratio of 3:4 to 4:3.
+
+    Drawn from Python's generator. Where no such part fits, it is the largest at the centre that has a ratio within the limits.
+    Source: Szegedy et al., "Going deeper with convolutions", 2015, as in torchvision's RandomResizedCrop.
+    """
+    low, high = (math.log(ratio) for ratio in _RATIO)
+    for _ in range(_TRIES):
+        area = height * width * random.uniform(least_area, 1)
+        ratio = math.exp(random.uniform(low, high))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return random.randint(0, height - h), random.randint(0, width - w), h, w
+    w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    return (height - h) // 2, (width - w) // 2, max(1, h), max(1, w)
+
+
+def evaluation_transform(data_config: dict) -> Callable[[Image.Image], torch.Tensor]:
+    """Resize and centre crop of an RGB image to uint8[3, H, W], as the model's `data_config` says: timm's own, exactly."""
     return create_transform(
         data_config["input_size"],
         is_training=False,
@@ -62,24 +103,6 @@ def evaluation_transform(data_config: dict) -> Transform:
         interpolation=data_config["interpolation"],
         crop_pct=data_config["crop_pct"],
     )
-
-
-class _Erase:
-    """Replace a random rectangle by noise with the data's mean and deviation. Source: Zhong et al., "Random Erasing", 2017."""
-
-    def __init__(self, probability: float, mean: tuple[float, ...], std: tuple[float, ...]):
-        self.probability = probability
-        self.mean = 255 * torch.tensor(mean, dtype=torch.float32)[:, None, None]
-        self.std = 255 * torch.tensor(std, dtype=torch.float32)[:, None, None]
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        if torch.rand((), dtype=torch.float32) < self.probability:
-            top, left, height, width, _ = RandomErasing.get_params(
-                image, scale=(0.02, 0.33), ratio=(0.3, 3.3), value=[0]
-            )
-            noise = self.mean + self.std * torch.randn(len(image), height, width, dtype=torch.float32)
-            image[:, top : top + height, left : left + width] = noise.clamp(0, 255).to(torch.uint8)
-        return image
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:

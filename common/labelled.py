@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.images import open_rgb
+
 VAL_NAMES = ("val", "validation", "valid", "test")  # parts to evaluate on: the first that is there is taken
 
 
@@ -22,9 +24,13 @@ class Source(Protocol):
         """The image in words for people, such as its path or `digits[17]`."""
         ...
 
+    def content(self, index: int) -> str | bytes | Image.Image:
+        """Path or bytes of the image's file, or the image. Raises `images.BrokenImage` if there is none."""
+        ...
+
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright. Raises `images.BrokenImage` if it can't be decoded."""
-        ...
+        return open_rgb(self.content(index))
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -11,17 +11,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from common import drop_path, heartbeat, mixing
-from common.augmentation import Transform
+from common.augmentation import TrainingTransform
+from common.cache import Cache
 from common.collectives import local_world_size, rank, world_size
+from common.config import AugmentationConfig
+from common.decoding import Picture
+from common.device_augmentation import draw_colours, draw_erasing
 from common.images import BrokenImage
 from common.plan import BatchPlan
 from common.randomness import key_of, mix, seed_generators
@@ -41,6 +46,10 @@ class Movable:
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory, which another stream has filled, until `stream` has done what is asked of it so far."""
+        _map(self, lambda tensor: tensor.record_stream(stream))
+
 
 def _map(value, function):
     if isinstance(value, torch.Tensor):
@@ -58,9 +67,11 @@ def _map(value, function):
 class Batch(Movable):
     """A micro-batch of B samples."""
 
-    images: torch.Tensor  # uint8[B, 3, H, W]
+    images: torch.Tensor  # uint8[B, 3, H, W], of training with the colours of a pixel together (channels_last)
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
+    colours: torch.Tensor | None = None  # float32[B, 3], see common.device_augmentation.draw_colours
+    erasing: torch.Tensor | None = None  # float32[B, 6], see common.device_augmentation.draw_erasing
     mixing: torch.Tensor | None = None  # float32[B / 2, 6], see common.mixing.draw
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour stands in
@@ -73,39 +84,50 @@ class TrainingSamples(Dataset):
 
     source: Source
     stream: Stream
-    transform: Transform
+    transform: TrainingTransform
     seed: int
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    varied: AugmentationConfig  # of which the transform does one part, and the device will do the other
     drop_path_layers: int = 0
+    cache: Cache | None = None
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
-            image, index = self._read(index, broken)
-            seed_generators(key)
-            images.append(self.transform(image))
+            image, index = self._read(index, key, broken)
+            images.append(image)
             indices.append(index)
-        images = torch.stack(images)
-        mixed = layered = None
-        if self.mixup or self.cutmix:
-            mixed = torch.from_numpy(mixing.draw(positions, self.seed, self.mixup, self.cutmix, *images.shape[2:]))
+        images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)  # as they lie in memory
+        batch = Batch(images, torch.from_numpy(self.source.labels[indices]), torch.from_numpy(positions))
+        varied, size = self.varied, self.transform.size
+        if varied.color_jitter:
+            batch.colours = torch.from_numpy(draw_colours(positions, self.seed, varied.color_jitter))
+        if varied.random_erasing:
+            batch.erasing = torch.from_numpy(draw_erasing(positions, self.seed, varied.random_erasing, *size))
+        if varied.mixup or varied.cutmix:
+            batch.mixing = torch.from_numpy(mixing.draw(positions, self.seed, varied.mixup, varied.cutmix, *size))
         if self.drop_path_layers:
-            layered = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
-        labels = torch.from_numpy(self.source.labels[indices])
-        return Batch(images, labels, torch.from_numpy(positions), mixed, layered, broken=tuple(broken))
+            batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
+        batch.broken = tuple(broken)
+        return batch
 
-    def _read(self, index: int, broken: list[str]):
-        """The image at `index`, or its nearest readable neighbour above: (image, the index it really has)."""
+    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
+        """The varied image at `index`, or its nearest readable neighbour above, and the index it really has."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
+            seed_generators(key)
             try:
-                return self.source.image(neighbour), neighbour
+                return self.transform(self._picture(neighbour)), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour counts when its own turn comes
                     broken.append(f"{self.source.name(index)}: {error}")
-        return _black(), index
+        seed_generators(key)
+        return self.transform(Picture(_black())), index
+
+    def _picture(self, index: int) -> Picture:
+        if self.cache is None:
+            return Picture(self.source.content(index))
+        return self.cache.picture(index, lambda: Picture(self.source.content(index)))
 
 
 @dataclass
@@ -134,7 +156,7 @@ class EvaluationSamples(Dataset):
     """Sample indices -> `Batch`; an image that can't be read is black, and marked."""
 
     source: Source
-    transform: Transform
+    transform: Callable[[Image.Image], torch.Tensor]  # see common.augmentation.evaluation_transform
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
         images, broken = [], []
@@ -197,10 +219,14 @@ class _EvaluationLoader(DataLoader):
 
 
 class Feed:
-    """The batches of a loader on the device, and what it took to get them."""
+    """The batches of a loader on the device, and what it took to get them.
+
+    To a GPU they travel on a stream of their own, while it computes: training is queued ahead of it.
+    """
 
     def __init__(self, loader: DataLoader, device: torch.device):
         self._batches, self._device = iter(loader), device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waited, self._broken = 0.0, ()
 
     def __next__(self) -> Batch:
@@ -215,7 +241,14 @@ class Feed:
         heartbeat.note("training")
         self._waited += time.perf_counter() - began
         self._broken += batch.broken
-        return batch.to(self._device)
+        if self._copies is None:
+            return batch.to(self._device)
+        with torch.cuda.stream(self._copies):
+            batch = batch.to(self._device)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._copies)
+        batch.record_stream(computing)
+        return batch
 
     def take(self) -> tuple[float, tuple[str, ...]]:
         """Seconds waited and images that could not be read since the last call."""
@@ -244,6 +277,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = Da
         worker_init_fn=_begin_worker,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
+        persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
     )
 
 
@@ -276,7 +310,5 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def _black():
-    from PIL import Image
-
+def _black() -> Image.Image:
     return Image.new("RGB", (32, 32))

@@ -17,7 +17,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common.errors import Refused
-from common.images import SUFFIXES, open_rgb
+from common.images import SUFFIXES
 from common.labelled import VAL_NAMES, Source, fingerprint_of
 from common.randomness import key_of, mix
 from common.tables import Table, read_table, table_opener
@@ -114,8 +114,8 @@ class Digits(Source):
     def name(self, index: int) -> str:
         return f"digits[{self.rows[index]}]"
 
-    def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index]).convert("RGB")
+    def content(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
 
 
 def _load_digits() -> tuple[Source, Source]:
@@ -155,8 +155,8 @@ class Folder(Source):
     def name(self, index: int) -> str:
         return f"{self.root}/{self.paths[int(index)].as_py().decode(errors='backslashreplace')}"
 
-    def image(self, index: int) -> Image.Image:
-        return open_rgb(os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py())))
+    def content(self, index: int) -> str:
+        return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
 
     def part(self, rows: np.ndarray) -> "Folder":
         return Folder(self.root, self.paths.take(pa.array(rows)), self.sizes[rows], self.labels[rows], self.classes)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from PIL import Image
 
 from common.errors import Refused
-from common.images import BrokenImage, open_rgb
+from common.images import BrokenImage
 from common.labelled import VAL_NAMES, Source, fingerprint_of
 
 if TYPE_CHECKING:
@@ -43,13 +42,13 @@ class Table(Source):
     def name(self, index: int) -> str:
         return f"{self.title}[{self.rows[index]}]"
 
-    def image(self, index: int) -> Image.Image:
+    def content(self, index: int) -> str | bytes:
         (cell,) = self.column[int(self.rows[index])].values()
         if isinstance(cell, dict):
             cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
         if cell is None:
             raise BrokenImage("the row has no image")
-        return open_rgb(os.path.join(self.folder, cell) if isinstance(cell, str) else cell)
+        return os.path.join(self.folder, cell) if isinstance(cell, str) else cell
 
     @cached_property
     def fingerprint(self) -> str:

@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from common import batch_norm, compression, drop_path, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
+from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import AugmentationConfig, OptimizationConfig, RunConfig, option, parse
+from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
 from common.optimization import (
@@ -66,6 +68,10 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """Hugging Face data: column of the images (default: found by its type)."""
     label_column: str = ""
     """Hugging Face data: column of the labels (default: found by its type)."""
+    cache: int = option(0, low=0)
+    """Keep training images decoded, scaled to at most the area of a square with this side (0: off). It changes pixels."""
+    cache_folder: str = option("", may_change=True)
+    """Folder with room for --cache: a file without a name there. Default: memory."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -148,21 +154,24 @@ def build_stream(config: Config, train: sources.Source) -> Stream:
 
 
 def build_inputs(config: Config, train: sources.Source, data_config: dict, device: torch.device):
-    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and inputs(batch) -> images and targets [B, K], mixed."""
+    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and inputs(batch) -> images and targets [B, K], varied."""
     dtype, classes = getattr(torch, config.dtype), len(train.classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     mean, std = (
         255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None] for key in ("mean", "std")
     )
+    noise = noise_table(config.seed, data_config["input_size"], device, dtype) if config.random_erasing else None
     uniform = 0.5 if train.multi_label else 1 / classes
 
     def normalize(images):
-        return images.to(dtype, memory_format=layout).sub_(mean).div_(std)
+        return (images.to(dtype, memory_format=layout) - mean) / std
 
     def inputs(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
         targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
-        images = normalize(batch.images)
+        images = batch.images if batch.colours is None else vary_colours(batch.images.to(dtype), batch.colours)
+        images = normalize(images)
+        images = images if batch.erasing is None else erase(images, batch.erasing, noise)
         return (images, targets) if batch.mixing is None else mixing.blend(images, targets, batch.mixing)
 
     return normalize, inputs
@@ -251,14 +260,14 @@ def main() -> None:
         normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
         losses_of = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
-        samples = loading.TrainingSamples(
-            train, stream, transform, config.seed, config.mixup, config.cutmix, drop_path_layers
-        )
+        cache = open_cache(len(train), config.cache, config.cache_folder)
+        samples = loading.TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache)
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
         if config.compile:
             bare.compile()
+            inputs, losses_of = torch.compile(inputs), torch.compile(losses_of)
 
         def try_step(model, count):
             blank = torch.zeros(count, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
@@ -276,6 +285,7 @@ def main() -> None:
                 "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
                 "fingerprint": f"{fingerprint}, the same on all ranks",
                 "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),

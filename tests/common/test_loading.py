@@ -16,9 +16,11 @@ from PIL import Image
 from common import loading
 from common.augmentation import evaluation_transform, training_transform
 from common.config import AugmentationConfig
+from common.decoding import Picture
 from common.images import BrokenImage
 from common.loading import Batch, EvaluationSamples, Feed, TrainingSamples, evaluation_loader, training_loader
 from common.plan import BatchPlan
+from common.randomness import key_of, mix, seed_generators
 from common.stream import Stream
 
 DATA = {
@@ -28,7 +30,7 @@ DATA = {
     "std": (0.2, 0.2, 0.2),
     "crop_pct": 1.0,
 }
-VARIED = AugmentationConfig(0.4, 0.5, 0.5, 0.3, "rand-m9-n2-p1.0-mstd0.5", 0.5)
+VARIED = AugmentationConfig(0.4, 0.5, 0.5, 0.3, "rand-m9-n2-p1.0-mstd0.5", 0.5, mixup=0.2, cutmix=1.0)
 
 
 @dataclass
@@ -51,16 +53,18 @@ class Numbers:
     def name(self, index: int) -> str:
         return f"numbers[{index}]"
 
-    def image(self, index: int) -> Image.Image:
+    def content(self, index: int) -> Image.Image:
         if index in self.broken:
             raise BrokenImage("torn")
         noise = np.random.default_rng(index).integers(0, 30, (20, 24, 3))
         return Image.fromarray((noise + [index, 2 * index, 255 - index]).astype(np.uint8))
 
+    image = content
+
 
 def samples(source: Numbers, batch: int = 12, config: AugmentationConfig = VARIED, **options) -> TrainingSamples:
     stream = Stream(len(source), batch, seed=5)
-    return TrainingSamples(source, stream, training_transform(config, DATA), 5, **options)
+    return TrainingSamples(source, stream, training_transform(config, DATA), 5, config, **options)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -71,13 +75,14 @@ def same(one: Batch, other: Batch) -> bool:
 def each_sample(batch: Batch) -> dict[int, bytes]:
     """Position -> all that the batch says of it."""
     parts = [batch.images.flatten(1), batch.labels[:, None], batch.mixing.repeat_interleave(2, 0), batch.drop_path.T]
+    parts += [batch.colours, batch.erasing]
     return {
         position: b"".join(part[place].numpy().tobytes() for part in parts)
         for place, position in enumerate(batch.positions.tolist())
     }
 
 
-MIXED = dict(mixup=0.2, cutmix=1.0, drop_path_layers=3)
+LAYERS = dict(drop_path_layers=3)
 
 
 @pytest.mark.smoke
@@ -90,7 +95,7 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: py
         for rank in range(world_size):
             monkeypatch.setattr(loading, "rank", lambda rank=rank: rank)
             plan = BatchPlan(12, world_size, limit, 2)
-            batches = list(training_loader(samples(source, **MIXED), plan, 3, 3 + steps, workers))
+            batches = list(training_loader(samples(source, **LAYERS), plan, 3, 3 + steps, workers))
             assert len(batches) == steps * plan.micro_steps
             for batch in batches:
                 of_layout |= each_sample(batch)
@@ -101,13 +106,14 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: py
 
 def test_workers_deliver_bit_equal_batches_in_order() -> None:
     batches = [
-        list(training_loader(samples(Numbers(40), **MIXED), BatchPlan(12, 1, 6, 2), 0, 6, workers))
+        list(training_loader(samples(Numbers(40), **LAYERS), BatchPlan(12, 1, 6, 2), 0, 6, workers))
         for workers in (0, 2)
     ]
     assert len(batches[0]) == 12 and all(map(same, *batches))
     first = batches[0][0]
     assert first.images.shape == (6, 3, 16, 16) and first.images.dtype == torch.uint8
     assert first.mixing.shape == (3, 6) and first.drop_path.shape == (3, 6) and first.readable is None
+    assert first.colours.shape == (6, 3) and first.erasing.shape == (6, 6)
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
 
 
@@ -128,20 +134,21 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
         not torch.equal(first.images[first.labels == label], later.images[later.labels == label]) for label in range(12)
     ]
     assert all(changed)
-    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), seed=6)
+    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), 6, VARIED)
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
 def test_a_broken_image_is_replaced_by_its_neighbour_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
-    plain = evaluation_transform(DATA)
-    stream = Stream(20, 20, seed=5)
-    batch = TrainingSamples(source, stream, plain, seed=5).__getitems__(np.arange(20))
+    stream, transform, positions = Stream(20, 20, seed=5), training_transform(VARIED, DATA), np.arange(20)
+    batch = TrainingSamples(source, stream, transform, 5, VARIED).__getitems__(positions)
     drawn = stream.indices(np.arange(20)).tolist()
     stands_in = {5: 8, 6: 8, 7: 8, 19: 0}
     shown = [stands_in.get(index, index) for index in drawn]
     assert batch.labels.tolist() == shown  # the label is the neighbour's, too
-    assert all(torch.equal(image, plain(source.image(index))) for image, index in zip(batch.images, shown, strict=True))
+    for image, index, key in zip(batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True):
+        seed_generators(key)  # varied as at any place
+        assert torch.equal(image, transform(Picture(source.content(index))))
     # One a sample: a run of broken images does not count many times.
     assert list(batch.broken) == [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
 
@@ -195,11 +202,11 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
 
 
 def test_a_batch_goes_to_the_device_whole() -> None:
-    batch = next(iter(training_loader(samples(Numbers(12), **MIXED), BatchPlan(12, 1, 12, 2), 0, 1, 0)))
+    batch = next(iter(training_loader(samples(Numbers(12), **LAYERS), BatchPlan(12, 1, 12, 2), 0, 1, 0)))
     moved = batch.to(torch.device("meta"))
     values = [getattr(moved, each.name) for each in fields(Batch)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 5 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert len(tensors) == 7 and all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.broken == batch.broken and batch.images.device.type == "cpu"
 
 

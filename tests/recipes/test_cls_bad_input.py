@@ -257,6 +257,13 @@ IN_DATA = {  # DATA stands for the folder above
     "negative weight": Bad(
         ["--data", "DATA/fine", "--class_weights", "DATA/ill weights.yaml"], ".*one positive weight a class; .*: dog"
     ),
+    "no room for a cache": Bad(
+        ["--cache", 1_000_000], "--cache 1000000: 1,438 images take up to .* GiB, and memory has .*"
+    ),
+    "no folder for a cache": Bad(
+        ["--cache", 32, "--cache_folder", "DATA/nowhere"], "--cache_folder DATA/nowhere: No such file .*; name a .*"
+    ),
+    "a folder without a cache": Bad(["--cache_folder", "DATA"], "--cache_folder DATA: nothing is kept there .*"),
     "no weights": Bad(["--class_weights", "heavy"], "--class_weights heavy: none, sqrt, balanced or a YAML file .*"),
 }
 IN_SETTINGS = {

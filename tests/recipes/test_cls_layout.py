@@ -86,7 +86,7 @@ CASES = {
     ),
     "vit-bce": Case(
         "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced --repeats 3 "
-        "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5",
+        "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5 --cache 24",
         (WHOLE, THREE),
         0.65,
     ),

@@ -1,0 +1,147 @@
+"""Where do decoded images wait for their next turn, so that a JPEG is decoded once and not in every epoch?
+
+In a file without a name, in memory or in a folder, that all processes and data workers of a machine share. The system frees
+it when the last of them has gone, however it went, so nothing is left behind and nothing stale can be found. A slot is
+filled when its image first comes up; the first epoch sees the same pixels as the later ones.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import psutil
+import torch
+import xxhash
+
+from common.collectives import gather_objects, is_local_main, node_rank, together
+from common.decoding import Picture
+from common.errors import Refused
+
+_RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # height 0: not there yet
+_GIB = 2**30
+
+
+@dataclass
+class Cache:
+    """Up to `count` images of at most `side` x `side` pixels, whatever their shape; larger ones are scaled to that area."""
+
+    count: int
+    side: int
+    path: str  # by which every process of the machine can open the file
+    folder: str  # empty: memory
+    _file: BinaryIO = field(repr=False)
+
+    def __str__(self) -> str:
+        """In words, for people."""
+        where, size = self.folder or "memory", needed(self.count, self.side) / _GIB
+        return f"images of at most {self.side} x {self.side} pixels in {where}, up to {size:.2g} GiB"
+
+    def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
+        """The image at `index` as the cache keeps it, from there or, the first time, made of what `read` returns.
+
+        What was damaged, or is only half written by another process, is made anew. Raises what `read` raises.
+        """
+        if (pixels := self._find(index)) is None:
+            picture = read()
+            height, width = shrunk(picture.height, picture.width, self.side)
+            pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
+            pixels = pixels.permute(1, 2, 0).contiguous()  # [H, W, 3]: a part of it lies together
+            self._keep(index, pixels.numpy())
+        return Picture(pixels.permute(2, 0, 1))
+
+    def _find(self, index: int) -> torch.Tensor | None:
+        record = np.zeros((), _RECORD)
+        os.preadv(self._file.fileno(), [record.reshape(1).view(np.uint8)], index * _RECORD.itemsize)
+        height, width = int(record["height"]), int(record["width"])
+        if not 0 < 3 * height * width <= self._slot:
+            return None
+        pixels = torch.empty(height, width, 3, dtype=torch.uint8)
+        found = os.preadv(self._file.fileno(), [pixels.numpy()], self._place(index))
+        is_whole = found == pixels.numel() and _hash(pixels.numpy(), index) == record["hash"]
+        return pixels if is_whole else None
+
+    def _keep(self, index: int, pixels: np.ndarray) -> None:
+        record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD)
+        try:
+            os.pwrite(self._file.fileno(), pixels, self._place(index))
+            os.pwrite(
+                self._file.fileno(), record.tobytes(), index * _RECORD.itemsize
+            )  # last: it vouches for the pixels
+        except OSError:
+            pass  # a disk that has filled up since: the same pixels are then made again each time
+
+    @property
+    def _slot(self) -> int:
+        return 3 * self.side**2
+
+    def _place(self, index: int) -> int:
+        return self.count * _RECORD.itemsize + index * self._slot
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_file"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._file = open(self.path, "r+b", buffering=0)
+
+
+def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width of the same shape with at most side x side pixels."""
+    scale = side / (height * width) ** 0.5
+    if scale >= 1:
+        return height, width
+    height, width = max(1, int(height * scale)), max(1, int(width * scale))
+    return min(height, side**2), min(width, side**2)  # of a stripe, whose short side is one pixel
+
+
+def needed(count: int, side: int) -> int:
+    """Bytes for `count` images."""
+    return count * (3 * side**2 + _RECORD.itemsize)
+
+
+def open_cache(count: int, side: int, folder: str) -> Cache | None:
+    """One cache a machine for `count` images; in memory, or in `folder`. None for side 0. Every rank must call it.
+
+    Raises `Refused` where there is no room for all images.
+    """
+    if not side:
+        if folder:
+            raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")
+        return None
+    with together("making the cache of decoded images"):
+        file = _make(count, side, folder) if is_local_main() else None
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if file else ""
+    path = next(path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path)
+    with together("opening the cache of decoded images"):
+        if not file:
+            try:
+                file = open(path, "r+b", buffering=0)
+            except OSError:  # a system without /proc: one a process, then
+                file = _make(count, side, folder)
+    return Cache(count, side, path, folder, file)
+
+
+def _make(count: int, side: int, folder: str) -> BinaryIO:
+    where = folder or "memory"
+    try:
+        free = psutil.disk_usage(folder).free if folder else psutil.virtual_memory().available
+        if needed(count, side) > free:
+            way_out = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
+            raise Refused(
+                f"--cache {side}: {count:,} images take up to {needed(count, side) / _GIB:.1f} GiB, and {where} has "
+                f"{free / _GIB:.1f} left; {way_out}"
+            )
+        if folder or sys.platform != "linux":
+            return tempfile.TemporaryFile(dir=folder or None, buffering=0)
+        return open(os.memfd_create("cache of decoded images"), "r+b", buffering=0)
+    except OSError as error:
+        raise Refused(f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to") from None
+
+
+def _hash(pixels: np.ndarray, index: int) -> int:
+    return xxhash.xxh3_64_intdigest(pixels, seed=index)
