@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +35,10 @@ class Cache:
     path: str  # by which every process of the machine can open the file
     folder: str  # empty: memory
     _file: BinaryIO = field(repr=False)
+    _seen: np.ndarray = field(init=False, repr=False)  # bool[count]: slots that this process has found whole
+
+    def __post_init__(self) -> None:
+        self._seen = np.zeros(self.count, bool)
 
     def __str__(self) -> str:
         """In words, for people."""
@@ -46,24 +50,30 @@ class Cache:
 
         What was damaged, or is only half written by another process, is made anew. Raises what `read` raises.
         """
-        if (pixels := self._find(index)) is None:
-            picture = read()
-            height, width = shrunk(picture.height, picture.width, self.side)
-            pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
-            pixels = pixels.permute(1, 2, 0).contiguous()  # [H, W, 3]: a part of it lies together
-            self._keep(index, pixels.numpy())
-        return Picture(pixels.permute(2, 0, 1))
+        if size := self._find(index):
+            return _Kept(self, index, *size)
+        picture = read()
+        height, width = shrunk(picture.height, picture.width, self.side)
+        pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
+        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: a part of it lies together
+        return Picture(pixels)
 
-    def _find(self, index: int) -> torch.Tensor | None:
-        record = np.zeros((), _RECORD)
-        os.preadv(self._file.fileno(), [record.reshape(1).view(np.uint8)], index * _RECORD.itemsize)
-        height, width = int(record["height"]), int(record["width"])
-        if not 0 < 3 * height * width <= self._slot:
+    def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
+        """uint8[bottom - top, width, 3] of a slot that holds an image of this width; None if they can't be read."""
+        pixels = np.empty((bottom - top, width, 3), np.uint8)
+        found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
+        return pixels if found == pixels.nbytes else None
+
+    def _find(self, index: int) -> tuple[int, int] | None:
+        """Height and width of the image in a slot, if it is whole: looked at closely once a process."""
+        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        if not len(record) or not record["height"][0]:
             return None
-        pixels = torch.empty(height, width, 3, dtype=torch.uint8)
-        found = os.preadv(self._file.fileno(), [pixels.numpy()], self._place(index))
-        is_whole = found == pixels.numel() and _hash(pixels.numpy(), index) == record["hash"]
-        return pixels if is_whole else None
+        height, width = int(record["height"][0]), int(record["width"][0])
+        if not self._seen[index]:
+            pixels = self.rows(index, width, 0, height) if 3 * height * width <= self._slot else None
+            self._seen[index] = pixels is not None and _hash(pixels, index) == record["hash"][0]
+        return (height, width) if self._seen[index] else None
 
     def _keep(self, index: int, pixels: np.ndarray) -> None:
         record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD)
@@ -83,11 +93,23 @@ class Cache:
         return self.count * _RECORD.itemsize + index * self._slot
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_file"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name[0] != "_"}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._file = open(self.path, "r+b", buffering=0)
+        self.__init__(**state, _file=open(state["path"], "r+b", buffering=0))
+
+
+class _Kept(Picture):
+    """An image in a slot, of which only the rows are read that are shown."""
+
+    def __init__(self, cache: Cache, index: int, height: int, width: int):
+        self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
+
+    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
+        rows = self._cache.rows(self._index, self.width, top, bottom)
+        if rows is None:
+            raise OSError(f"the cache of decoded images, {self._cache}, can't be read any more")
+        return torch.from_numpy(rows[:, left:right]).permute(2, 0, 1)
 
 
 def shrunk(height: int, width: int, side: int) -> tuple[int, int]:

@@ -58,10 +58,8 @@ class Picture:
         Of a part that is 4 times as large as wanted and more, the edges are moved to multiples of 2, 4 or 8 pixels.
         """
         wanted = _SPARE * max(size[0] / height, size[1] / width)
-        reduction = next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1)
-        if self._pixels is not None:
-            reduction = 1
-        part = self._part(reduction, *(round(edge / reduction) for edge in (top, left, top + height, left + width)))
+        reduction = next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
+        part = self.part(reduction, *(round(edge / reduction) for edge in (top, left, top + height, left + width)))
         if part.shape[1:] == size:
             return part
         mode = "bilinear" if interpolation == "bilinear" else "bicubic"
@@ -70,7 +68,7 @@ class Picture:
         )  # a copy, by which resizing gets three times as fast
         return F.interpolate(part, size, mode=mode, antialias=True)[0]
 
-    def _part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
+    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
         """uint8[3, bottom - top, right - left] of the image, of a JPEG smaller by `reduction`, sides rounded up."""
         if self._pixels is not None:
             return self._pixels[:, top:bottom, left:right]

@@ -103,7 +103,7 @@ def test_libjpeg_reduces_the_same_for_both_decoders() -> None:
             for reduction in (1, *decoding.REDUCTIONS):
                 size = (-(-height // reduction), -(-width // reduction))
                 picture = Picture(data)
-                part = picture._part(reduction, 0, 0, *size)
+                part = picture.part(reduction, 0, 0, *size)
                 slow = np.asarray(open_rgb(data, reduction=reduction)).transpose(2, 0, 1)
                 assert part.shape[1:] == size and np.array_equal(part, slow)
 

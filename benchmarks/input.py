@@ -1,0 +1,378 @@
+"""How fast do photographs become training batches, beside what others do with the same files?
+
+    python benchmarks/input.py [--quick] [--brief] [--output FILE]
+
+JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photographs, to crops of 224 (crop_scale 0.08,
+mirrored half the time). First the CPU time of an image on one core, from the file to uint8 or whatever the peer ends in:
+timm's train pipeline as it comes (with colour jitter, which ours leaves to the device) and without jitter, torchvision's
+usual transforms, Hugging Face datasets, and a bare decode, crop and resize as the limit. Then images a second through each
+one's own loader with the cores there are. Then what the cache saves, the slowest step around the end of an epoch, and the
+memory of a data worker. All take turns in one run; a ratio is the median of the ratios of turns.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import psutil
+import timm.data
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from simplejpeg import decode_jpeg
+from sklearn.datasets import load_sample_images
+from table import Row, show
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from common import sources
+from common.augmentation import crop, training_transform
+from common.cache import open_cache
+from common.config import AugmentationConfig
+from common.decoding import Picture
+from common.loading import TrainingSamples, training_loader, worker_count
+from common.plan import BatchPlan
+from common.randomness import seed_generators
+from common.stream import Stream
+
+SIZE, BATCH = 224, 32
+CONFIG = AugmentationConfig(crop_scale=0.08, hflip=0.5)
+DATA = {"input_size": (3, SIZE, SIZE), "interpolation": "bilinear", "mean": (0.485, 0.456, 0.406), "std": (0.229,) * 3}
+CACHE = 336
+datasets.disable_progress_bars()
+
+
+def make_photographs(folder: Path, width: int, height: int, count: int) -> None:
+    """`count` JPEGs in each of two class folders, every one another part of its photograph."""
+    random = np.random.default_rng(0)
+    for name, pixels in zip(("flower", "temple"), load_sample_images().images[::-1], strict=True):
+        (folder / name).mkdir(parents=True)
+        photograph = Image.fromarray(pixels)
+        for number in range(count):
+            share = random.uniform(0.5, 1, 2)
+            part = photograph.crop((0, 0, *(share * photograph.size).astype(int)))
+            part.resize((width, height), Image.Resampling.BICUBIC).save(folder / name / f"{number}.jpg", quality=90)
+
+
+# ---- an image on one core
+
+
+def timm_image(jitter: float | None) -> Callable[[str], object]:
+    transform = timm.data.create_transform(SIZE, is_training=True, use_prefetcher=True, color_jitter=jitter)
+    return lambda path: transform(Image.open(path).convert("RGB"))
+
+
+def torchvision_transform() -> v2.Compose:
+    return v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(DATA["mean"], DATA["std"]),
+        ]
+    )
+
+
+def torchvision_image() -> Callable[[str], object]:
+    transform = torchvision_transform()
+    return lambda path: transform(Image.open(path).convert("RGB"))
+
+
+def our_image(cache=None) -> Callable[[str], object]:
+    """As a data worker makes it, with a seeding for each image."""
+    transform, places = training_transform(CONFIG, DATA), {}
+
+    def image(path: str) -> torch.Tensor:
+        seed_generators(hash(path) + len(places))
+        if cache is None:
+            return transform(Picture(path))
+        return transform(cache.picture(places.setdefault(path, len(places)), lambda: Picture(path)))
+
+    return image
+
+
+def bare_image(path: str) -> torch.Tensor:
+    """What nobody can do without: read, decode, crop, resize."""
+    with open(path, "rb") as file:
+        pixels = torch.from_numpy(decode_jpeg(file.read())).permute(2, 0, 1)
+    top, left, height, width = crop(*pixels.shape[1:], CONFIG.crop_scale)
+    part = pixels[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
+    return F.interpolate(part, (SIZE, SIZE), mode="bilinear", antialias=True)[0]
+
+
+def huggingface_image(paths: list[str]) -> Callable[[str], object]:
+    rows = datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image())
+    transform, places = torchvision_transform(), {path: place for place, path in enumerate(paths)}
+    return lambda path: transform(rows[places[path]]["image"].convert("RGB"))
+
+
+def cpu_of_image(ways: dict[str, Callable[[str], object]], paths: list[str], turns: int) -> dict[str, list[float]]:
+    """CPU milliseconds of an image, a value a turn; forwards and backwards through the ways."""
+    times = {name: [] for name in ways}
+    for way in ways.values():
+        way(paths[0])
+    for turn in range(turns):
+        for name in list(ways)[:: 1 if turn % 2 else -1]:
+            began = time.process_time()
+            for path in paths:
+                ways[name](path)
+            times[name].append(1e3 * (time.process_time() - began) / len(paths))
+    return times
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
+    rows = []
+    for name, width, height, goal, share in (("500 x 375", 500, 375, 1.7, 1), ("4000 x 3000", 4000, 3000, 4.0, 16)):
+        make_photographs(folder / name, width, height, max(2, count // share))
+        paths = [str(path) for path in sorted((folder / name).rglob("*.jpg"))]
+        cache = open_cache(len(paths), CACHE, "")
+        ways = {
+            "ours": our_image(),
+            "from the cache": our_image(cache),
+            "timm, as it comes": timm_image(0.4),
+            "timm without jitter": timm_image(None),
+            "torchvision": torchvision_image(),
+            "datasets": huggingface_image(paths),
+            "limit": bare_image,
+        }
+        for path in paths:
+            ways["from the cache"](path)  # fills it
+        times = cpu_of_image(ways, paths, turns)
+        medians = {way: statistics.median(values) for way, values in times.items()}
+        for way in ("timm, as it comes", "timm without jitter", "torchvision", "datasets"):
+            rows.append(
+                Row(
+                    f"CPU of an image, {name}",
+                    "ms",
+                    medians["ours"],
+                    way,
+                    medians[way],
+                    ratio(times[way], times["ours"]),
+                    medians["limit"],
+                    goal if way.startswith("timm, as") else None,
+                )  # fmt: skip
+            )
+        rows.append(
+            Row(
+                f"CPU of a cached image, {name}",
+                "ms",
+                medians["from the cache"],
+                "ours from JPEG",
+                medians["ours"],
+                ratio(times["ours"], times["from the cache"]),
+                None,
+                5.0,
+            )  # fmt: skip
+        )
+    return rows
+
+
+# ---- loaders
+
+
+def our_samples(folder: Path) -> TrainingSamples:
+    train, _ = sources.load(str(folder), seed=0, val_share=0.05)
+    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0, CONFIG)
+
+
+def our_loader(folder: Path, workers: int, steps: int) -> Iterator:
+    """Normalised like the others'; the recipe does it on the device."""
+    mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
+    for batch in training_loader(our_samples(folder), BatchPlan(BATCH, 1, BATCH), 0, steps, workers):
+        yield (batch.images.float() - mean) / std, batch.labels
+
+
+def endless(loader: DataLoader) -> Iterator:
+    """Epoch after epoch, as in everybody's training script."""
+    while True:
+        yield from loader
+
+
+def timm_loader(folder: Path, workers: int) -> Iterator:
+    loader = timm.data.create_loader(
+        ImageFolder(folder),
+        (3, SIZE, SIZE),
+        BATCH,
+        is_training=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        device=torch.device("cpu"),  # where its prefetcher normalises
+    )
+    return endless(loader)
+
+
+def torchvision_loader(folder: Path, workers: int) -> Iterator:
+    dataset = ImageFolder(folder, torchvision_transform())
+    return endless(DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True))
+
+
+def huggingface_loader(folder: Path, workers: int) -> Iterator:
+    transform = torchvision_transform()
+    rows = datasets.load_dataset(
+        "imagefolder", data_dir=str(folder), split="train", cache_dir=str(folder.parent / "hf")
+    )
+
+    def transformed(batch: dict) -> dict:
+        return {"image": [transform(image.convert("RGB")) for image in batch["image"]], "label": batch["label"]}
+
+    return endless(
+        DataLoader(rows.with_transform(transformed), BATCH, shuffle=True, num_workers=workers, drop_last=True)
+    )
+
+
+def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
+    workers = max(1, worker_count(-1))
+    makers = {
+        "ours": lambda: our_loader(folder, workers, 10**9),
+        "timm, as it comes": lambda: timm_loader(folder, workers),
+        "torchvision": lambda: torchvision_loader(folder, workers),
+        "datasets": lambda: huggingface_loader(folder, workers),
+    }
+    speeds = {name: [] for name in makers}
+    for turn in range(turns):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            loader = makers[name]()
+            for _ in range(4 * workers + 1):  # what the workers had fetched ahead
+                next(loader)
+            began = time.perf_counter()
+            for _ in range(batches):
+                next(loader)
+            speeds[name].append(BATCH * batches / (time.perf_counter() - began))
+            del loader
+            gc.collect()
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    return [
+        Row(
+            f"loader, {workers} worker{'s' * (workers > 1)}",
+            "images/s",
+            medians["ours"],
+            name,
+            medians[name],
+            ratio(speeds["ours"], speeds[name]),
+        )  # fmt: skip
+        for name in list(makers)[1:]
+    ]
+
+
+def rows_of_epochs(folder: Path, epochs: int) -> list[Row]:
+    """The slowest step while several epochs end, where a step takes as long as a batch's decoding."""
+
+    def slowest(loader: Iterator, steps: int) -> float:
+        for _ in range(3):
+            next(loader)
+        times = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            next(loader)
+            time.sleep(0.06)  # the model's part: the worker gets ahead, as it would
+            times.append(time.perf_counter() - began)
+        return 1e3 * max(times)
+
+    steps = epochs * (len(list(folder.rglob("*.jpg"))) // BATCH)
+    ours, theirs = slowest(our_loader(folder, 1, 10**9), steps), slowest(torchvision_loader(folder, 1), steps)
+    return [
+        Row(f"slowest of {steps} steps of 60 ms, {epochs} epochs", "ms", ours, "torchvision", theirs, theirs / ours)
+    ]
+
+
+# ---- memory
+
+
+class Listed(Dataset):
+    """What ImageFolder keeps: a Python list of paths and classes."""
+
+    def __init__(self, root: Path, path: str, count: int):
+        self.samples = [(f"{root}/{path}#{number}", number % 2) for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: list[int]) -> int:
+        return sum(len(self.samples[index][0]) + self.samples[index][1] for index in indices)
+
+
+class Read(Dataset):
+    """Our columns, read as a worker reads them; without decoding, so that a million take seconds."""
+
+    def __init__(self, source: sources.Source):
+        self.source = source
+
+    def __getitems__(self, indices: list[int]) -> int:
+        return sum(len(self.source.content(index)) + int(self.source.labels[index]) for index in indices)
+
+
+def growth(dataset: Dataset, count: int) -> float:
+    """MiB by which the memory of its own of a data worker grows from its first batch to the last of `count` samples."""
+    order = np.random.default_rng(0).permutation(count).reshape(-1, 1000)
+    loader = iter(DataLoader(dataset, batch_sampler=order.tolist(), num_workers=1, collate_fn=lambda value: value))
+    next(loader)
+    (worker,) = loader._workers
+    process = psutil.Process(worker.pid)
+    before = process.memory_full_info().uss
+    for _ in range(len(order) - 2):
+        next(loader)
+    return (process.memory_full_info().uss - before) / 2**20
+
+
+def rows_of_memory(count: int) -> list[Row]:
+    import pyarrow as pa
+
+    paths = pa.array([f"class/{number}.jpg".encode() for number in range(count)], pa.large_binary())
+    ours = sources.Folder(Path("/data"), paths, np.zeros(count, np.int64), np.arange(count) % 2, ("a", "b"))
+    mine, theirs = growth(Read(ours), count), growth(Listed(Path("/data"), "class", count), count)
+    return [
+        Row(
+            f"growth of a worker over {count:,} samples",
+            "MiB",
+            mine,
+            "a list of paths",
+            theirs,
+            theirs / max(mine, 0.1),
+        )
+    ]
+
+
+def rows(quick: bool = False, brief: bool = False) -> list[Row]:
+    """All rows; `brief` in about a minute and a half."""
+    count, turns, batches, samples = (4, 2, 2, 10_000) if quick else (64, 6, 12, 10**6)
+    if brief:
+        turns = 4
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        result = rows_of_images(Path(folder), count, turns)
+        loaded = Path(folder) / "loaded"
+        make_photographs(loaded, 500, 375, max(count * 2, BATCH))
+        result += rows_of_loaders(loaded, batches, max(2, turns - 2))
+        result += rows_of_epochs(loaded, 2 if quick else 5)
+    return result + rows_of_memory(samples)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only see that it works: few images")
+    parser.add_argument("--brief", action="store_true", help="fewer turns")
+    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    measured = rows(arguments.quick, arguments.brief)
+    show(measured)
+    if arguments.output:
+        arguments.output.write_text(json.dumps([row.__dict__ for row in measured], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
