@@ -4,6 +4,8 @@
 
 Our `Stream` and `BatchPlan` against torch's `DistributedSampler`, which lists the whole set on every rank, every epoch.
 Each row is a fresh process that plays the last rank of a larger run. Imports are not counted.
+
+Then all ranks of a run are played, and every sample that any of them draws is counted: see `cover`.
 """
 
 import argparse
@@ -13,11 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.utils.data import BatchSampler, DistributedSampler
 
 from common.plan import BatchPlan
 from common.stream import Stream
@@ -29,12 +30,21 @@ ROWS = [  # sampler, samples in the set, processes
     ("Stream", 10**4, 8),
     ("DistributedSampler", 10**6, 8),
     ("Stream", 10**6, 8),
-    ("DistributedSampler", 10**8, 8),
+    ("DistributedSampler", 10**7, 8),  # 10**8 take 8 s and 4.6 GB
+    ("Stream", 10**7, 8),
     ("Stream", 10**8, 8),
-    ("Stream", 10**8, 4096),
-    ("Stream", 10**9, 4096),
-    ("Stream", 10**10, 4096),
+    ("Stream", 10**10, 8),
+    ("Stream", 10**10, 4_096),
+    ("Stream", 10**10, 65_536),
 ]
+QUICK = [("DistributedSampler", 10**4, 8), ("Stream", 10**4, 8), ("Stream", 10**10, 65_536)]
+COVERED = [  # samples in the set, processes, samples in a global batch, the most in a micro-batch
+    (10**6 + 3, 3, 8_192, 1_000),
+    (10**7 + 19, 65_536, 32 * 65_536, 32),  # neither batches nor shares end where an epoch does
+    (10**7 + 19, 65_536, 32 * 65_536 + 12_345, 16),  # shares of two sizes, three micro-steps
+]
+QUICK_COVERED = [(10**5 + 3, 65_536, 65_536 + 345, 2)]
+EPOCHS = 2
 
 
 def our_batches(size: int, world_size: int) -> Iterator[list[int]]:
@@ -47,6 +57,8 @@ def our_batches(size: int, world_size: int) -> Iterator[list[int]]:
 
 def torch_batches(size: int, world_size: int) -> Iterator[list[int]]:
     """The same from torch."""
+    from torch.utils.data import BatchSampler, DistributedSampler
+
     sampler = DistributedSampler(range(size), world_size, world_size - 1, seed=0)
     for epoch in range(sys.maxsize):
         sampler.set_epoch(epoch)
@@ -64,6 +76,8 @@ def our_indices(size: int, world_size: int) -> int:
 
 def torch_indices(size: int, world_size: int) -> int:
     """Draw one rank's indices of an epoch: fewer can't be had; returns how many."""
+    from torch.utils.data import DistributedSampler
+
     return len(list(DistributedSampler(range(size), world_size, world_size - 1, seed=0)))
 
 
@@ -72,6 +86,8 @@ def measure(sampler: str, size: int, world_size: int) -> dict:
     batches, indices = {"Stream": (our_batches, our_indices), "DistributedSampler": (torch_batches, torch_indices)}[
         sampler
     ]
+    if sampler == "DistributedSampler":
+        import torch.utils.data  # noqa: F401, before anything is counted
     before, began = peak_memory(), time.perf_counter()
     drawn = batches(size, world_size)
     next(drawn)
@@ -102,31 +118,87 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def cover(size: int, world_size: int, global_batch_size: int, max_micro_batch_size: int) -> dict:
+    """Play every rank of a run for two epochs, and count how often each sample was drawn in each.
+
+    Where a rank's batch lies comes from its own `span`, micro-step by micro-step; the samples there are computed for all
+    ranks at once, and for some ranks once more as they compute them, alone. `exactly_once` is whether every sample was
+    drawn once an epoch, no more and no less, and those ranks drew the same alone.
+    """
+    began = time.perf_counter()
+    stream = Stream(size, global_batch_size, seed=0)
+    plan = BatchPlan(global_batch_size, world_size, max_micro_batch_size)
+    ranks, micro_steps = range(world_size), range(plan.micro_steps)
+    spans = np.array([plan.span(rank, micro_step) for rank in ranks for micro_step in micro_steps])
+    lengths = np.diff(spans)[:, 0]
+    starts = np.cumsum(lengths) - lengths
+    places = np.repeat(spans[:, 0] - starts, lengths) + np.arange(lengths.sum())  # of all ranks, one after the other
+    alone = {0, len(spans) - 1, *np.random.default_rng(0).integers(len(spans), size=64).tolist()}
+    draws, same = np.zeros((EPOCHS, size), np.int32), True
+    for step in range(stream.steps(EPOCHS)):
+        positions = step * global_batch_size + places
+        samples = stream.indices(positions)
+        for part in alone:
+            own = stream.indices(stream.positions(step, tuple(spans[part].tolist())))
+            same &= np.array_equal(own, samples[starts[part] : starts[part] + lengths[part]])
+        for epoch in range(EPOCHS):  # the last batch reaches into another one
+            draws[epoch] += np.bincount(samples[positions // size == epoch], minlength=size)
+    return {
+        "samples": size,
+        "processes": world_size,
+        "global_batch_size": global_batch_size,
+        "micro_steps": plan.micro_steps,
+        "micro_batch_sizes": plan.micro_batch_sizes,
+        "steps": stream.steps(EPOCHS),
+        "exactly_once": bool(same and (lengths > 0).all() and (draws == 1).all()),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def rows(quick: bool = False) -> Iterator[dict]:
+    """The rows of the first table, each measured in a process of its own."""
+    for row in QUICK if quick else ROWS:
+        command = [sys.executable, __file__, "--row", json.dumps(row)]
+        yield json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def coverage(quick: bool = False) -> Iterator[dict]:
+    """The rows of the second table."""
+    for run in QUICK_COVERED if quick else COVERED:
+        yield cover(*run)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: leave out what takes long")
     parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
-    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # for the process of one row
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)  # for the process of one row
     arguments = parser.parse_args()
     if arguments.row is not None:
-        return print(json.dumps(measure(*ROWS[arguments.row])))
+        return print(json.dumps(measure(*arguments.row)))
 
-    print(f"the last rank, {SHARE} samples a batch; torch {torch.__version__}, NumPy {np.__version__}")
+    print(f"the last rank, {SHARE} samples a batch; torch {version('torch')}, NumPy {np.__version__}")
     print("sampler             samples  processes   first batch   later batch    an index in bulk      memory")
-    rows = []
-    for number, (_, size, _) in enumerate(ROWS):
-        if arguments.quick and size not in (10**4, 10**10):
-            continue
-        command = [sys.executable, __file__, "--row", str(number)]
-        row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    measured, covered = [], []
+    for row in rows(arguments.quick):
         print(
             f"{row['sampler']:18}{row['samples']:9.0e}{row['processes']:11,}{row['first_batch_ms']:11,.2f} ms"
             f"{row['later_batch_ms']:11.3f} ms{row['bulk_us_per_index']:17.2f} µs{row['memory_mib']:8,.0f} MiB",
             flush=True,
         )
-        rows.append(row)
+        measured.append(row)
+    print(f"all ranks, {EPOCHS} epochs")
+    print("   samples  processes  global batch  micro-batches   steps   every sample once an epoch      time")
+    for row in coverage(arguments.quick):
+        sizes = f"{row['micro_steps']} x {' or '.join(map(str, row['micro_batch_sizes']))}"
+        print(
+            f"{row['samples']:10,}{row['processes']:11,}{row['global_batch_size']:14,}{sizes:>15}{row['steps']:8,}"
+            f"{'yes' if row['exactly_once'] else 'NO':>29}{row['seconds']:8.1f} s",
+            flush=True,
+        )
+        covered.append(row)
     if arguments.output:
-        arguments.output.write_text(json.dumps(rows, indent=2) + "\n")
+        arguments.output.write_text(json.dumps({"rows": measured, "coverage": covered}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
-NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "TORCHELASTIC_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+NOT_INHERITED = (
+    "ACCELERATE_",
+    "HF_",
+    "WANDB_",
+    "XDG_",
+    "VISION_RECIPES_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+)
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def pytest_configure() -> None:
+    """What tests read in this process leaves no index behind; those of the index name a place."""
+    os.environ["VISION_RECIPES_CACHE"] = os.devnull
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

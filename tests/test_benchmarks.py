@@ -36,11 +36,22 @@ def run(launch: Launcher, script: str, output: Path) -> tuple[str, list | dict]:
 def test_the_first_batch_of_ten_billion_samples_costs_what_one_of_ten_thousand_costs(
     launch: Launcher, tmp_path: Path
 ) -> None:
-    printed, rows = run(launch, "stream.py", tmp_path / "stream.json")
-    assert len(rows) == 3 and printed.count("\n") == 5
-    many = next(row for row in rows if row["samples"] == 10**10)
-    assert (many["sampler"], many["processes"]) == ("Stream", 4096)
+    printed, result = run(launch, "stream.py", tmp_path / "stream.json")
+    assert len(result["rows"]) == 3 and printed.count("\n") == 8
+    many = next(row for row in result["rows"] if row["samples"] == 10**10)
+    assert (many["sampler"], many["processes"]) == ("Stream", 65_536)
     assert many["first_batch_ms"] < 1000 and many["memory_mib"] < 50  # a list of them: minutes and 80 GB
+    (covered,) = result["coverage"]
+    assert covered["processes"] == 65_536 and covered["exactly_once"]
+
+
+def test_a_later_start_finds_what_the_first_one_found(launch: Launcher, tmp_path: Path) -> None:
+    printed, rows = run(launch, "index.py", tmp_path / "index.json")
+    assert printed.count("\n") == 2 + len(rows)
+    _, first, later = rows
+    assert (first["reader"], later["reader"]) == ("first start", "later start")
+    assert first["fingerprints"] == later["fingerprints"] and first["boxes"] == later["boxes"] > 8000
+    assert all(row["memory_mib"] < 300 and row["worker_mib"] < 30 for row in (first, later))
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from PIL import Image
 from common.detection.annotated import Annotations, FixedImages
 from common.detection.box_checks import FoundBoxes, check
 from common.detection.image_headers import headers_of_files
+from common.detection.stamps import Stamps
 from common.images import open_rgb
 from common.randomness import mix
 
@@ -49,8 +50,9 @@ def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
     return f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}"
 
 
-def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray) -> AnnotatedFiles:
+def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray, stamps: Stamps) -> AnnotatedFiles:
     """Check the boxes against the files. Raises `Refused` if files are missing, or as `box_checks.check` does."""
+    stamps.take(root, paths)
     headers = headers_of_files(root, paths)
     annotations = check(found, headers)
     columns = {field.name: getattr(annotations, field.name) for field in fields(Annotations)}

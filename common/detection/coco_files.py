@@ -18,6 +18,7 @@ import pyarrow.json
 from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
 from common.detection.box_checks import FoundBoxes
 from common.detection.outlines import KIND
+from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.labelled import VAL_NAMES
 
@@ -56,14 +57,15 @@ def _file_of(root: Path, part: str) -> Path | None:
 
 
 def read_coco(
-    root: Path, train: Path, val: Path | None, masks: bool = False
+    root: Path, train: Path, val: Path | None, masks: bool, stamps: Stamps
 ) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
     """Both parts, with the classes of the first in the order of their ids; outlines only for `masks`. Raises `Refused`."""
-    first = _read_part(root, train, None, masks)
-    return first, _read_part(root, val, first, masks) if val else None
+    first = _read_part(root, train, None, masks, stamps)
+    return first, _read_part(root, val, first, masks, stamps) if val else None
 
 
-def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool) -> AnnotatedFiles:
+def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool, stamps: Stamps) -> AnnotatedFiles:
+    stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
     paths = images["file_name"].cast(pa.large_binary())
@@ -74,7 +76,7 @@ def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool
     _refuse_twice(file, "categories", "name", np.array(names))
     if not len(image_ids):
         raise Refused(f"{file}: no images in it; it needs at least one")
-    folder = _image_folder(root, file, paths)
+    folder = _image_folder(root, file, paths, stamps)
 
     def name(row: int) -> str:
         return name_of(folder, paths, row)
@@ -125,7 +127,7 @@ def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool
         name=name,
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
-    return read_files(found, folder, paths)
+    return read_files(found, folder, paths, stamps)
 
 
 def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
@@ -144,7 +146,7 @@ def _refuse_twice(file: Path, key: str, field: str, values: np.ndarray) -> None:
         raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own")
 
 
-def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray) -> str:
+def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
     """Where the images are: beside the file, or in a folder named after it; the first place that has the first or the last."""
     stem = file.stem.removeprefix("instances_")
     part = stem.rstrip("0123456789")
@@ -152,6 +154,7 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray) -> str:
     names += [root / stem / "images", root / part / "images"]
     ends = [os.fsdecode(paths[place].as_py()) for place in (0, -1)]
     for folder in dict.fromkeys(names):
+        stamps.take_files(folder / end for end in ends)  # where nothing is, something may come to be
         if any(os.path.lexists(folder / end) for end in ends):
             return os.path.abspath(folder)
     looked = ", ".join(str(folder.relative_to(root)) for folder in dict.fromkeys(names))

@@ -13,9 +13,11 @@ import pyarrow as pa
 
 from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
 from common.detection.box_checks import FoundBoxes
+from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.images import SUFFIXES
 
+_PARTS = ("train", "val", "trainval", "test")
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -33,35 +35,47 @@ def _is_voc(folder: Path) -> bool:
     return (folder / "Annotations").is_dir() and (folder / "JPEGImages").is_dir()
 
 
-def read_voc(root: Path) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
-    """The parts trainval and test where test is annotated, as results are published; else train and val, else all files.
+def voc_parts(root: Path) -> tuple[list[str], list[str] | None]:
+    """The names in trainval and test where test is annotated, as results are published; else in train and val, else all."""
+    parts = {name: names for name in _PARTS if (names := _names(root, name)) is not None}
+    tested = parts.get("test")
+    if tested and "trainval" in parts and (root / "Annotations" / f"{tested[0]}.xml").exists():
+        return parts["trainval"], tested
+    if "train" in parts and "val" in parts:
+        return parts["train"], parts["val"]
+    return sorted(file.stem for file in (root / "Annotations").glob("*.xml")), None
+
+
+def read_voc(root: Path, stamps: Stamps) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
+    """The parts that `voc_parts` names.
 
     Class ids are the sorted names found in the first. Objects marked difficult become `crowd`: neither learnt nor asked
     for. Corners are of pixels counted from 1, unless one is 0. Raises `Refused`.
     """
-    parts = {name: names for name in ("train", "val", "trainval", "test") if (names := _names(root, name)) is not None}
-    tested = parts.get("test")
-    if tested and "trainval" in parts and (root / "Annotations" / f"{tested[0]}.xml").exists():
-        train, val = parts["trainval"], tested
-    elif "train" in parts and "val" in parts:
-        train, val = parts["train"], parts["val"]
-    else:
-        train, val = sorted(file.stem for file in (root / "Annotations").glob("*.xml")), None
+    stamps.take_files([root / "Annotations", root / "JPEGImages", *(_list_of(root, part) for part in _PARTS)])
+    train, val = voc_parts(root)
     files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(root / "JPEGImages")) if _is_image(name)}
-    first = _read_part(root, train, files, None)
-    return first, _read_part(root, val, files, first) if val is not None else None
+    first = _read_part(root, train, files, None, stamps)
+    return first, _read_part(root, val, files, first, stamps) if val is not None else None
 
 
 def _names(root: Path, part: str) -> list[str] | None:
-    file = root / "ImageSets" / "Main" / f"{part}.txt"
+    file = _list_of(root, part)
     return [line.split()[0] for line in file.read_text().splitlines() if line.strip()] if file.exists() else None
+
+
+def _list_of(root: Path, part: str) -> Path:
+    return root / "ImageSets" / "Main" / f"{part}.txt"
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
-def _read_part(root: Path, names: list[str], files: dict[str, str], train: AnnotatedFiles | None) -> AnnotatedFiles:
+def _read_part(
+    root: Path, names: list[str], files: dict[str, str], train: AnnotatedFiles | None, stamps: Stamps
+) -> AnnotatedFiles:
+    stamps.take(f"{root}/Annotations", pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
     sizes, rows, corners, labels, difficult = [], [], [], [], []
     for row, name in enumerate(names):
         size, objects = _read_xml(root / "Annotations" / f"{name}.xml")
@@ -94,7 +108,7 @@ def _read_part(root: Path, names: list[str], files: dict[str, str], train: Annot
         areas=np.full(len(boxes), np.nan),
         name=lambda row: name_of(folder, paths, row),
     )
-    return read_files(found, folder, paths)
+    return read_files(found, folder, paths, stamps)
 
 
 def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:

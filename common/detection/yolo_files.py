@@ -15,6 +15,7 @@ import yaml
 
 from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
 from common.detection.box_checks import FoundBoxes
+from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.images import SUFFIXES
 from common.labelled import VAL_NAMES
@@ -85,17 +86,20 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
     raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
 
 
-def read_yolo(folder: YoloFolder) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
+def read_yolo(folder: YoloFolder, stamps: Stamps) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
     """Both parts. Boxes are of the upright image, as YOLO's own readers take them. Raises `Refused`."""
-    first = _read_part(folder, "train", folder.train, folder.names)
+    first = _read_part(folder, "train", folder.train, folder.names, stamps)
     names = folder.names or dict(enumerate(first.classes))
-    return first, _read_part(folder, "val", folder.val, names) if folder.val else None
+    return first, _read_part(folder, "val", folder.val, names, stamps) if folder.val else None
 
 
-def _read_part(folder: YoloFolder, part: str, places: list[Path], names: dict[int, str] | None) -> AnnotatedFiles:
-    files = sorted({file for place in places for file in _images(place)})
+def _read_part(
+    folder: YoloFolder, part: str, places: list[Path], names: dict[int, str] | None, stamps: Stamps
+) -> AnnotatedFiles:
+    files = sorted({file for place in places for file in _images(place, stamps)})
     if not files:
         raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")
+    stamps.take_files(map(_labels_of, files))
     rows, labels, corners = array("q"), array("q"), array("d")
     for row, file in enumerate(files):
         for label, box in _read_labels(_labels_of(file), len(names) if names else None, folder.has_keypoints):
@@ -121,13 +125,17 @@ def _read_part(folder: YoloFolder, part: str, places: list[Path], names: dict[in
         upright=True,
         relative=True,
     )
-    return read_files(found, root, paths)
+    return read_files(found, root, paths, stamps)
 
 
-def _images(place: Path) -> list[str]:
+def _images(place: Path, stamps: Stamps) -> list[str]:
+    stamps.take_files([place])
     if place.is_dir():
-        folders = os.walk(place, followlinks=True)
-        return [os.path.join(above, name) for above, _, names in folders for name in names if _is_image(name)]
+        found = []
+        for above, inner, names in os.walk(place, followlinks=True):
+            stamps.take_files(os.path.join(above, folder) for folder in inner)  # before the walk goes there
+            found += [os.path.join(above, name) for name in names if _is_image(name)]
+        return found
     lines = (line.strip() for line in place.read_text().splitlines())
     return [os.path.normpath(place.parent / line) for line in lines if line]
 

@@ -1,6 +1,7 @@
 """COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; all else one clear refusal, or a counted note."""
 
 import copy
+import dataclasses
 import gc
 import io
 import json
@@ -8,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -16,7 +18,9 @@ import pyarrow as pa
 import pytest
 from PIL import ExifTags, Image, ImageDraw
 
-from common.detection import coco_files, image_headers
+from common.detection import coco_files, image_headers, stamps
+from common.detection.annotated_files import AnnotatedFiles
+from common.detection.index import PLACE
 from common.detection.sources import load
 from common.errors import Refused
 from common.images import BrokenImage, open_rgb
@@ -29,7 +33,31 @@ def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
 
 
 def read(data, seed=0, val_share=0.25, **options):
-    return load(str(data), seed=seed, val_share=val_share, **options)
+    """What `load` returns; from files it is the same without an index, with one that is made, and with one that is there."""
+    found = load(str(data), seed=seed, val_share=val_share, **options)
+    if isinstance(found[0], AnnotatedFiles):
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+            patch.setenv(PLACE, place)
+            patch.setattr(stamps, "_COARSEST", 0.0)
+            for _ in range(2):
+                for part, other in zip(found, load(str(data), seed=seed, val_share=val_share, **options), strict=True):
+                    check_same(part, other)
+            assert len(os.listdir(place)) == 1
+    return found
+
+
+def check_same(part: AnnotatedFiles, other: AnnotatedFiles):
+    for field in dataclasses.fields(AnnotatedFiles):
+        mine, its = getattr(part, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), field.name
+        elif field.name == "outlines" and mine:
+            assert mine.shapes.equals(its.shapes) and np.array_equal(mine.turns, its.turns)
+        else:
+            assert mine == its and type(mine) is type(its), field.name
+    everything = np.arange(len(part))
+    assert part.fingerprint == other.fingerprint == other.part(everything).fingerprint
+    assert other.draws(7).tolist() == part.draws(7).tolist()
 
 
 def refusal(data, **options) -> str:
