@@ -1,6 +1,6 @@
 """How long does training stand still for a checkpoint?
 
-    python benchmarks/checkpoint.py [--quick] [--output FILE]
+    python benchmarks/checkpoint.py [--quick] [--brief] [--output FILE]
 
 A model of 86 million parameters, its AdamW state and its moving average: 1.4 GB. One training loop saves now the way the
 recipes do, beside the training, now in the old way, with everything waiting, in the order ABBA. Between two checkpoints come
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import timm
 import torch
+from table import Row
 
 from common.checkpoint import Checkpoints
 from common.state import TrainingState
@@ -81,14 +82,24 @@ class Training:
             torch.cuda.synchronize()
 
 
+def table(result: dict) -> list[Row]:
+    """The rows of the table of all benchmarks."""
+    beside, waiting = (
+        statistics.median(row["stop_s"] for row in result["rows"] if row["beside"] == kind) for kind in (True, False)
+    )
+    what = f"stop for a checkpoint of {result['bytes'] / 1e9:.2g} GB"
+    return [Row(what, "s", beside, "everything waits", waiting, result["ratio"], goal=GOAL)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: a tiny model, few checkpoints")
+    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
     parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    model, batch_size, quartets = "vit_base_patch16_224", 1, 4
+    model, batch_size, quartets = "vit_base_patch16_224", 1, 1 if arguments.brief else 4
     if arguments.quick:
         model, batch_size, quartets = "test_vit", 1, 1
     folder = Path(tempfile.mkdtemp())

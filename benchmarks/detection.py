@@ -1,6 +1,6 @@
 """How much time does `recipes/det.py` add to the detector's own step, and how long is that of every family?
 
-    python benchmarks/detection.py [--quick] [--output FILE]
+    python benchmarks/detection.py [--quick] [--brief] [--output FILE]
 
 First the recipe's own `main` against the loop that one would write by hand around the same detector: the same scenes in
 the same order, resizing, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
@@ -25,7 +25,8 @@ import numpy as np
 import timm
 import torch
 import torchvision
-from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report
+from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
+from table import Row
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
@@ -207,9 +208,15 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def table(results: dict) -> list[Row]:
+    """The rows of the table of all benchmarks."""
+    return rows_of_loops("det", results["loops"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of tiny models")
+    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -221,7 +228,7 @@ def main() -> None:
         Setting("test_resnet", 64, 16, 12),
     )
     size = Size("resnet50", 800, 8, "bf16") if gpu else Size("resnet18", 256, 1, "fp32")
-    quartets, seconds = 5, SECONDS
+    quartets, seconds = (1, 0.0) if arguments.brief else (5, SECONDS)
     if arguments.quick:
         settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
         narrow = {"faster_rcnn": {"hidden": 32}, "mask_rcnn": {"hidden": 32, "mask_width": 32}}
@@ -230,7 +237,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
     print(f"{device}; torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}")
     results = {"loops": report(recipe("det", flags), bare, settings, quartets)}
-    results["families"] = report_families(size, seconds)
+    if not arguments.brief:
+        results["families"] = report_families(size, seconds)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,6 +1,6 @@
 """What does a start cost with a detection set of COCO's size: seconds, and memory of a process and of its workers?
 
-    python benchmarks/index.py [--scale 1.0] [--quick] [--output FILE]
+    python benchmarks/index.py [--scale 1.0] [--quick] [--brief] [--output FILE]
 
 A set like COCO's train2017, times `scale`: 118,287 images, 860,001 boxes with outlines, 450 MB of JSON; what the images
 show does not matter. Each row is a fresh process: ours without an index, at the first start, which makes it, and at a
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from table import Row
 
 IMAGES, BOXES = 118_287, 860_001
 WORKERS = 4
@@ -188,10 +189,23 @@ def rows(quick: bool = False, scale: float = 1.0) -> Iterator[dict]:
             yield json.loads(done.stdout.splitlines()[-1]) | {"json_mb": file.stat().st_size / 1e6}
 
 
+def table(measured: list[dict]) -> list[Row]:
+    """The rows of the table of all benchmarks."""
+    ours = measured[-1]
+    rows = []
+    for peer in (row for row in measured if row["reader"] in ("json.load", "pycocotools")):
+        what = f"{ours['images']:,} images, {ours['boxes']:,} boxes, later start"
+        rows.append(Row(what, "s", ours["seconds"], peer["reader"], peer["seconds"], peer["seconds"] / ours["seconds"]))
+        shrunk = peer["memory_mib"] / ours["memory_mib"]
+        rows.append(Row("their memory", "MiB", ours["memory_mib"], peer["reader"], peer["memory_mib"], shrunk))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", type=float, default=1.0, help="size of the set, COCO's being 1")
     parser.add_argument("--quick", action="store_true", help="only see that it works: a hundredth of the set")
+    parser.add_argument("--brief", action="store_true", help="a tenth of the set, for the table of all benchmarks")
     parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # for the process of one row
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
@@ -199,7 +213,7 @@ def main() -> None:
     if arguments.row is not None:
         return print(json.dumps(measure(*READERS[arguments.row][:2], arguments.file)))
 
-    measured = list(rows(arguments.quick, arguments.scale))
+    measured = list(rows(arguments.quick, 0.1 if arguments.brief else arguments.scale))
     size = next(row for row in measured if "images" in row)
     print(f"{size['images']:,} images, {size['boxes']:,} boxes, {size['json_mb']:,.0f} MB of JSON; {WORKERS} workers")
     print("reader       outlines       time        CPU      memory   another process   a worker")

@@ -1,6 +1,6 @@
 """How much time does `recipes/cls.py` add to the model's own step?
 
-    python benchmarks/loop.py [--quick] [--output FILE]
+    python benchmarks/loop.py [--quick] [--brief] [--output FILE]
 
 The recipe's own `main` against the loop that one would write by hand without any framework: the same timm model, images
 in memory, transforms, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
@@ -17,7 +17,8 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report
+from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
+from table import Row
 from timm.data import create_transform, resolve_model_data_config
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader, Dataset
@@ -84,9 +85,15 @@ def bare(setting: Setting) -> None:
             step += 1
 
 
+def table(results: list[dict]) -> list[Row]:
+    """The rows of the table of all benchmarks."""
+    return rows_of_loops("cls", results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of a tiny model")
+    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -97,7 +104,7 @@ def main() -> None:
         Setting("test_resnet", 32, 8, 80),
         Setting("test_resnet", 32, 64, 20),
     )
-    quartets = 5
+    quartets = 2 if arguments.brief else 5
     if arguments.quick:
         settings, quartets = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24)), 1
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from table import Row
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +133,27 @@ def overhead(small: dict, large: dict, clock: str) -> tuple[float, float]:
     few, many = small["setting"]["batch_size"], large["setting"]["batch_size"]
     a_sample = (large[clock]["overhead_ms"] - small[clock]["overhead_ms"]) / (many - few)
     return small[clock]["overhead_ms"] - few * a_sample, 1e3 * a_sample
+
+
+def rows_of_loops(name: str, results: list[dict]) -> list[Row]:
+    """The comparisons of a recipe with its bare loop, which is the limit as well, for the table of all benchmarks."""
+    rows = []
+    for result in results:
+        wall = result["wall"]
+        setting = Setting(**result["setting"])
+        rows.append(
+            Row(
+                f"{name}.py, {setting.model}, {setting.image_size} px, batch {setting.batch_size}",
+                "ms a step",
+                wall["recipe_ms"],
+                "a bare loop",
+                wall["bare_ms"],
+                wall["throughput"],
+                wall["bare_ms"],
+                THROUGHPUT if result is results[0] else None,
+            )
+        )
+    return rows
 
 
 def report(recipe: Loop, bare: Loop, settings: tuple[Setting, Setting, Setting], quartets: int) -> list[dict]:

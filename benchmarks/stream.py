@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from table import Row
 
 from common.plan import BatchPlan
 from common.stream import Stream
@@ -166,6 +167,36 @@ def coverage(quick: bool = False) -> Iterator[dict]:
     """The rows of the second table."""
     for run in QUICK_COVERED if quick else COVERED:
         yield cover(*run)
+
+
+def table(result: dict) -> list[Row]:
+    """The rows of the table of all benchmarks: the largest run of each, which are not the same."""
+    ours, theirs = (
+        max(
+            (row for row in result["rows"] if row["sampler"] == name),
+            key=lambda row: (row["samples"], row["processes"]),
+        )
+        for name in ("Stream", "DistributedSampler")
+    )
+    covered = result["coverage"][0]
+    where = "of {samples:.0e} samples on {processes:,} processes"
+    rows = [
+        Row(
+            f"{what} {where.format(**ours)}",
+            unit,
+            ours[key],
+            f"DistributedSampler {where.format(**theirs)}",
+            theirs[key],
+            theirs[key] / max(ours[key], least),
+        )
+        for what, key, unit, least in (
+            ("first batch", "first_batch_ms", "ms", 1e-9),
+            ("memory", "memory_mib", "MiB", 0.1),
+        )
+    ]
+    drawn = float(all(run["exactly_once"] for run in result["coverage"]))
+    what = f"share drawn exactly once, {covered['processes']:,} processes"
+    return [*rows, Row(what, "", drawn, "what is promised", 1.0, drawn, goal=1.0)]
 
 
 def main() -> None:

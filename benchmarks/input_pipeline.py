@@ -1,6 +1,6 @@
 """How fast do photographs become training batches, beside what others do with the same files?
 
-    python benchmarks/input.py [--quick] [--brief] [--output FILE]
+    python benchmarks/input_pipeline.py [--quick] [--brief] [--output FILE]
 
 JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photographs, to crops of 224 (crop_scale 0.08,
 mirrored half the time). First the CPU time of an image on one core, from the file to uint8 or whatever the peer ends in:
@@ -344,6 +344,11 @@ def rows_of_memory(count: int) -> list[Row]:
             theirs / max(mine, 0.1),
         )
     ]
+
+
+def table(measured: list[dict]) -> list[Row]:
+    """The rows of the table of all benchmarks."""
+    return [Row(**row) for row in measured]
 
 
 def rows(quick: bool = False, brief: bool = False) -> list[Row]:

@@ -1,0 +1,142 @@
+"""What do all benchmarks of this folder say of this machine, in one table?
+
+    python benchmarks/everything.py [--only SCRIPT ...] [--quick]
+
+`make bench` does this, in less than ten minutes. Each script runs by itself, with fewer turns than when it is called alone.
+Writes benchmarks/results/<machine>.json and a chart beside it. A ratio above 1 means that ours is better.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+from table import Row, show
+
+FOLDER = Path(__file__).resolve().parent
+SCRIPTS = {  # script: its flags here; in the order of docs/benchmarks.md
+    "input_pipeline": ["--brief"],
+    "loop": ["--brief"],
+    "detection": ["--brief"],
+    "startup": ["--brief"],
+    "stream": [],
+    "index": ["--brief"],
+    "checkpoint": ["--brief"],
+}
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "datasets", "pillow", "simplejpeg")
+
+
+def machine() -> dict:
+    """What the figures depend on."""
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "packages": {package: version(package) for package in PACKAGES},
+    }
+
+
+def name_of(facts: dict) -> str:
+    """A file name for a machine: its GPUs, or else its processor and cores."""
+    text = (
+        f"{len(facts['gpus'])}x {facts['gpus'][0]}" if facts["gpus"] else f"{facts['processor']} {facts['cores']} cores"
+    )
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def measure(script: str, flags: list[str]) -> dict:
+    """What a script writes, its rows of the table, and how long it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, began = Path(folder) / "figures.json", time.perf_counter()
+        command = [sys.executable, str(FOLDER / f"{script}.py"), *flags, "--output", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"benchmarks/{script}.py ended with {done.returncode}:\n{done.stderr.strip()}")
+        figures = json.loads(output.read_text())
+    rows = importlib.import_module(script).table(figures)
+    return {"rows": [asdict(row) for row in rows], "figures": figures, "seconds": time.perf_counter() - began}
+
+
+def draw(rows: list[Row], title: str, path: Path) -> None:
+    """A bar a row: how many times better than its peer, on a logarithmic axis, with its goal."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.unit]
+    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows) + 1.4), layout="constrained")
+    places = range(len(rows))
+    least = min(0.5, *(row.ratio for row in rows)) / 1.3
+    colours = ["#b33c2e" if row.goal and row.ratio < row.goal else "#2e6fb3" for row in rows]
+    axes.barh(places, [math.log10(row.ratio / least) for row in rows], color=colours, height=0.62)
+    for place, row in zip(places, rows, strict=True):
+        end, figures = math.log10(row.ratio / least), f"{row.ours:.3g} against {row.theirs:.3g} {row.unit}"
+        axes.text(end + 0.03, place, f"{row.ratio:.3g}  ({figures})", va="center", fontsize=8)
+        if row.goal:
+            at = math.log10(row.goal / least)
+            axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=2)
+    axes.axvline(math.log10(1 / least), color="grey", linewidth=1)
+    axes.set_yticks(places, [f"{row.what}\nagainst {row.peer}" for row in rows], fontsize=7)
+    ticks = [
+        tick for tick in (0.5, 1, 2, 5, 10, 100, 1000, 10_000) if least < tick <= 2 * max(row.ratio for row in rows)
+    ]
+    axes.set_xticks([math.log10(tick / least) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_xlim(0, 1.25 * max(math.log10(row.ratio / least) for row in rows))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("times better than the peer (black: goal)")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run")
+    parser.add_argument("--quick", action="store_true", help="only see that it works")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for the figures and the chart")
+    arguments = parser.parse_args()
+    facts, began, results = machine(), time.perf_counter(), {}
+    for script in arguments.only:
+        results[script] = measure(script, ["--quick"] if arguments.quick else SCRIPTS[script])
+        print(f"benchmarks/{script}.py: {results[script]['seconds']:.0f} s", file=sys.stderr, flush=True)
+    rows = [Row(**row) for result in results.values() for row in result["rows"]]
+    gpus = ", ".join(facts["gpus"]) or "no GPU"
+    title = f"{facts['processor']}, {facts['cores']} cores, {gpus}; torch {facts['packages']['torch']}"
+    print(title)
+    show(rows)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"{name_of(facts)}.json"
+    record = {
+        "machine": facts,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": time.perf_counter() - began,
+        "scripts": results,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    draw(rows, title, path.with_suffix(".png"))
+    print(f"{time.perf_counter() - began:.0f} s; {path}, {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()
