@@ -25,10 +25,32 @@ from common.errors import Refused
 
 C = TypeVar("C")
 
+MOST_PROFILED = 100  # steps in a trace, which has some MB for each
 
-def option(default, *, low=None, high=None, may_change=False):
-    """A field with limits (both included); `may_change` marks what a resumed run may be given another value for."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "may_change": may_change})
+
+def option(default, *, low=None, high=None, may_change=False, check=None):
+    """A field with limits (both included); `may_change` marks what a resumed run may be given another value for.
+
+    `check(value)` says what is wrong with a text, "" where nothing is.
+    """
+    limits = {"low": low, "high": high, "check": check}
+    return dataclasses.field(default=default, metadata=limits | {"may_change": may_change})
+
+
+def steps_between(text: str) -> tuple[int, int] | None:
+    """First and last of some steps, both included and counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); else None."""
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    return (first, last) if 1 <= first <= last else None
+
+
+def _wrong_with_profile(text: str) -> str:
+    steps = steps_between(text)
+    if text and not steps:
+        return "must be FIRST-LAST, two steps counted from 1 such as 10-14, or one step"
+    if text and steps[1] - steps[0] >= MOST_PROFILED:
+        return f"are more than {MOST_PROFILED} steps, a trace that no viewer opens: take fewer"
+    return ""
 
 
 @dataclass
@@ -75,6 +97,8 @@ class RunConfig:
     """Dashboard; wandb without a key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""
+    profile: str = option("", may_change=True, check=_wrong_with_profile)
+    """Steps to profile with torch.profiler, FIRST-LAST as the log counts them (10-14); a trace a rank in the run folder."""
     max_broken_share: float = option(0.02, low=0, high=1, may_change=True)
     """Stop when more than this share of a window of 1,000 training images or more can't be read."""
     dry_run: bool = option(False, may_change=True)
@@ -167,6 +191,8 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
             raise Refused(f"--{field.name} {value}: must be {limit}")
+        if wrong := field.metadata.get("check") and field.metadata["check"](value):
+            raise Refused(f"--{field.name} {value}: {wrong}")
     return config
 
 

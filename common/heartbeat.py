@@ -50,6 +50,7 @@ class Beat:
 
 _place = ["starting", 0, 0]  # phase, step, how often noted; written by the training thread alone
 _tell: Callable[[str], None] | None = None
+_listener: Callable[[str], None] | None = None
 _beating: threading.Event | None = None
 
 
@@ -58,6 +59,14 @@ def note(phase: str, step: int | None = None) -> None:
     _place[0] = phase
     _place[1] = _place[1] if step is None else step
     _place[2] += 1
+    if _listener:
+        _listener(phase)
+
+
+def listen(listener: Callable[[str], None] | None) -> None:
+    """Have `listener(phase)` called with everything that this process notes, until another one or None is given."""
+    global _listener
+    _listener = listener
 
 
 def on_end(tell: Callable[[str], None] | None) -> None:
@@ -85,6 +94,7 @@ def end() -> None:
         _beating.set()
         _beating = None
     on_end(None)
+    listen(None)
 
 
 class _Idle:

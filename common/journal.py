@@ -43,13 +43,15 @@ class Journal:
         self.say("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
-        """Start the bar and the dashboard, for a run of `total` steps of which `done` are done."""
+        """Start the bar, for a run of `total` steps of which `done` are done; the dashboard starts after the first step."""
         self._tracker, self._total, self._pace_from = tracker, total, None
         if self._folder and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
     def advance(self, step: int) -> None:
         """`step` steps are done; the bar draws itself at most ten times a second."""
+        if self._tracker:
+            self._tracker.begin()
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 

@@ -1,10 +1,9 @@
-"""How does a run begin, go on from where it was, pause and end?
+"""How does a run begin, go on from where it was, evaluate and save?
 
 A recipe opens a `Run`, takes the first step from `start`, hands over what each step made with `observe`, and asks when to
 evaluate, save and stop. Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -21,28 +20,29 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import heartbeat, launch, memory, pictures
+from common import heartbeat, launch, memory, pictures, profiling
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
-from common.collectives import broadcast_object, gather_objects, is_lost_peer, is_main, rank, together
-from common.config import RunConfig, identity, short_hash
+from common.collectives import broadcast_object, gather_objects, is_main, together
+from common.config import RunConfig, identity, short_hash, steps_between
+from common.ending import RESUMABLE, Ending
 from common.environment import environment
-from common.errors import Again, Refused
+from common.errors import Refused
 from common.health import Health, Report
 from common.journal import Journal
 from common.last_word import leave_word
 from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
+from common.profiling import Profile
 from common.resume import choose_together
-from common.run_folder import RunFolder, write_status, writing
+from common.run_folder import RunFolder, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import Tracker, require
 from common.wrapping import is_out_of_memory
 from common.writer import Writer
 
-RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -60,6 +60,9 @@ class Run:
         name = config.name or f"{recipe}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
+        profiled = steps_between(config.profile)
+        if config.max_steps:
+            profiling.check(profiled, config.max_steps)  # where the length is known before the data are
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
         with together("opening the run folder"):
@@ -68,10 +71,12 @@ class Run:
             self._folder = RunFolder(self.path) if is_main() else None
         self._journal = Journal(self._folder)
         self.say = self._journal.say
-        self._look_for_others()
+        self._profile = Profile(*profiled, self.path, self.say) if profiled else None
         self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
+        self._ending = Ending(config, self.path, self._folder, self._journal, self._writer)
+        self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
         self._started = self._stopping = False
@@ -79,7 +84,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        heartbeat.on_end(self._leave_word)
+        heartbeat.on_end(lambda cause: self._ending.leave_word(self._ledger.step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:
@@ -88,13 +93,15 @@ class Run:
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
         stopped = error is None and self._ledger.step < self.total_steps
         lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing
-        instead = self._take_less() if lasting and error and is_out_of_memory(error) else None
+        too_much = lasting and error and is_out_of_memory(error)
+        instead = self._ending.take_less(self._plan, self.accelerator.device) if too_much else None
         error = instead or error
         try:
             if self._started:
-                self._end(*self._outcome(stopped, error))
+                status, cause = self._ending.outcome(self._ledger.step, stopped, self._asked_by, error)
+                self._ending.finish(status, cause, self._ledger, self._summary(), self._draw_curves)
             elif not instead:
-                self._leave_no_trace()
+                self._ending.leave_no_trace()
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -115,7 +122,9 @@ class Run:
         steps = self.config.max_steps or stream.steps(self.config.epochs)
         if steps < 1:
             raise Refused(f"--epochs {self.config.epochs}: no step to make; train longer, or take --eval_only")
-        return min(2, steps) if self.config.dry_run else steps
+        steps = min(2, steps) if self.config.dry_run else steps
+        profiling.check(steps_between(self.config.profile), steps)
+        return steps
 
     def fit(self, plan: BatchPlan, attempt: Callable[[int], None], model: torch.nn.Module) -> BatchPlan:
         """`plan`, its micro-batches halved until `attempt(samples)`, a forward and backward pass, fits into all memories."""
@@ -143,6 +152,8 @@ class Run:
                         f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
                         "go on with the version that wrote it, or give this run another --name"
                     ) from error
+        if self._profile:
+            self._profile.skip(self._ledger.step)
         size = self.config.global_batch_size
         self._health = Health(size, fp16=state.scaler is not None)
         self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
@@ -159,11 +170,15 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are to be made, until the last, or until some rank was asked to stop."""
         for step in range(self._ledger.step, self.total_steps):
+            if self._profile:
+                self._profile.before(step + 1)
             self._began = time.perf_counter()
             heartbeat.note("training", step + 1)
             yield step
             if self._stopping:
                 break
+        if self._profile:
+            self._profile.end()
         with together("writing a checkpoint"), writing(self.path):
             self._writer.wait()
 
@@ -186,6 +201,8 @@ class Run:
         self._seconds[step] = time.perf_counter() - self._began
         self._journal.advance(step)
         self._take_in(reports)
+        if self._profile:
+            self._profile.after()
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`: a function of the step alone."""
@@ -257,7 +274,7 @@ class Run:
         if blind := ", ".join(sorted({*gather_objects(blind)} - {""})):
             text = f"{self.path} is not seen from {blind}: to go on from its checkpoints, name an --output_dir that all see"
             if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-                self._leave_no_trace()
+                self._ending.leave_no_trace()
                 raise Refused(text)
             self.say(f"{text}, or copy them before the next start")
 
@@ -266,24 +283,6 @@ class Run:
         most = self.config.max_micro_batch_size
         kept = memory.kept(self.path, self.accelerator.device) if self._folder else None
         return broadcast_object(min(most, kept or most))
-
-    def _take_less(self) -> Exception:
-        """This rank has no memory left: have the next start take half as many samples at once. What to raise."""
-        try:
-            less = memory.halved(self._plan)
-            with writing(self.path):  # a start that does not find it would fail in the same way, again and again
-                memory.keep(self.path, less, self.accelerator.device)
-        except Refused as refusal:
-            return refusal
-        size, most = self._plan.micro_batch_sizes[0], less.max_micro_batch_size
-        other = ", which with --batch_norm local is another result" * (
-            getattr(self.config, "batch_norm", "") == "local"
-        )
-        return Again(f"out of memory with {size} samples at once, from now on at most {most}{other}")
-
-    def _leave_word(self, cause: str) -> None:
-        """For programs, why all processes are ended; by whichever has the word."""
-        write_status(self.path, "failed", self._ledger.step, cause)
 
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:
@@ -297,6 +296,9 @@ class Run:
         self._journal.summary(summary)
         if self._folder.read("status.json").get("status") == "running":  # no rank has left word why it failed
             self._folder.status("running", record["step"])
+
+    def _draw_curves(self) -> None:
+        self.draw("curves", pictures.curves, self.path)
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
@@ -386,74 +388,3 @@ class Run:
         self._facts, self._tracker_id = facts, tracker.run_id
         folder.write("tracker.json", {"id": tracker.run_id})
         self._journal.open(tracker, self._ledger.step, self.total_steps)
-
-    def _leave_no_trace(self) -> None:
-        """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
-        if self._folder and self._folder.fresh:
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    def _outcome(self, stopped: bool, error: BaseException | None) -> tuple[str, str]:
-        """How this start ends, and why."""
-        if stopped:
-            return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(self._asked_by))))
-        if error is None:
-            return "finished", ""
-        cause = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return "resumable", self._asked_by or cause
-        if is_lost_peer(error):
-            return "resumable", "the loss of another process"
-        status = "resumable" if isinstance(error, Again) else "failed"
-        if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
-            kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
-            with contextlib.suppress(OSError):
-                write_status(self.path, status, self._ledger.step, f"rank {rank()}: {kind}{cause}")
-        return status, cause
-
-    def _end(self, status: str, cause: str) -> None:
-        if not self._folder:
-            return
-        where = ""
-        try:
-            self._writer.wait()
-        except Exception as error:  # where the run ends well, all ranks have waited already
-            self.say(f"the last checkpoint could not be written: {error}")
-        try:
-            self._journal.flush()
-            if status == "finished":
-                self.draw("curves", pictures.curves, self.path)
-            self._journal.summary(self._summary())
-            where = self._journal.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
-            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why another rank was lost
-                self._folder.status(status, self._ledger.step, cause)
-            if status == "failed":
-                self._folder.log(f"failed at step {self._ledger.step}: {cause}")
-        except OSError as error:
-            self.say(f"{self.path}: its last word could not be written: {error}")
-        if status == "resumable":
-            self.say(
-                f"stopped by {cause} at step {self._ledger.step}: the same command goes on from the last checkpoint"
-            )
-        elif self.config.dry_run and status == "finished":
-            self.say(
-                "dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it"
-            )
-        elif status == "finished":
-            self._say_results(where)
-
-    def _say_results(self, where: str) -> None:
-        ledger, best = self._ledger, self.path / "best"
-        rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training"}
-        if ledger.best:
-            rows["best"] = f"{ledger.headline(ledger.best)} at step {ledger.best['step']}: {best}"
-            rows["last"] = (
-                f"{ledger.headline(ledger.last)} at step {ledger.last['step']}, of {ledger.last['eval/count']} images"
-            )
-        rows["pictures"] = str(self.path / "pictures")
-        rows["numbers"] = f"{self.path / 'metrics.jsonl'}, {self.path / 'summary.json'}"
-        if where:
-            rows[self.config.tracker] = where
-        longer = "--max_steps" if self.config.max_steps else "--epochs"
-        rows["go on"] = f"the same command with {longer} {2 * (self.config.max_steps or self.config.epochs):g}"
-        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; all else: README.md"
-        self._journal.table(rows)

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.digits import load_digits
 from common.errors import Refused
 from common.images import SUFFIXES
 from common.labelled import VAL_NAMES, Source, fingerprint_of
@@ -119,8 +120,6 @@ class Digits(Source):
 
 
 def _load_digits() -> tuple[Source, Source]:
-    from sklearn.datasets import load_digits  # late: the import takes a second
-
     digits = load_digits()
     small = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # [1797, 8, 8], from 0..16
     large = [Image.fromarray(image).resize((32, 32), Image.Resampling.BICUBIC) for image in small]

@@ -65,6 +65,7 @@ class Tracker:
     """Sends rows, results and pictures to a tracker without waiting for it or failing with it.
 
     Every rank makes one and calls it alike; only the main process sends. Values are plain numbers and texts.
+    Its thread starts with `begin`, or with the first thing to send: its imports would slow down a run's first step.
     `finish` belongs into a `finally`: W&B's own exit hook can wait minutes for a network that isn't there.
 
     Args:
@@ -107,6 +108,10 @@ class Tracker:
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard, "trackio": _Trackio}[kind]
             start = functools.partial(backend, folder, project, name, dict(config), self.run_id, sent_up_to, say)
             self._thread = threading.Thread(target=self._serve, args=(start,), name="tracker", daemon=True)
+
+    def begin(self) -> None:
+        """Let the tracker start, unless it has; microseconds."""
+        if self._thread is not None and self._thread.ident is None:
             self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -136,6 +141,7 @@ class Tracker:
 
         An `exit_code` other than 0 marks a W&B run as failed.
         """
+        self.begin()
         self._calls.put(lambda backend: backend.finish(exit_code))
         self._calls.put(None)
         if self._thread is not None:
@@ -144,6 +150,7 @@ class Tracker:
                 self._fail(f"not done {timeout_s:g} s after the end")
 
     def _put(self, call: Callable[["_Backend"], None]) -> None:
+        self.begin()
         if self._thread is None or not self._thread.is_alive():
             return
         if self._calls.qsize() < MOST_WAITING:

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import common.startup  # noqa: F401 (first, since it answers --help before torch is imported)
+
 import torch
 import torch.nn.functional as F
 

@@ -18,6 +18,10 @@ class Dashboard:
         self.ended: tuple = ()
         self.shown: dict = {}
         self.boxed: list = []
+        self.begun = False
+
+    def begin(self) -> None:
+        self.begun = True
 
     def log(self, step: int, values: dict) -> None:
         self.rows.append((step, values))
@@ -50,6 +54,13 @@ def opened(tmp_path: Path):
 
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_dashboard_begins_after_the_first_step(opened) -> None:
+    journal, dashboard, _ = opened
+    assert not dashboard.begun
+    journal.advance(1)
+    assert dashboard.begun
 
 
 def test_what_is_noted_of_a_step_is_one_row(opened) -> None:

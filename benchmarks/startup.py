@@ -1,0 +1,137 @@
+"""How long is it from the launch of `recipes/cls.py` to its first optimizer step, and to its --help?
+
+    python benchmarks/startup.py [--quick] [--output FILE]
+
+Each row is a fresh process on one CPU; all rows take turns, there and back. The goal for the first step: at most 1.3
+times as long as `import torch, timm` and making the same model take on their own. `accelerate launch` imports torch,
+timm and more before it starts the recipe; `accelerate-launch`, the same command without its siblings, imports less.
+Wall time up to the first step's end; CPU time in user mode of all processes of a row.
+"""
+
+import argparse
+import json
+import os
+import resource
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "test_resnet"
+GOAL, HELP_GOAL_S = 1.3, 2.0
+BARE, PROCESS, LAUNCH, SHORT_LAUNCH, HELP = (
+    "import torch, timm; create_model",
+    "python recipes/cls.py",
+    "accelerate launch recipes/cls.py",
+    "accelerate-launch recipes/cls.py",
+    "python recipes/cls.py --help",
+)
+STARTED = "STARTUP_BENCHMARK_STARTED"  # in the environment: seconds since 1970 at which the command was given
+
+
+def command(row: str, scratch: Path) -> list[str]:
+    """The words of a row's command; all but --help leave their time in `scratch/step.json`."""
+    config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
+    flags = ["--model", MODEL, "--max_steps", "2", "--workers", "0", "--output_dir", scratch]
+    recipe = ROOT / "recipes" / "cls.py"
+    first_step = [__file__, "--first_step", scratch / "step.json", recipe, *flags]
+    bin_folder = Path(sys.executable).parent
+    words = {
+        BARE: [sys.executable, __file__, "--bare", scratch / "step.json"],
+        PROCESS: [sys.executable, *first_step],
+        LAUNCH: [bin_folder / "accelerate", "launch", *config, *first_step],
+        SHORT_LAUNCH: [bin_folder / "accelerate-launch", *config, *first_step],
+        HELP: [sys.executable, recipe, "--help"],
+    }
+    return [str(word) for word in words[row]]
+
+
+def measure(row: str) -> dict:
+    """Seconds of one fresh start: `wall_s` to the first step's end, `cpu_s` of user mode."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        # PYTHONPATH: also where this checkout is not the one that is installed.
+        environ = os.environ | {STARTED: repr(time.time()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command(row, Path(folder)), env=environ, capture_output=True)
+        ended = time.time()
+        if done.returncode:
+            raise RuntimeError(f"{row}: {done.stderr.decode()}")
+        file = Path(folder, "step.json")
+        wall = json.loads(file.read_text())["seconds"] if file.exists() else ended - float(environ[STARTED])
+        return {"wall_s": wall, "cpu_s": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before}
+
+
+def compare(rounds: int) -> dict:
+    """Each row `rounds` times, in turn, there and back: medians, ranges, and the ratio of medians to the bare import."""
+    rows = [BARE, PROCESS, LAUNCH, SHORT_LAUNCH, HELP]
+    taken = {row: [] for row in rows}
+    for number in range(rounds):
+        for row in rows[:: -1 if number % 2 else 1]:
+            taken[row].append(measure(row))
+    result = {}
+    for row in rows:
+        of_row = {clock: sorted(times[clock] for times in taken[row]) for clock in ("wall_s", "cpu_s")}
+        result[row] = {clock: statistics.median(times) for clock, times in of_row.items()}
+        result[row] |= {"least_s": of_row["wall_s"][0], "most_s": of_row["wall_s"][-1]}
+        result[row]["ratio"] = result[row]["wall_s"] / result[BARE]["wall_s"]
+    return {"rounds": rounds, "rows": result}
+
+
+def bare(output: Path) -> None:
+    """What everybody has to wait for."""
+    import timm
+    import torch  # noqa: F401
+
+    timm.create_model(MODEL)
+    _leave(output)
+
+
+def first_step(output: Path, words: list[str]) -> None:
+    """Run the recipe `words[0]` up to the end of its first optimizer step."""
+    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    import common.startup  # noqa: F401 (as the recipe's first import)
+
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: _leave(output))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _leave(output: Path) -> None:
+    """Write how long it took, and which packages were imported until now, and end at once."""
+    seconds = time.time() - float(os.environ.get(STARTED, "nan"))
+    packages = sorted({name.partition(".")[0] for name, module in sys.modules.items() if module})
+    output.write_text(json.dumps({"seconds": seconds, "packages": packages}))
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only see that it works: each start once")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # in a row's own process, as the next one
+    parser.add_argument("--first_step", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        return bare(arguments.bare)
+    if arguments.first_step:
+        output, *words = arguments.first_step
+        return first_step(Path(output), words)
+
+    result = compare(1 if arguments.quick else 3)
+    print(f"medians of {result['rounds']}, one CPU thread; up to the first step of {MODEL} on digits")
+    print(f"{'':36}{'wall':>9}{'range':>17}{'of the bare':>13}{'user CPU':>11}")
+    for name, row in result["rows"].items():
+        spread = f"{row['least_s']:.2f}-{row['most_s']:.2f} s"
+        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:13.2f}{row['cpu_s']:9.2f} s")
+    print(f"goals: the first step within {GOAL} times the bare import; --help within {HELP_GOAL_S:g} s")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

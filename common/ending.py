@@ -1,0 +1,120 @@
+"""How does a start of a run end, and what does it leave for people, for programs and for the next start?"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common import memory
+from common.collectives import gather_objects, is_lost_peer, is_main, rank
+from common.config import RunConfig
+from common.errors import Again, Refused
+from common.journal import Journal
+from common.ledger import Ledger
+from common.plan import BatchPlan
+from common.run_folder import RunFolder, write_status, writing
+from common.writer import Writer
+
+RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
+
+
+class Ending:
+    """The end of one start in the run folder `path`; `folder` is None on every process but the main one."""
+
+    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, journal: Journal, writer: Writer):
+        self._config, self._path, self._folder = config, path, folder
+        self._journal, self._writer = journal, writer
+
+    def leave_no_trace(self) -> None:
+        """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
+        if self._folder and self._folder.fresh:
+            shutil.rmtree(self._path, ignore_errors=True)
+
+    def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
+        """This rank has no memory left: have the next start take half as many samples at once. What to raise."""
+        try:
+            less = memory.halved(plan)
+            with writing(self._path):  # a start that does not find it would fail in the same way, again and again
+                memory.keep(self._path, less, device)
+        except Refused as refusal:
+            return refusal
+        size, most = plan.micro_batch_sizes[0], less.max_micro_batch_size
+        other = ", which with --batch_norm local is another result" * (
+            getattr(self._config, "batch_norm", "") == "local"
+        )
+        return Again(f"out of memory with {size} samples at once, from now on at most {most}{other}")
+
+    def leave_word(self, step: int, cause: str) -> None:
+        """For programs, why all processes are ended at `step`; by whichever has the word."""
+        write_status(self._path, "failed", step, cause)
+
+    def outcome(self, step: int, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
+        """How this start ends at `step`, and why: status and cause for status.json.
+
+        `asked_by` is what asked this process to stop, "" if nothing did. Where all ranks have `stopped`, a collective.
+        """
+        if stopped:
+            return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(asked_by))))
+        if error is None:
+            return "finished", ""
+        cause = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return "resumable", asked_by or cause
+        if is_lost_peer(error):
+            return "resumable", "the loss of another process"
+        status = "resumable" if isinstance(error, Again) else "failed"
+        if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
+            kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
+            with contextlib.suppress(OSError):
+                write_status(self._path, status, step, f"rank {rank()}: {kind}{cause}")
+        return status, cause
+
+    def finish(self, status: str, cause: str, ledger: Ledger, summary: dict, draw: Callable[[], None]) -> None:
+        """Wait for what is being written, close the journal, and have the last word; on the main process.
+
+        `draw` makes the pictures of a finished run.
+        """
+        if not self._folder:
+            return
+        say, where = self._journal.say, ""
+        try:
+            self._writer.wait()
+        except Exception as error:  # where the run ends well, all ranks have waited already
+            say(f"the last checkpoint could not be written: {error}")
+        try:
+            self._journal.flush()
+            if status == "finished":
+                draw()
+            self._journal.summary(summary)
+            where = self._journal.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
+            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why another rank was lost
+                self._folder.status(status, ledger.step, cause)
+            if status == "failed":
+                self._folder.log(f"failed at step {ledger.step}: {cause}")
+        except OSError as error:
+            say(f"{self._path}: its last word could not be written: {error}")
+        if status == "resumable":
+            say(f"stopped by {cause} at step {ledger.step}: the same command goes on from the last checkpoint")
+        elif self._config.dry_run and status == "finished":
+            say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it")
+        elif status == "finished":
+            self._say_results(ledger, where)
+
+    def _say_results(self, ledger: Ledger, where: str) -> None:
+        config, path = self._config, self._path
+        rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training"}
+        if ledger.best:
+            rows["best"] = f"{ledger.headline(ledger.best)} at step {ledger.best['step']}: {path / 'best'}"
+            rows["last"] = (
+                f"{ledger.headline(ledger.last)} at step {ledger.last['step']}, of {ledger.last['eval/count']} images"
+            )
+        rows["pictures"] = str(path / "pictures")
+        rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
+        if where:
+            rows[config.tracker] = where
+        longer = "--max_steps" if config.max_steps else "--epochs"
+        rows["go on"] = f"the same command with {longer} {2 * (config.max_steps or config.epochs):g}"
+        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; all else: README.md"
+        self._journal.table(rows)
