@@ -167,6 +167,16 @@ class AugmentationConfig:
     """Repeated augmentation: how often each image of a global batch stands in it."""
 
 
+@dataclass
+class ReadingConfig:
+    """How training images are read. All but the place changes pixels, so it is part of the run."""
+
+    cache: int = option(0, low=0)
+    """Keep training images decoded, scaled to at most the area of a square with this side (0: off)."""
+    cache_folder: str = option("", may_change=True)
+    """Folder with room for --cache: a file without a name there. Default: memory."""
+
+
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
     """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
 

@@ -34,6 +34,7 @@ from common.sources import Source
 from common.stream import Stream
 
 DRAWS = "VISION_RECIPES_DRAWS"  # names a folder, in the environment: what is drawn for training is written down there
+_SMALL = 2**16  # bytes
 _NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
 
 
@@ -43,6 +44,13 @@ class Movable:
     def to(self, device: torch.device):
         return _map(self, lambda tensor: tensor.to(device, non_blocking=True))
 
+    def __getstate__(self) -> dict:
+        """On the way out of a data worker: each tensor takes a file and a handshake, where small ones could just be sent."""
+        return {name: _map(value, _small_as_array) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
+
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
@@ -51,16 +59,21 @@ class Movable:
         _map(self, lambda tensor: tensor.record_stream(stream))
 
 
-def _map(value, function):
-    if isinstance(value, torch.Tensor):
+def _map(value, function, kind: type = torch.Tensor):
+    """`function` of each `kind`, wherever it stands in lists, dicts and batches; all else as it is."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Movable):
-        return type(value)(*(_map(getattr(value, field.name), function) for field in fields(value)))
+        return type(value)(*(_map(getattr(value, field.name), function, kind) for field in fields(value)))
     if isinstance(value, list):
-        return [_map(part, function) for part in value]
+        return [_map(part, function, kind) for part in value]
     if isinstance(value, dict):
-        return {key: _map(part, function) for key, part in value.items()}
+        return {key: _map(part, function, kind) for key, part in value.items()}
     return value
+
+
+def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+    return tensor.numpy() if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL else tensor
 
 
 @dataclass

@@ -29,7 +29,7 @@ from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import AugmentationConfig, OptimizationConfig, RunConfig, option, parse
+from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
@@ -51,7 +51,7 @@ from common.wrapping import warm_up
 
 
 @dataclass
-class Config(AugmentationConfig, OptimizationConfig, RunConfig):
+class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
     data: str = "digits"
@@ -70,10 +70,6 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """Hugging Face data: column of the images (default: found by its type)."""
     label_column: str = ""
     """Hugging Face data: column of the labels (default: found by its type)."""
-    cache: int = option(0, low=0)
-    """Keep training images decoded, scaled to at most the area of a square with this side (0: off). It changes pixels."""
-    cache_folder: str = option("", may_change=True)
-    """Folder with room for --cache: a file without a name there. Default: memory."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)

@@ -1,6 +1,7 @@
 """Batches are a pure function of positions, whoever loads them; broken images are replaced; workers never hang a run."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,10 +19,16 @@ from common.augmentation import evaluation_transform, training_transform
 from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.images import BrokenImage
-from common.loading import Batch, EvaluationSamples, Feed, TrainingSamples, evaluation_loader, training_loader
+from common.loading import Batch, EvaluationSamples, Feed, Movable, TrainingSamples, evaluation_loader, training_loader
 from common.plan import BatchPlan
 from common.randomness import key_of, mix, seed_generators
 from common.stream import Stream
+
+
+@dataclass
+class Nested(Movable):
+    targets: list[dict]
+
 
 DATA = {
     "input_size": (3, 16, 16),
@@ -208,6 +215,21 @@ def test_a_batch_goes_to_the_device_whole() -> None:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     assert len(tensors) == 7 and all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.broken == batch.broken and batch.images.device.type == "cpu"
+
+
+def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
+    """Each file is a handshake of two processes, and as many of them as there are batches ahead are open at a time."""
+    batch = samples(Numbers(400), 60, **LAYERS).__getitems__(np.arange(60))
+    batch.readable = torch.ones(60, dtype=torch.bool)
+    parts = batch.__getstate__()
+    assert batch.images.nbytes <= 2**16 and not any(isinstance(part, torch.Tensor) for part in parts.values())
+    batch.images = torch.zeros(60, 3, 32, 32, dtype=torch.uint8)
+    assert [name for name, part in batch.__getstate__().items() if isinstance(part, torch.Tensor)] == ["images"]
+    there = pickle.loads(pickle.dumps(batch))
+    assert same(batch, there) and there.labels.dtype == torch.int64 and there.readable.dtype == torch.bool
+    nested = Nested([{"boxes": torch.rand(3, 4), "position": 7}])
+    there = pickle.loads(pickle.dumps(nested)).targets[0]
+    assert torch.equal(there["boxes"], nested.targets[0]["boxes"]) and there["position"] == 7
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
