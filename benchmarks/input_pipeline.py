@@ -301,7 +301,7 @@ class Listed(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitems__(self, indices: list[int]) -> int:
+    def __getitems__(self, indices: np.ndarray) -> int:
         return sum(len(self.samples[index][0]) + self.samples[index][1] for index in indices)
 
 
@@ -311,14 +311,14 @@ class Read(Dataset):
     def __init__(self, source: sources.Source):
         self.source = source
 
-    def __getitems__(self, indices: list[int]) -> int:
+    def __getitems__(self, indices: np.ndarray) -> int:
         return sum(len(self.source.content(index)) + int(self.source.labels[index]) for index in indices)
 
 
 def growth(dataset: Dataset, count: int) -> float:
     """MiB by which the memory of its own of a data worker grows from its first batch to the last of `count` samples."""
     order = np.random.default_rng(0).permutation(count).reshape(-1, 1000)
-    loader = iter(DataLoader(dataset, batch_sampler=order.tolist(), num_workers=1, collate_fn=lambda value: value))
+    loader = iter(DataLoader(dataset, batch_sampler=order, num_workers=1, collate_fn=lambda value: value))
     next(loader)
     (worker,) = loader._workers
     process = psutil.Process(worker.pid)

@@ -1,6 +1,6 @@
 """How long is it from the launch of `recipes/cls.py` to its first optimizer step, and to its --help?
 
-    python benchmarks/startup.py [--quick] [--output FILE]
+    python benchmarks/startup.py [--quick] [--brief] [--output FILE]
 
 Each row is a fresh process on one CPU; all rows take turns, there and back. The goal for the first step: at most 1.3
 times as long as `import torch, timm` and making the same model take on their own. `accelerate launch` imports torch,
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from table import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "test_resnet"
@@ -109,9 +111,29 @@ def _leave(output: Path) -> None:
     os._exit(0)
 
 
+def table(result: dict) -> list[Row]:
+    """The rows of the table of all benchmarks. The bare import is the peer; the goals are turned into ratios of it."""
+    bare = result["rows"][BARE]["wall_s"]
+    goals = {PROCESS: 1 / GOAL, LAUNCH: 1 / GOAL, SHORT_LAUNCH: 1 / GOAL, HELP: bare / HELP_GOAL_S}
+    return [
+        Row(
+            name,
+            "s to the first step" if name != HELP else "s",
+            row["wall_s"],
+            BARE,
+            bare,
+            1 / row["ratio"],
+            goal=goals[name],
+        )
+        for name, row in result["rows"].items()
+        if name != BARE
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only see that it works: each start once")
+    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # in a row's own process, as the next one
     parser.add_argument("--first_step", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -122,7 +144,7 @@ def main() -> None:
         output, *words = arguments.first_step
         return first_step(Path(output), words)
 
-    result = compare(1 if arguments.quick else 3)
+    result = compare(1 if arguments.quick else 2 if arguments.brief else 3)
     print(f"medians of {result['rounds']}, one CPU thread; up to the first step of {MODEL} on digits")
     print(f"{'':36}{'wall':>9}{'range':>17}{'of the bare':>13}{'user CPU':>11}")
     for name, row in result["rows"].items():

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import timm
 from PIL import Image
+from sklearn.datasets import load_digits
 
+from tests.conftest import ROOT
 from tests.recipes.conftest import Outcome
 
 CLASSES = ("an emu", "chat", "犬")
@@ -271,3 +273,52 @@ def test_few_rows_and_one_checkpoint_where_that_is_asked(runs):
         assert [row["step"] for row in outcome.rows] == [STEPS]
         assert [path.name for path in (outcome.folder / "checkpoints").iterdir()] == [f"step_{STEPS:08}"]
         assert [row["step"] for row in runs[world]["one step"].rows] == [1]
+
+
+# ---- decoding
+
+
+SLOW = """
+import common.decoding
+from PIL import Image
+from sklearn.datasets import load_digits
+from common.images import open_rgb
+
+def decode(self, content):
+    self.image = open_rgb(content)
+    self.width, self.height = self.image.size
+
+def region(self, top, left, height, width, size, interpolation):
+    part = self.image.crop((left, top, left + width, top + height))
+    resampling = Image.Resampling.BILINEAR if interpolation == "bilinear" else Image.Resampling.BICUBIC
+    return common.decoding._tensor(part.resize(size[::-1], resampling))
+
+common.decoding.Picture.__init__, common.decoding.Picture.region = decode, region
+"""
+
+
+@pytest.mark.long
+def test_what_is_learnt_from_quickly_decoded_photographs_is_what_is_learnt_from_those_of_pillow(
+    run_several, tmp_path: Path
+) -> None:
+    """1,797 digits as photographs four times as large as wanted, so that most are decoded at half the size; or kept decoded."""
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        (tmp_path / "data" / str(label)).mkdir(parents=True, exist_ok=True)
+        large = Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).resize((128, 128), Image.Resampling.BICUBIC)
+        large.save(tmp_path / "data" / str(label) / f"{number}.jpg", quality=85)
+    source = (ROOT / "recipes" / "cls.py").read_text()
+    (tmp_path / "slow.py").write_text(source.replace("import common.startup", SLOW + "\nimport common.startup"))
+    words = f"--data {tmp_path}/data --epochs 6 --lr 4e-3 --eval_every 1000".split()
+    seeds = {f"seed {seed}": [*words, "--seed", seed] for seed in range(3)}
+    kept = {f"kept {seed}": [*words, "--seed", seed, "--cache", 48] for seed in range(3)}
+    quick = run_several(2, seeds | kept)
+    slow = run_several(2, seeds, recipe=tmp_path / "slow.py")
+    reached = [
+        np.array([case.column("eval/top1")[-1] for name, case in cases.items() if name.startswith(kind)])
+        for cases, kind in ((quick, "seed"), (quick, "kept"), (slow, "seed"))
+    ]
+    assert all(each.shape == (3,) and each.min() > 0.9 for each in reached), reached
+    assert quick["seed 0"].column("train/loss")[-1] != slow["seed 0"].column("train/loss")[-1]  # two ways they are
+    for each in reached[:2]:
+        assert abs(each.mean() - reached[2].mean()) < 0.01, reached
