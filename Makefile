@@ -54,9 +54,8 @@ chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare what co
 lint: $(DEV_STAMP) ## check the code's style
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 
-bench: $(RUN_STAMP) ## measure what docs/benchmarks.md reports
-	@set -e; for script in $(filter-out benchmarks/paired.py,$(sort $(wildcard benchmarks/*.py))); do \
-	echo "$$script"; $(RUN) $$script $(ARGS); done
+bench: $(RUN_STAMP) ## measure this machine beside its peers, in ten minutes, and write benchmarks/results/ (ARGS="--only loop")
+	@$(RUN) benchmarks/everything.py $(ARGS)
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \

@@ -162,7 +162,7 @@ def build_inputs(config: Config, train: sources.Source, data_config: dict, devic
     uniform = 0.5 if train.multi_label else 1 / classes
 
     def normalize(images):
-        return (images.to(dtype, memory_format=layout) - mean) / std
+        return images.to(dtype, memory_format=layout, copy=True).sub_(mean).div_(std)
 
     def inputs(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.conftest import Launcher
 
@@ -98,6 +99,28 @@ def check_loops(results: list[dict], batch_sizes: list[int]) -> None:
         for clock in ("wall", "cpu"):
             assert all(math.isfinite(figure) for figure in result[clock].values())
             assert 0.02 < result[clock]["throughput"] < 50  # two loops that do the same work, on however busy a machine
+
+
+def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp_path: Path) -> None:
+    printed, rows = run(launch, "input_pipeline.py", tmp_path / "input.json")
+    assert printed.count("\n") == 1 + len(rows) == 16
+    assert {row["peer"] for row in rows} >= {"timm, as it comes", "torchvision", "datasets"}
+    assert all(row["ratio"] > 0 and math.isfinite(row["ours"]) and row["theirs"] > 0 for row in rows)
+
+
+@pytest.mark.long
+def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Path) -> None:
+    scripts = ("input_pipeline", "loop", "detection", "startup", "stream", "index", "checkpoint")
+    script = launch.start_python("benchmarks/everything.py", "--quick", "--output", tmp_path)
+    done = script.finish(900)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
+    rows = sum(len(part["rows"]) for part in result["scripts"].values())
+    assert rows > 30 and done.stdout.count("\n") == rows + 3
+    with Image.open(path.with_suffix(".png")) as chart:
+        assert chart.height > 500
 
 
 def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> None:

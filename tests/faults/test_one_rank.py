@@ -107,21 +107,27 @@ def small_shared_memory(size: str = "100k") -> None:
     assert os.system("mount --make-rprivate / && mount -t tmpfs -o size=" + size + " tmpfs /dev/shm") == 0
 
 
-def kill_the_worker() -> None:
+def before_the_sixth_batch(change) -> None:
     from common.loading import Feed
 
     take, calls = Feed.__next__, itertools.count()
 
-    def take_and_kill(feed):
+    def change_and_take(feed):
         if next(calls) == 5:
-            psutil.Process().children()[0].kill()
+            change()
         return take(feed)
 
-    Feed.__next__ = take_and_kill
+    Feed.__next__ = change_and_take
 
 
-def few_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+def kill_the_worker() -> None:
+    psutil.Process().children()[0].kill()
+
+
+def use_up_descriptors() -> None:
+    free = os.dup(0)  # the lowest one
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, free + 1))  # one, to write its last word
 
 
 def test_a_process_that_hangs_is_named_with_where_it_stands_and_all_end(forks, tmp_path):
@@ -170,14 +176,24 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
         "step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
     ),
     # It depends on what the worker was doing whether torch or the pipe to it notices first.
-    "a dead worker": (kill_the_worker, ("--workers", 1), " worker ", "rank 1: RuntimeError: "),
+    "a dead worker": (
+        functools.partial(before_the_sixth_batch, kill_the_worker),
+        ("--workers", 1),
+        " worker ",
+        "rank 1: RuntimeError: ",
+    ),
     "a full shared memory": (
         small_shared_memory,
         ("--workers", 1, "--image_size", 64),
         "No space left on device (28)): make room in /dev/shm",
         "rank 1: RuntimeError: DataLoader worker",
     ),
-    "few file descriptors": (few_descriptors, ("--workers", 2), "Too many open files", "rank 1: "),
+    "no file descriptor left": (
+        functools.partial(before_the_sixth_batch, use_up_descriptors),
+        ("--workers", 2, "--image_size", 64),
+        "Too many open files",
+        "rank 1: ",
+    ),
 }
 
 
