@@ -92,7 +92,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     axes.barh(places, [math.log10(row.ratio / least) for row in rows], color=colours, height=0.62)
     for place, row in zip(places, rows, strict=True):
         end, figures = math.log10(row.ratio / least), f"{row.ours:.3g} against {row.theirs:.3g} {row.unit}"
-        axes.text(end + 0.03, place, f"{row.ratio:.3g}  ({figures})", va="center", fontsize=8)
+        ratio = f"{row.ratio:.2f}" if row.ratio < 100 else f"{row.ratio:,.0f}"
+        axes.text(end + 0.03, place, f"{ratio}  ({figures})", va="center", fontsize=8)
         if row.goal:
             at = math.log10(row.goal / least)
             axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=2)
@@ -102,7 +103,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         tick for tick in (0.5, 1, 2, 5, 10, 100, 1000, 10_000) if least < tick <= 2 * max(row.ratio for row in rows)
     ]
     axes.set_xticks([math.log10(tick / least) for tick in ticks], [f"{tick:g}" for tick in ticks])
-    axes.set_xlim(0, 1.25 * max(math.log10(row.ratio / least) for row in rows))
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xlim(0, 1.45 * max(math.log10(row.ratio / least) for row in rows))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("times better than the peer (black: goal)")

@@ -104,7 +104,7 @@ def main() -> None:
         Setting("test_resnet", 32, 8, 80),
         Setting("test_resnet", 32, 64, 20),
     )
-    quartets = 2 if arguments.brief else 5
+    quartets = 3 if arguments.brief else 5
     if arguments.quick:
         settings, quartets = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24)), 1
 

@@ -185,7 +185,7 @@ def table(result: dict) -> list[Row]:
             f"{what} {where.format(**ours)}",
             unit,
             ours[key],
-            f"DistributedSampler {where.format(**theirs)}",
+            f"DistributedSampler, {theirs['samples']:.0e} on {theirs['processes']}",
             theirs[key],
             theirs[key] / max(ours[key], least),
         )

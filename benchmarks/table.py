@@ -19,13 +19,13 @@ class Row:
 
 
 def show(rows: Iterable[Row]) -> None:
-    """Print them."""
-    print(f"{'':46}{'ours':>11}{'peer':>11}{'ratio':>8}{'goal':>7}{'limit':>10}  peer")
+    """Print them; a `!` marks a goal that is missed."""
+    print(f"{'':50}{'ours':>10}{'peer':>10}{'limit':>10}{'ratio':>9}{'goal':>8}  peer")
     for row in rows:
-        goal = f"{row.goal:g}" if row.goal else ""
+        goal = f"{row.goal:.3g}" if row.goal else ""
         missed = " " if not row.goal or row.ratio >= row.goal else "!"
         limit = f"{row.limit:.4g}" if row.limit is not None else ""
         print(
-            f"{row.what:46}{row.ours:11.4g}{row.theirs:11.4g}{row.ratio:8.2f}{goal:>6}{missed}{limit:>10}  "
-            f"{row.peer}, {row.unit}"
+            f"{row.what:50}{row.ours:10.4g}{row.theirs:10.4g}{limit:>10}{row.ratio:9.2f}{goal:>7}{missed} {row.peer}"
+            + f", {row.unit}" * bool(row.unit)
         )

@@ -76,12 +76,10 @@ class Cache:
         return (height, width) if self._seen[index] else None
 
     def _keep(self, index: int, pixels: np.ndarray) -> None:
-        record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD)
+        record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD).tobytes()
         try:
             os.pwrite(self._file.fileno(), pixels, self._place(index))
-            os.pwrite(
-                self._file.fileno(), record.tobytes(), index * _RECORD.itemsize
-            )  # last: it vouches for the pixels
+            os.pwrite(self._file.fileno(), record, index * _RECORD.itemsize)  # last: it vouches for the pixels
         except OSError:
             pass  # a disk that has filled up since: the same pixels are then made again each time
 
