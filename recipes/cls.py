@@ -31,14 +31,7 @@ from common.config import AugmentationConfig, OptimizationConfig, RunConfig, opt
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
-from common.optimization import (
-    Schedule,
-    build_ema,
-    build_optimizer,
-    clip_gradients,
-    peak_learning_rate,
-    set_learning_rate,
-)
+from common.optimization import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
 from common.plan import BatchPlan
 from common.randomness import key_of, seed_model
 from common.resume import load_model
@@ -72,6 +65,8 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """Keep training images decoded, scaled to at most the area of a square with this side (0: off). It changes pixels."""
     cache_folder: str = option("", may_change=True)
     """Folder with room for --cache: a file without a name there. Default: memory."""
+    decode: Literal["worker", "device"] = "worker"
+    """Where training JPEGs are decoded, cropped and resized: by the data workers, or on the device. It changes pixels."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -223,9 +218,8 @@ def evaluate_only(config: Config, accelerator) -> None:
     path = Path(config.eval_only)
     exported = (path / "config.json").is_file()
     train, val, _ = build_data(config)
-    model, _, data_config = build_model(
-        dataclasses.replace(config, model=str(path)) if exported else config, len(val.classes)
-    )
+    config = dataclasses.replace(config, model=str(path)) if exported else config
+    model, _, data_config = build_model(config, len(val.classes))
     if not exported:
         with together("loading the checkpoint"):
             load_model(model, path)
@@ -261,7 +255,9 @@ def main() -> None:
         losses_of = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
         cache = open_cache(len(train), config.cache, config.cache_folder)
-        samples = loading.TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache)
+        samples = loading.TrainingSamples(
+            train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode
+        )
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
@@ -292,7 +288,7 @@ def main() -> None:
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
                 **compression.describe(config),
-                "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
+                "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),
             }
@@ -338,9 +334,8 @@ def main() -> None:
                     of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
-                    run.keep_best(
-                        partial(models.export, ema.module if ema else bare, val.classes, data_config, results)
-                    )
+                    best = ema.module if ema else bare
+                    run.keep_best(partial(models.export, best, val.classes, data_config, results))
                 if done == last:
                     draw(run, val, counts, mistakes)
             if run.saves(done):
