@@ -27,6 +27,20 @@ _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, suc
 
 
 @dataclass(frozen=True)
+class View:
+    """What is shown of an image."""
+
+    box: tuple[int, int, int, int]  # top, left, height and width, in pixels
+    vflip: bool
+    hflip: bool
+
+    def mirrored(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[..., H, W], the same shape."""
+        axes = [axis for axis, flipped in ((-2, self.vflip), (-1, self.hflip)) if flipped]
+        return pixels.flip(axes) if axes else pixels
+
+
+@dataclass(frozen=True)
 class TrainingTransform:
     """An image -> uint8[3, H, W]: a random part of it, resized, mirrored, and what a policy does to that."""
 
@@ -38,11 +52,16 @@ class TrainingTransform:
     policy: Callable[[Image.Image], Image.Image] | None
 
     def __call__(self, picture: Picture) -> torch.Tensor:
-        box = crop(picture.height, picture.width, self.least_area)
-        pixels = picture.region(*box, self.size, self.interpolation)
-        flips = [axis for axis, probability in ((1, self.vflip), (2, self.hflip)) if random.random() < probability]
-        if flips:
-            pixels = pixels.flip(flips)
+        return self.show(picture, self.draw(picture.height, picture.width))
+
+    def draw(self, height: int, width: int) -> View:
+        """What to show of an image of this size; from Python's generator."""
+        box = crop(height, width, self.least_area)
+        return View(box, *(random.random() < probability for probability in (self.vflip, self.hflip)))
+
+    def show(self, picture: Picture, view: View) -> torch.Tensor:
+        """uint8[3, H, W]; a policy draws anew."""
+        pixels = view.mirrored(picture.region(*view.box, self.size, self.interpolation))
         if self.policy:
             image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
             pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -175,6 +175,8 @@ class ReadingConfig:
     """Keep training images decoded, scaled to at most the area of a square with this side (0: off)."""
     cache_folder: str = option("", may_change=True)
     """Folder with room for --cache: a file without a name there. Default: memory."""
+    decode: Literal["worker", "device"] = "worker"
+    """Where JPEGs are decoded, cropped and resized: by the data workers, or on the device."""
 
 
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:

@@ -50,6 +50,11 @@ class Picture:
         if not self._jpeg:
             self._pixels = _tensor(open_rgb(data))
 
+    @property
+    def encoded(self) -> bytes | None:
+        """The JPEG that any decoder turns into these pixels; None for what is turned, in other colours, or no JPEG."""
+        return self._jpeg if self._jpeg and not self._is_turned and _size_in_header(self._jpeg) else None
+
     def region(
         self, top: int, left: int, height: int, width: int, size: tuple[int, int], interpolation: str
     ) -> torch.Tensor:
@@ -90,6 +95,11 @@ def _size_of_usual(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG without notes of how the camera was held, in a tenth of the time that Pillow takes."""
     if data[:2] != b"\xff\xd8" or data.find(b"Exif\0", 0, _HEAD) >= 0:
         return None
+    return _size_in_header(data)
+
+
+def _size_in_header(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG in the usual colours."""
     try:
         height, width, colours, _ = decode_jpeg_header(data)
     except ValueError:

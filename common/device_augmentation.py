@@ -28,7 +28,8 @@ def vary_colours(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     As torchvision's ColorJitter, in this order instead of a random one: the orders differ only where values are clamped.
     """
     brightness, contrast, saturation = factors.to(images.dtype)[:, :, None, None, None].unbind(1)
-    luma = torch.tensor(_LUMA, dtype=images.dtype, device=images.device)[:, None, None]
+    # Filled there: torch.tensor would send the numbers to the device, and the host wait until they are.
+    luma = torch.stack([images.new_full((1, 1), weight) for weight in _LUMA])
     images = (images * brightness).clamp(0, 255)
     grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
     images = torch.lerp(grey, images, contrast).clamp(0, 255)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from common import drop_path, heartbeat, mixing
+from common import device_decoding, drop_path, heartbeat, mixing
 from common.augmentation import TrainingTransform
 from common.cache import Cache
 from common.collectives import local_world_size, rank, world_size
 from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.device_augmentation import draw_colours, draw_erasing
+from common.device_decoding import Decoder, Encoded
 from common.images import BrokenImage
 from common.plan import BatchPlan
 from common.randomness import key_of, mix, seed_generators
@@ -90,6 +91,7 @@ class Batch(Movable):
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour stands in
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
+    encoded: Encoded | None = None  # images that are not in `images` yet: `Feed` has the device decode them
 
 
 @dataclass
@@ -103,6 +105,11 @@ class TrainingSamples(Dataset):
     varied: AugmentationConfig  # of which the transform does one part, and the device will do the other
     drop_path_layers: int = 0
     cache: Cache | None = None
+    decode: str = "worker"  # or "device"
+
+    def __post_init__(self) -> None:
+        if self.decode == "device":
+            device_decoding.check(self.transform, self.cache is not None)
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
@@ -111,8 +118,10 @@ class TrainingSamples(Dataset):
             image, index = self._read(index, key, broken)
             images.append(image)
             indices.append(index)
-        images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)  # as they lie in memory
-        batch = Batch(images, torch.from_numpy(self.source.labels[indices]), torch.from_numpy(positions))
+        images, encoded = device_decoding.stack(images, self.transform)
+        batch = Batch(
+            images, torch.from_numpy(self.source.labels[indices]), torch.from_numpy(positions), encoded=encoded
+        )
         varied, size = self.varied, self.transform.size
         if varied.color_jitter:
             batch.colours = torch.from_numpy(draw_colours(positions, self.seed, varied.color_jitter))
@@ -125,18 +134,23 @@ class TrainingSamples(Dataset):
         batch.broken = tuple(broken)
         return batch
 
-    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
+    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | device_decoding.Jpeg, int]:
         """The varied image at `index`, or its nearest readable neighbour above, and the index it really has."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                return self.transform(self._picture(neighbour)), neighbour
+                return self._varied(neighbour), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour counts when its own turn comes
                     broken.append(f"{self.source.name(index)}: {error}")
         seed_generators(key)
         return self.transform(Picture(_black())), index
+
+    def _varied(self, index: int) -> torch.Tensor | device_decoding.Jpeg:
+        if self.decode == "device":
+            return device_decoding.varied(self.transform, self._picture(index), self.source.name(index))
+        return self.transform(self._picture(index))
 
     def _picture(self, index: int) -> Picture:
         if self.cache is None:
@@ -157,8 +171,9 @@ class RecordedSamples(Dataset):
 
     def __getitems__(self, positions: np.ndarray):
         batch = self.samples.__getitems__(positions)
+        shown = _decoded(batch, Decoder(torch.device("cpu")))
         indices = self.samples.stream.indices(positions).tolist()
-        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in batch.images)
+        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in shown.images)
         drawn = zip(positions.tolist(), indices, hashes, strict=True)
         with (self.folder / f"{os.getpid()}.txt").open("a") as file:
             file.writelines(f"{position} {index} {pixels}\n" for position, index, pixels in drawn)
@@ -240,6 +255,7 @@ class Feed:
 
     def __init__(self, loader: DataLoader, device: torch.device):
         self._batches, self._device = iter(loader), device
+        self._decoder = Decoder(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waited, self._broken = 0.0, ()
 
@@ -254,11 +270,13 @@ class Feed:
             ) from error
         heartbeat.note("training")
         self._waited += time.perf_counter() - began
-        self._broken += batch.broken
         if self._copies is None:
-            return batch.to(self._device)
+            batch = _decoded(batch.to(self._device), self._decoder)
+            self._broken += batch.broken
+            return batch
         with torch.cuda.stream(self._copies):
-            batch = batch.to(self._device)
+            batch = _decoded(batch.to(self._device), self._decoder)
+        self._broken += batch.broken
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._copies)
         batch.record_stream(computing)
@@ -269,6 +287,14 @@ class Feed:
         taken = self._waited, self._broken
         self._waited, self._broken = 0.0, ()
         return taken
+
+
+def _decoded(batch: Movable, decoder: Decoder) -> Movable:
+    """The batch, on the decoder's device, with all of its images."""
+    if not isinstance(batch, Batch) or batch.encoded is None:
+        return batch
+    images, broken = decoder(batch.images, batch.encoded)
+    return replace(batch, images=images, broken=batch.broken + broken, encoded=None)
 
 
 def worker_count(asked: int) -> int:

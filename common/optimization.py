@@ -98,9 +98,13 @@ class Schedule:
                 f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or 8,11 for each fall"
             )
 
+    @property
+    def peak(self) -> float:
+        return peak_learning_rate(self.config)
+
     def __call__(self, step: int) -> float:
         """The learning rate at which step `step` (from 0) is made."""
-        config, peak = self.config, peak_learning_rate(self.config)
+        config, peak = self.config, self.peak
         warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup

@@ -58,7 +58,8 @@ def seed_model(key: int, device: "torch.device") -> None:
 
     key &= 0x7FFFFFFFFFFFFFFF
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(key)
+        index = torch.cuda.current_device() if device.index is None else device.index  # Accelerate's only GPU has none
+        torch.cuda.default_generators[index].manual_seed(key)
     elif device.type == "mps":
         torch.mps.manual_seed(key)
     else:

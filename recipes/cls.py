@@ -33,14 +33,7 @@ from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig,
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
-from common.optimization import (
-    Schedule,
-    build_ema,
-    build_optimizer,
-    clip_gradients,
-    peak_learning_rate,
-    set_learning_rate,
-)
+from common.optimization import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
 from common.plan import BatchPlan
 from common.randomness import key_of, seed_model
 from common.resume import load_model
@@ -221,9 +214,8 @@ def evaluate_only(config: Config, accelerator) -> None:
     path = Path(config.eval_only)
     exported = (path / "config.json").is_file()
     train, val, _ = build_data(config)
-    model, _, data_config = build_model(
-        dataclasses.replace(config, model=str(path)) if exported else config, len(val.classes)
-    )
+    config = dataclasses.replace(config, model=str(path)) if exported else config
+    model, _, data_config = build_model(config, len(val.classes))
     if not exported:
         with together("loading the checkpoint"):
             load_model(model, path)
@@ -259,7 +251,9 @@ def main() -> None:
         losses_of = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
         cache = open_cache(len(train), config.cache, config.cache_folder)
-        samples = loading.TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache)
+        samples = loading.TrainingSamples(
+            train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode
+        )
 
         bare.to(accelerator.device)
         ema = build_ema(config, bare)
@@ -290,7 +284,7 @@ def main() -> None:
                 "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
                 **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
                 **compression.describe(config),
-                "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
+                "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),
             }
@@ -336,9 +330,8 @@ def main() -> None:
                     of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
-                    run.keep_best(
-                        partial(models.export, ema.module if ema else bare, val.classes, data_config, results)
-                    )
+                    best = ema.module if ema else bare
+                    run.keep_best(partial(models.export, best, val.classes, data_config, results))
                 if done == last:
                     draw(run, val, counts, mistakes)
             if run.saves(done):

@@ -144,3 +144,23 @@ def test_what_a_slow_network_carries_is_what_each_hook_needs(launch: Launcher, t
         # A burst may still be on its way when the counter is read.
         assert 0.9 * row["needed"] < row["sent"] < 1.1 * row["needed"] + 20_000, row
         assert row["step_ms"] > 0.8 * row["cable_ms"], row
+
+
+def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None:
+    done = launch.start_python("benchmarks/gpu.py", env={"CUDA_VISIBLE_DEVICES": "-1"}).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "not measured: this needs a GPU; --quick shows that it works on any device\n"
+
+
+@pytest.mark.long
+def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launcher, tmp_path: Path) -> None:
+    done = launch.start_python("benchmarks/gpu.py", "--quick", "--output", tmp_path / "gpu.json").finish(400)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [session["compiled"] for session in result["sessions"]] == [False, True]
+    for session in result["sessions"]:
+        turns = {way: len(speeds) for way, speeds in session["speeds"].items()}
+        assert turns == {"resident": 2, "by hand": 2, "worker": 2, "device": 2, "cache": 2, "timm": 2}
+    assert [row["goal"] for row in result["rows"]] == 2 * [0.98, 2.0, 2.0, 2.0]
+    assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
+    assert done.stdout.count("images/s") == len(result["rows"]) and "fp16" in done.stdout

@@ -263,6 +263,10 @@ IN_DATA = {  # DATA stands for the folder above
     "no folder for a cache": Bad(
         ["--cache", 32, "--cache_folder", "DATA/nowhere"], "--cache_folder DATA/nowhere: No such file .*; name a .*"
     ),
+    "a policy where the device decodes": Bad(
+        ["--decode", "device", "--augment", "rand-m5-n1"], "--decode device: a policy .*; leave out --augment, or .*"
+    ),
+    "a cache where the device decodes": Bad(["--decode", "device", "--cache", 32], "--decode device: --cache .*"),
     "a folder without a cache": Bad(["--cache_folder", "DATA"], "--cache_folder DATA: nothing is kept there .*"),
     "no weights": Bad(["--class_weights", "heavy"], "--class_weights heavy: none, sqrt, balanced or a YAML file .*"),
 }
