@@ -105,22 +105,19 @@ class Decoder:
         images, broken = [], []
         for jpegs in _portions(encoded):
             resized = []
-            for whole, (data, size, view, name) in zip(self._decode([jpeg[0] for jpeg in jpegs]), jpegs, strict=True):
-                if (
-                    whole is None or whole.shape[1:] != size
-                ):  # another decoder may know better, or what is wrong with it
-                    try:
-                        part = Picture(data.numpy().tobytes()).region(
-                            *view.box, transform.size, transform.interpolation
-                        )
-                    except BrokenImage as error:
-                        broken.append(f"{name}: {error}")
-                        part = torch.zeros(3, *transform.size, dtype=torch.uint8)
-                    resized.append(view.mirrored(part).to(self._device, torch.float32)[None])
-                else:
+            wholes = self._decode([data for data, *_ in jpegs])
+            for whole, (data, size, view, name) in zip(wholes, jpegs, strict=True):
+                if whole is not None and whole.shape[1:] == size:
                     top, left, height, width = view.box
                     part = view.mirrored(whole[None, :, top : top + height, left : left + width])
                     resized.append(_resized(part, transform))
+                    continue
+                try:  # another decoder may know better, or what is wrong with it
+                    part = Picture(data.numpy().tobytes()).region(*view.box, transform.size, transform.interpolation)
+                except BrokenImage as error:
+                    broken.append(f"{name}: {error}")
+                    part = torch.zeros(3, *transform.size, dtype=torch.uint8)
+                resized.append(view.mirrored(part).to(self._device, torch.float32)[None])
             images.append(torch.cat(resized).round_().clamp_(0, 255).to(torch.uint8))
         return _in_order(pixels, torch.cat(images), encoded.places), tuple(broken)
 
