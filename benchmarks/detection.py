@@ -228,7 +228,7 @@ def main() -> None:
         Setting("test_resnet", 64, 16, 12),
     )
     size = Size("resnet50", 800, 8, "bf16") if gpu else Size("resnet18", 256, 1, "fp32")
-    quartets, seconds = (1, 0.0) if arguments.brief else (5, SECONDS)
+    quartets, seconds = (2, 0.0) if arguments.brief else (5, SECONDS)
     if arguments.quick:
         settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
         narrow = {"faster_rcnn": {"hidden": 32}, "mask_rcnn": {"hidden": 32, "mask_width": 32}}
