@@ -93,7 +93,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     for place, row in zip(places, rows, strict=True):
         end, figures = math.log10(row.ratio / least), f"{row.ours:.3g} against {row.theirs:.3g} {row.unit}"
         ratio = f"{row.ratio:.2f}" if row.ratio < 100 else f"{row.ratio:,.0f}"
-        axes.text(end + 0.03, place, f"{ratio}  ({figures})", va="center", fontsize=8)
+        beside = max(end, math.log10((row.goal or row.ratio) / least))
+        axes.text(beside + 0.03, place, f"{ratio}  ({figures})", va="center", fontsize=8)
         if row.goal:
             at = math.log10(row.goal / least)
             axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=2)

@@ -23,7 +23,6 @@ from common.decoding import Picture
 from common.errors import Refused
 
 _RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # height 0: not there yet
-_GIB = 2**30
 
 
 @dataclass
@@ -42,8 +41,8 @@ class Cache:
 
     def __str__(self) -> str:
         """In words, for people."""
-        where, size = self.folder or "memory", needed(self.count, self.side) / _GIB
-        return f"images of at most {self.side} x {self.side} pixels in {where}, up to {size:.2g} GiB"
+        most = _in_words(needed(self.count, self.side))
+        return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {most}"
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
         """The image at `index` as the cache keeps it, from there or, the first time, made of what `read` returns.
@@ -153,14 +152,18 @@ def _make(count: int, side: int, folder: str) -> BinaryIO:
         if needed(count, side) > free:
             way_out = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
             raise Refused(
-                f"--cache {side}: {count:,} images take up to {needed(count, side) / _GIB:.1f} GiB, and {where} has "
-                f"{free / _GIB:.1f} left; {way_out}"
+                f"--cache {side}: {count:,} images take up to {_in_words(needed(count, side))}, and {where} has "
+                f"{_in_words(free)} left; {way_out}"
             )
         if folder or sys.platform != "linux":
             return tempfile.TemporaryFile(dir=folder or None, buffering=0)
         return open(os.memfd_create("cache of decoded images"), "r+b", buffering=0)
     except OSError as error:
         raise Refused(f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to") from None
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _hash(pixels: np.ndarray, index: int) -> int:
