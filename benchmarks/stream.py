@@ -178,7 +178,7 @@ def table(result: dict) -> list[Row]:
         )
         for name in ("Stream", "DistributedSampler")
     )
-    covered = result["coverage"][0]
+    covered = max(result["coverage"], key=lambda run: run["processes"])
     where = "of {samples:.0e} samples on {processes:,} processes"
     rows = [
         Row(

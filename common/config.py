@@ -334,8 +334,11 @@ def _help(config_class: type, default, program: str) -> NoReturn:
     )
     default = shown(**dataclasses.asdict(default)) if default else None
     others = os.environ.get("LOCAL_RANK", "0") != "0"
-    with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
-        tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
+            tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
+    except BrokenPipeError:  # as by `--help | head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
     raise SystemExit
 
 

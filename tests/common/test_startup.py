@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,14 @@ def test_help_needs_no_long_import(launch: Launcher, recipe: str) -> None:
     done = launch.start_python("-X", "importtime", f"recipes/{recipe}.py", "--help").finish()
     assert done.returncode == 0 and "--global_batch_size" in done.stdout and "--data" in done.stdout
     assert {"common", "tyro"} <= imported(done.stderr) and not imported(done.stderr) & NOT_FOR_HELP
+
+
+def test_help_ends_quietly_where_nobody_reads_on() -> None:
+    """As by `--help | head`."""
+    words = [sys.executable, "recipes/cls.py", "--help"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
+        script.stdout.close()
+        assert (script.stderr.read(), script.wait(60)) == ("", 0)
 
 
 def test_a_recipe_whose_config_needs_more_prints_the_same_help_later(launch: Launcher, tmp_path: Path) -> None:
