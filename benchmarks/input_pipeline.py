@@ -162,7 +162,7 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
                     way,
                     medians[way],
                     ratio(times[way], times["ours"]),
-                    medians["limit"],
+                    medians["limit"] if width < 1000 else None,
                     goal if way.startswith("timm, as") else None,
                 )  # fmt: skip
             )
