@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from PIL import Image, ImageOps
 from timm.data import auto_augment, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
 
 from common.config import AugmentationConfig
-from common.decoding import Picture
+from common.decoding import Picture, pixels_of
 from common.errors import Refused
 
 _RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
@@ -64,7 +63,7 @@ class TrainingTransform:
         pixels = view.mirrored(picture.region(*view.box, self.size, self.interpolation))
         if self.policy:
             image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
-            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+            pixels = pixels_of(image)
         return pixels
 
 

@@ -32,7 +32,7 @@ class Picture:
         if isinstance(content, torch.Tensor):
             self._pixels = content
         elif isinstance(content, Image.Image):
-            self._pixels = _tensor(open_rgb(content))
+            self._pixels = pixels_of(open_rgb(content))
         else:
             self._open(content if isinstance(content, bytes) else read_file(content))
         if self._pixels is not None:
@@ -48,7 +48,7 @@ class Picture:
                 self.width, self.height = image.size[::-1] if 5 <= orientation <= 8 else image.size
                 self._is_turned = orientation != 1
         if not self._jpeg:
-            self._pixels = _tensor(open_rgb(data))
+            self._pixels = pixels_of(open_rgb(data))
 
     @property
     def encoded(self) -> bytes | None:
@@ -68,27 +68,21 @@ class Picture:
         if part.shape[1:] == size:
             return part
         mode = "bilinear" if interpolation == "bilinear" else "bicubic"
-        part = part[None].contiguous(
-            memory_format=torch.channels_last
-        )  # a copy, by which resizing gets three times as fast
-        return F.interpolate(part, size, mode=mode, antialias=True)[0]
+        together = part[None].contiguous(memory_format=torch.channels_last)  # a copy: resizing gets three times as fast
+        return F.interpolate(together, size, mode=mode, antialias=True)[0]
 
     def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
         """uint8[3, bottom - top, right - left] of the image, of a JPEG smaller by `reduction`, sides rounded up."""
         if self._pixels is not None:
             return self._pixels[:, top:bottom, left:right]
         if not self._is_turned:
+            height, width = (-(-side // reduction) for side in (self.height, self.width))
             try:  # the smallest that is at least this large: the reduction asked for
-                least = {
-                    "min_height": -(-self.height // reduction),
-                    "min_width": -(-self.width // reduction),
-                    "min_factor": 1,
-                }
-                pixels = decode_jpeg(self._jpeg, **least)
+                pixels = decode_jpeg(self._jpeg, min_height=height, min_width=width, min_factor=1)
                 return torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
             except ValueError:
                 pass  # Pillow says what is wrong with it, or can read it all the same
-        return _tensor(open_rgb(self._jpeg, reduction=reduction).crop((left, top, right, bottom)))
+        return pixels_of(open_rgb(self._jpeg, reduction=reduction).crop((left, top, right, bottom)))
 
 
 def _size_of_usual(data: bytes) -> tuple[int, int] | None:
@@ -107,6 +101,6 @@ def _size_in_header(data: bytes) -> tuple[int, int] | None:
     return (height, width) if colours in ("YCbCr", "Gray") and 0 < height * width <= MAX_PIXELS else None
 
 
-def _tensor(image: Image.Image) -> torch.Tensor:
+def pixels_of(image: Image.Image) -> torch.Tensor:
     """RGB image -> uint8[3, H, W]."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -5,6 +5,7 @@ into sample indices, reads, varies and stacks. It starts at any step at once and
 """
 
 import atexit
+import contextlib
 import hashlib
 import multiprocessing.queues
 import os
@@ -270,16 +271,13 @@ class Feed:
             ) from error
         heartbeat.note("training")
         self._waited += time.perf_counter() - began
-        if self._copies is None:
-            batch = _decoded(batch.to(self._device), self._decoder)
-            self._broken += batch.broken
-            return batch
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.stream(self._copies) if self._copies else contextlib.nullcontext():
             batch = _decoded(batch.to(self._device), self._decoder)
         self._broken += batch.broken
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._copies)
-        batch.record_stream(computing)
+        if self._copies:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_stream(self._copies)
+            batch.record_stream(computing)
         return batch
 
     def take(self) -> tuple[float, tuple[str, ...]]:

@@ -303,7 +303,7 @@ def decode(self, content):
 def region(self, top, left, height, width, size, interpolation):
     part = self.image.crop((left, top, left + width, top + height))
     resampling = Image.Resampling.BILINEAR if interpolation == "bilinear" else Image.Resampling.BICUBIC
-    return common.decoding._tensor(part.resize(size[::-1], resampling))
+    return common.decoding.pixels_of(part.resize(size[::-1], resampling))
 
 common.decoding.Picture.__init__, common.decoding.Picture.region = decode, region
 """
