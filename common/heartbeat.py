@@ -52,6 +52,7 @@ _place = ["starting", 0, 0]  # phase, step, how often noted; written by the trai
 _tell: Callable[[str], None] | None = None
 _listener: Callable[[str], None] | None = None
 _beating: threading.Event | None = None
+_threads: list[threading.Thread] = []
 
 
 def note(phase: str, step: int | None = None) -> None:
@@ -84,15 +85,24 @@ def begin(store: Store, rank: int, world_size: int, patience: float, name: str) 
     _beating = threading.Event()
     watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name, _beating)
     for function in (watch.run, watch.guard):
-        threading.Thread(target=function, name="heartbeat", daemon=True).start()
+        thread = threading.Thread(target=function, name="heartbeat", daemon=True)
+        thread.start()
+        _threads.append(thread)
 
 
 def end() -> None:
-    """Stop watching: this process is about to end by itself."""
+    """Stop watching: this process is about to end by itself. Returns when the threads that watch have ended.
+
+    A thread that is inside torch when the interpreter shuts down would abort the process: Python unwinds its stack, and C++
+    takes that for an error ("terminate called without an active exception"). The store answers or gives up within seconds; a
+    thread for which it never does is left behind, and never comes back to the interpreter.
+    """
     global _beating
     if _beating:
         _beating.set()
         _beating = None
+        while _threads:
+            _threads.pop().join(LOOK)
     on_end(None)
     listen(None)
 
@@ -158,6 +168,7 @@ class _Watch:
         self.mine.count += 1
         self.mine.waits = _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
+        del frame  # what the training thread lets go of is to end there, not in this thread
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
 
     def _first(self) -> Beat:

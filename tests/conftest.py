@@ -1,5 +1,6 @@
 """What do tests that launch the real scripts share?"""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.harness import Limit, end_with_stacks
 
 ROOT = Path(__file__).parent.parent
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
@@ -64,14 +67,14 @@ class Started:
     stderr: Path
 
     def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Wait for the end, at most `timeout` seconds; past that the command and its descendants are killed."""
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            family = psutil.Process(self.process.pid)
-            for process in [family, *family.children(recursive=True)]:
-                process.kill()
-            pytest.fail(f"no end within {timeout} s\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
+        """Wait for the end, at most `timeout` seconds of an idle machine; past that all its processes end with their stacks."""
+        limit = Limit(timeout)
+        while self.process.poll() is None and (left := limit.left()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(min(left, 1.0))
+        if self.process.poll() is None:
+            end_with_stacks([psutil.Process(self.process.pid)])
+            pytest.fail(f"no end within {limit}\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
         return subprocess.CompletedProcess(
             self.process.args, self.process.returncode, self.stdout.read_text(), self.stderr.read_text()
         )
@@ -119,7 +122,13 @@ class Launcher:
             process = subprocess.Popen(
                 [*self.before, sys.executable, *map(str, arguments)],
                 cwd=cwd,
-                env={**inherited, "HOME": str(self.home), "OMP_NUM_THREADS": "1", **(env or {})},
+                env={
+                    **inherited,
+                    "HOME": str(self.home),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONFAULTHANDLER": "1",
+                    **(env or {}),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

@@ -1,5 +1,6 @@
 """How do tests run a function on several real gloo processes without starting these for every case?"""
 
+import faulthandler
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -7,9 +8,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+from tests.harness import Limit, end_with_stacks
 
 PATIENCE = 120  # seconds until a case counts as hanging
 
@@ -32,10 +36,11 @@ class Processes:
                 connection.send((case, arguments, f"file://{file.name}.store", rank, ranks))
             answers = []
             for rank, connection in enumerate(self.connections[:ranks]):
-                if not connection.poll(PATIENCE):
-                    for worker in self.workers:
-                        worker.kill()
-                    raise AssertionError(f"{case.__name__}: rank {rank} hangs")
+                limit = Limit(PATIENCE)
+                while not connection.poll(1.0):
+                    if limit.left() <= 0:
+                        end_with_stacks(psutil.Process(worker.pid) for worker in self.workers)
+                        raise AssertionError(f"{case.__name__}: rank {rank} gave no answer in {limit}")
                 answers.append(connection.recv())
         if failures := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:
             raise AssertionError("\n".join(failures))
@@ -49,6 +54,7 @@ class Processes:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()  # for `end_with_stacks`
     while True:
         try:
             case, arguments, store, rank, ranks = connection.recv()

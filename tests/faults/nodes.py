@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Launcher, Started
+from tests.harness import Limit, end_with_stacks
 
 
 class Node(Launcher):
@@ -57,15 +59,14 @@ class Watched:
         self.folder, self.started = folder, started
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
-        """Wait for it; the seconds that took."""
-        began = time.monotonic()
+        """Wait for it, at most `seconds` of an idle machine; the seconds that took."""
+        began, limit = time.monotonic(), Limit(seconds)
         while not condition():
             ended = [each for each in self.started if each.process.poll() is not None]
-            if ended or time.monotonic() - began > seconds:
-                for each in self.started:
-                    each.process.kill()
+            if ended or limit.left() <= 0:
+                end_with_stacks(psutil.Process(each.process.pid) for each in self.started if each not in ended)
                 texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
-                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {seconds} s", *texts]))
+                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts]))
             time.sleep(0.01)
         return time.monotonic() - began
 

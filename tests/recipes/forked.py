@@ -4,6 +4,7 @@ A fork server imports the recipe once; each run is a fresh fork of it, one proce
 """
 
 import atexit
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -15,6 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+from tests.harness import Limit, end_with_stacks
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
 # Audit events of Python, and one of ours.
@@ -40,11 +45,13 @@ class Fork:
     folder: Path
 
     def end(self, seconds: float = 120) -> Ended:
-        """Wait for its end."""
-        self.process.join(seconds)
+        """Wait for its end, at most `seconds` of an idle machine."""
+        limit = Limit(seconds)
+        while self.process.exitcode is None and (left := limit.left()) > 0:
+            self.process.join(min(left, 1.0))
         if self.process.exitcode is None:
-            self.process.kill()
-            raise AssertionError(f"no end within {seconds:.0f} s: {(self.folder / 'err').read_text()}")
+            end_with_stacks([psutil.Process(self.process.pid)])
+            raise AssertionError(f"no end within {limit}: {(self.folder / 'err').read_text()}")
         return Ended(self.process.exitcode, *((self.folder / name).read_text() for name in _REPORTS))
 
 
@@ -135,6 +142,7 @@ def _run(
     out, err, report = (os.open(folder / name, os.O_WRONLY) for name in _REPORTS)
     os.dup2(out, 1)
     os.dup2(err, 2)
+    faulthandler.enable()  # for `end_with_stacks`
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
     import torch

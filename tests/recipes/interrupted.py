@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import Started
+from tests.harness import Limit
 
 
 class Interrupted:
@@ -54,8 +55,12 @@ class Interrupted:
     def gone(self, seconds: float = 60) -> int:
         """The launcher's exit code, once every process of the run is gone: those it had, and those it started since."""
         code = self.started.finish(seconds).returncode
-        mine = [*self.family, *(process for process in psutil.process_iter() if self._is_mine(process))]
-        _, alive = psutil.wait_procs(mine, seconds)
+        alive, limit = (
+            [*self.family, *(process for process in psutil.process_iter() if self._is_mine(process))],
+            Limit(seconds),
+        )
+        while alive and (left := limit.left()) > 0:
+            _, alive = psutil.wait_procs(alive, min(left, 1.0))
         left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         for process in left:
             process.kill()
