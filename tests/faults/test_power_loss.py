@@ -1,0 +1,197 @@
+"""A power loss at any moment leaves every promised file of the run folder whole, or the one before, and the next start goes on.
+
+What has reached the disk is read from the file that holds the file system; what was only written, and not synced, is not in it.
+"""
+
+import functools
+import json
+import os
+import random
+import shutil
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from common.checkpoint import Checkpoints, Damaged, compare, verify
+from tests.faults.campaign import without_pictures
+from tests.recipes import forked
+from tests.recipes.conftest import Outcome, draw_stripes, identical
+from tests.recipes.disks import Ext4, after_power_loss, ext4
+
+STEPS = 6
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
+    *("--checkpoint_every", 2, "--eval_every", 1, "--ema_decay", 0.5, "--keep_checkpoints", 1),
+)
+TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "tracker.json", "micro_batch.json")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    draw_stripes(folder / "train", (12, 9, 6))
+    draw_stripes(folder / "val", (3, 3, 3), seed=1)
+    return folder
+
+
+def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
+    return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
+
+
+@pytest.fixture(scope="module")
+def whole(forks, data, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ended = forks(*words(data, folder), before=functools.partial(without_pictures, 0))
+    assert ended.code == 0, ended
+    return folder
+
+
+def photographer(disk: Ext4, album: Path, commits: bool, times: int, pictures: bool = False) -> None:
+    """In a fork: a photograph of the disk before each file operation of the run, the first `times` times that it comes.
+
+    With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
+    """
+    if not pictures:
+        without_pictures(0)
+    photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
+    canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
+    fsync = os.fsync
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal count
+        if event not in forked.FILE_OPERATIONS or os.getpid() != owner:
+            return
+        run, path = str(disk.folder / "run"), str(arguments[0])
+        if not path.startswith(run):
+            return
+        operation = forked.without_numbers(event, path.removeprefix(run))
+        seen[operation] += 1
+        if seen[operation] > times or not turn.acquire(blocking=False):
+            return  # the other thread photographs
+        try:
+            if commits:
+                os.pwrite(canary, os.urandom(8), 0)
+                fsync(canary)
+            if photograph.get("writes") == disk.writes():
+                return
+            count += 1
+            said = {"before": operation, "made": made_so_far(disk.folder / "run")}
+            photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
+            (album / f"{count:04d}.json").write_text(json.dumps(said))
+        finally:
+            turn.release()
+
+    os.fsync = forked.audited_fsync
+    sys.addaudithook(hook)
+
+
+def made_so_far(folder: Path) -> int:
+    """The step of the newest checkpoint that the run has said is there."""
+    try:
+        return json.loads((folder / "status.json").read_text())["step"]
+    except (OSError, ValueError):
+        return 0
+
+
+def develop(album: Path, scratch: Path) -> Iterator[tuple[dict, Path]]:
+    """Of each photograph, what was said of it, and the run folder as the machine's next start finds it."""
+    for image in sorted(album.glob("*.image")):
+        found = scratch / image.stem / "run"
+        found.parent.mkdir()
+        with after_power_loss(image) as disk:
+            if (disk / "run").exists():
+                shutil.copytree(disk / "run", found)
+        image.unlink()
+        yield json.loads(image.with_suffix(".json").read_text()), found
+
+
+def assert_nothing_is_torn(found: Path) -> None:
+    for name in TEXTS:
+        if (found / name).exists():
+            content = yaml.safe_load((found / name).read_text())
+            assert content and isinstance(content, dict), f"{name} is empty"
+    for picture in found.glob("pictures/*.png"):
+        Image.open(picture).load()
+    if (found / "best").exists():
+        assert load_file(found / "best/model.safetensors")
+        assert json.loads((found / "best/config.json").read_text())
+        assert json.loads((found / "best/results.json").read_text())
+
+
+def assert_promises(said: dict, found: Path) -> int:
+    """The step that the next start goes on from."""
+    assert_nothing_is_torn(found)
+    checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").paths()]
+    newest = checkpoints[0].step if checkpoints else 0
+    assert newest >= said["made"], "a checkpoint is gone that was said to be there"
+    if (found / "summary.json").exists():
+        assert json.loads((found / "summary.json").read_text())["step"] <= newest
+    if not checkpoints:
+        return 0
+    steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
+    assert steps[:newest] == [*range(1, newest + 1)]
+    places = [name for name in ("best", ".best.tmp", ".best.old") if holds(found / name, checkpoints[0].record)]
+    assert places, "the model that the newest checkpoint says is the best is nowhere"
+    return newest
+
+
+def holds(folder: Path, record: dict) -> bool:
+    try:
+        compare(folder, record["best"]["files"])
+    except (Damaged, OSError):
+        return False
+    return True
+
+
+def assert_goes_on(forks, data: Path, found: Path, whole: Path) -> None:
+    """The same command, in the folder that was found, ends as the run that nobody disturbed."""
+    ended = forks(*words(data, found), before=functools.partial(without_pictures, 0))
+    assert ended.code == 0 and "damaged" not in ended.stdout, ended
+    one, other = (Outcome("ok", "", "", 0.0, path) for path in (found, whole))
+    assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)]
+    assert (one.column("train/loss") == other.column("train/loss")).all()
+    assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
+    for file in (whole / "best").iterdir():
+        assert (found / "best" / file.name).read_bytes() == file.read_bytes(), file.name
+    mine, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
+    assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
+    left = {path.name for path in found.rglob(".*")} - {".lock"}
+    assert not left, f"left behind: {left}"
+
+
+@pytest.mark.parametrize(
+    "commits, times, restarts",
+    [(True, 1, 4), *(pytest.param(commits, 9, 1000, marks=pytest.mark.long) for commits in (True, False))],
+)
+def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole, tmp_path, commits, times, restarts):
+    album = tmp_path / "album"
+    album.mkdir()
+    with ext4(tmp_path, "40m") as disk:
+        before = functools.partial(photographer, disk, album, commits, times, pictures=True)
+        ended = forks(*words(data, disk.folder / "run"), before=before)
+        assert ended.code == 0, ended
+        disk.photograph(album / "9999.image")
+        (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
+    lost = Counter()
+    developed = []
+    for said, found in develop(album, tmp_path):
+        try:
+            lost[assert_promises(said, found)] += 1
+        except Exception as error:
+            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            raise
+        developed.append(found)
+    assert {0, 2, 4, STEPS} <= lost.keys() and len(developed) > 30, lost
+    status = json.loads((developed[-1] / "status.json").read_text())
+    assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
+    for found in random.Random(7).sample(developed, min(restarts, len(developed))):
+        assert_goes_on(forks, data, found, whole)
