@@ -200,7 +200,8 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
     names = {operation.rsplit(" ", 1)[0] for operation in died_before}
     assert {
         "os.rename /checkpoints/.step_0.tmp",  # a new checkpoint
-        "os.remove /checkpoints/step_0/model.safetensors",  # an old one
+        "os.rename /checkpoints/step_0",  # an old one, which goes
+        "os.remove /checkpoints/.step_0.tmp/model.safetensors",
         "os.rename /best",
         "os.rename /.best.tmp",
         "os.rename /.metrics.jsonl.tmp",
@@ -211,7 +212,7 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
 def _whole(folder: Path) -> dict[str, bool]:
     """Whether there is a complete checkpoint, and a complete best model, which may be aside while it is replaced."""
     found = [path for path in folder.glob("checkpoints/step_*") if _verifies(path)]
-    exported = [{path.name for path in (folder / name).glob("*")} for name in ("best", ".best.old")]
+    exported = [{path.name for path in (folder / name).glob("*")} for name in ("best", ".best.old", ".best.tmp")]
     return {"checkpoint": bool(found), "best": {"config.json", "model.safetensors", "results.json"} in exported}
 
 
