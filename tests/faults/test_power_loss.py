@@ -10,10 +10,13 @@ import random
 import shutil
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from PIL import Image
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint import Checkpoints, Damaged, compare, verify
 from tests.faults.campaign import without_pictures
+from tests.faults.test_checkpoint_files import seal
 from tests.recipes import forked
 from tests.recipes.conftest import Outcome, draw_stripes, identical
 from tests.recipes.disks import Ext4, after_power_loss, ext4
@@ -49,8 +53,7 @@ def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
 def whole(forks, data, tmp_path_factory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    ended = forks(*words(data, folder), before=functools.partial(without_pictures, 0))
-    assert ended.code == 0, ended
+    train(forks, data, folder)
     return folder
 
 
@@ -151,12 +154,18 @@ def holds(folder: Path, record: dict) -> bool:
     return True
 
 
-def assert_goes_on(forks, data: Path, found: Path, whole: Path) -> None:
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object) -> str:
+    """Run the same command in this folder to its end; what was said."""
+    ends = [fork.end() for fork in forks.start_ranks(processes, *words(data, folder), *more, before=without_pictures)]
+    assert [end.code for end in ends] == [0] * processes, ends
+    return ends[0].stdout
+
+
+def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object) -> None:
     """The same command, in the folder that was found, ends as the run that nobody disturbed."""
-    ended = forks(*words(data, found), before=functools.partial(without_pictures, 0))
-    assert ended.code == 0 and "damaged" not in ended.stdout, ended
+    assert "damaged" not in train(forks, data, found, *more)
     one, other = (Outcome("ok", "", "", 0.0, path) for path in (found, whole))
-    assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)]
+    assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
     assert (one.column("train/loss") == other.column("train/loss")).all()
     assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
     for file in (whole / "best").iterdir():
@@ -165,6 +174,19 @@ def assert_goes_on(forks, data: Path, found: Path, whole: Path) -> None:
     assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
     left = {path.name for path in found.rglob(".*")} - {".lock"}
     assert not left, f"left behind: {left}"
+
+
+def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[int]]:
+    """The run folders that power losses left, and the steps that their next starts go on from."""
+    developed, steps = [], []
+    for said, found in develop(album, scratch):
+        try:
+            steps.append(assert_promises(said, found))
+        except Exception as error:
+            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            raise
+        developed.append(found)
+    return developed, steps
 
 
 @pytest.mark.parametrize(
@@ -180,17 +202,105 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
-    lost = Counter()
-    developed = []
-    for said, found in develop(album, tmp_path):
-        try:
-            lost[assert_promises(said, found)] += 1
-        except Exception as error:
-            error.add_note(f"at a power loss before {said['before']}, in {found}")
-            raise
-        developed.append(found)
-    assert {0, 2, 4, STEPS} <= lost.keys() and len(developed) > 30, lost
+    developed, steps = developed_and_checked(album, tmp_path)
+    assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
     status = json.loads((developed[-1] / "status.json").read_text())
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
         assert_goes_on(forks, data, found, whole)
+
+
+@pytest.mark.long
+def test_a_power_loss_at_any_moment_of_a_launched_run_loses_nothing(launch, forks, data, tmp_path):
+    """Two processes with data workers and a dashboard, stopped now and then for a photograph."""
+    album, generator, steps = tmp_path / "album", random.Random(0), 60
+    album.mkdir()
+    more = ("--max_steps", steps, "--eval_every", 1, "--checkpoint_every", 1)
+    with ext4(tmp_path, "48m") as disk, (disk.folder / "canary").open("wb", buffering=0) as canary:
+        flags = ("--num_processes", 2)
+        command = (*words(data, disk.folder / "run", "wandb"), *more)
+        started = launch.start("multi_cpu", "recipes/cls.py", *command, flags=flags)
+        family, count, before = psutil.Process(started.process.pid), 0, None
+        while started.process.poll() is None:
+            time.sleep(generator.uniform(0, 0.15))
+            stopped = []
+            with suppress(psutil.Error):
+                for process in [family, *family.children(recursive=True)]:
+                    process.suspend()
+                    stopped.append(process)
+            if (disk.folder / "run/metrics.jsonl").exists():
+                if generator.random() < 0.5:
+                    canary.write(b"x")
+                    os.fsync(canary.fileno())
+                if disk.writes() != before:
+                    count += 1
+                    said = {"before": "a moment", "made": made_so_far(disk.folder / "run")}
+                    before = disk.photograph(album / f"{count:04d}.image")
+                    (album / f"{count:04d}.json").write_text(json.dumps(said))
+            for process in stopped:
+                with suppress(psutil.Error):
+                    process.resume()
+        assert started.finish().returncode == 0, started.stderr.read_text()
+        disk.photograph(album / "9999.image")
+        (album / "9999.json").write_text(json.dumps({"before": "the end", "made": steps}))
+    developed, came_to = developed_and_checked(album, tmp_path)
+    assert len(set(came_to)) > 10 and came_to[-1] == steps, came_to
+    train(forks, data, tmp_path / "whole/run", 2, *more)
+    for found in [*generator.sample(developed, 8), developed[-1]]:
+        assert_goes_on(forks, data, found, tmp_path / "whole/run", 2, *more)
+
+
+# --- a damaged best/, in real runs
+
+
+def torn(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def test_a_finished_run_never_says_that_all_is_well_with_a_damaged_best_model(forks, data, tmp_path):
+    kept = ("--checkpoint_every", 1, "--keep_checkpoints", STEPS)
+    train(forks, data, tmp_path / "whole/run", 1, *kept)
+    content = {file.name: file.read_bytes() for file in (tmp_path / "whole/run/best").iterdir()}
+    best = json.loads((tmp_path / "whole/run/summary.json").read_text())["best"]["step"]
+    for damage, name in ((empty, "model.safetensors"), (torn, "config.json")):
+        folder = tmp_path / name / "run"
+        shutil.copytree(tmp_path / "whole/run", folder)
+        damage(folder / "best" / name)
+        stdout = train(forks, data, folder, 1, *kept)
+        said = stdout[: stdout.index("finished  ")]
+        assert f"{folder}/best is damaged ({name} has " in said, stdout
+        assert f"made again from {folder}/checkpoints/step_{best:08d}" in said, stdout
+        assert {file.name: file.read_bytes() for file in (folder / "best").iterdir()} == content
+
+
+def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
+    """Else one of them would wait for the others to write the next one."""
+    folder = tmp_path / "run"
+    train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)  # the best is that of step 3 or 4
+    shutil.rmtree(folder / "best")
+    record = json.loads((folder / "checkpoints/step_00000004/record.json").read_text())
+    record["ledger"]["best"] |= {"step": 3, "eval/ema_top1": 2.0}  # no later one can be better
+    record["ledger"]["last"] |= {"step": 3}
+    (folder / "checkpoints/step_00000004/record.json").write_text(json.dumps(record))
+    seal(folder / "checkpoints/step_00000004")
+    said = train(forks, data, folder, 2)
+    assert "is lost; best/ will be the best of the evaluations from now on" in said
+    assert json.loads((folder / "summary.json").read_text())["best"]["step"] in (5, 6)
+    assert load_file(folder / "best/model.safetensors")
+
+
+@pytest.mark.parametrize("flag", ["--eval_only", "--model"])
+def test_a_damaged_best_model_is_refused_in_one_line(forks, data, whole, tmp_path, flag):
+    for damage in (empty, torn):
+        for name in ("model.safetensors", "config.json"):
+            folder = tmp_path / damage.__name__ / name
+            shutil.copytree(whole / "best", folder)
+            damage(folder / name)
+            ended = forks(*words(data, tmp_path / "run"), flag, folder)
+            assert ended.code == 2, ended
+            assert ended.stderr.count("\n") == 1 and str(folder) in ended.stderr, ended.stderr
+            assert not (tmp_path / "run").exists()

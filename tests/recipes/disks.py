@@ -63,33 +63,31 @@ class Ext4:
 @contextmanager
 def ext4(scratch: Path, size: str) -> Iterator[Ext4]:
     """A disk of `size` bytes with an ext4, of which photographs can be taken."""
-    folder, image = scratch / "disk", scratch / "image"
-    folder.mkdir()
-    with image.open("xb") as file:
-        file.truncate(int(size.removesuffix("m")) * 2**20)
-    owner = f"root_owner={os.getuid()}:{os.getgid()}"
-    made = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    if not made:
+    make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if not make:
         pytest.fail("no mkfs.ext4 here") if "CI" in os.environ else pytest.skip("needs mkfs.ext4 (e2fsprogs)")
-    subprocess.run([made, "-q", "-F", "-E", owner, image], check=True)
-    with _mounted(image, folder, "loop,noauto_da_alloc,commit=300"):
-        major, minor = os.major(folder.stat().st_dev), os.minor(folder.stat().st_dev)
-        yield Ext4(folder, image, Path(f"/sys/dev/block/{major}:{minor}/stat"))
+    owner = f"root_owner={os.getuid()}:{os.getgid()}"
+    with disk(scratch / "memory", "1g") as memory:  # where what the file system syncs costs nothing
+        subprocess.run([make, "-q", "-F", "-E", owner, memory / "image", size], check=True)
+        with _mounted(memory / "image", scratch / "disk", "loop,noauto_da_alloc,commit=300") as folder:
+            major, minor = os.major(folder.stat().st_dev), os.minor(folder.stat().st_dev)
+            yield Ext4(folder, memory / "image", Path(f"/sys/dev/block/{major}:{minor}/stat"))
 
 
 @contextmanager
 def after_power_loss(photograph: Path) -> Iterator[Path]:
     """The folder that a photograph of a disk is mounted at, as by the machine's next start."""
-    folder = photograph.with_suffix(".mounted")
-    folder.mkdir()
-    with _mounted(photograph, folder, "loop"):
-        yield folder
+    with disk(photograph.with_suffix(".memory"), "1g") as memory:
+        subprocess.run(["cp", "--sparse=always", photograph, memory], check=True)
+        with _mounted(memory / photograph.name, photograph.with_suffix(".mounted"), "loop") as folder:
+            yield folder
 
 
 @contextmanager
-def _mounted(image: Path, folder: Path, options: str) -> Iterator[None]:
+def _mounted(image: Path, folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
     mount("mount", "-o", options, image, folder)
     try:
-        yield
+        yield folder
     finally:
         mount("umount", "-l", folder)
