@@ -22,11 +22,11 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.checkpoint import Checkpoints, Damaged, compare, verify
+from common.checkpoint import Checkpoints, verify
 from tests.faults.campaign import without_pictures
 from tests.faults.test_checkpoint_files import seal
 from tests.recipes import forked
-from tests.recipes.conftest import Outcome, draw_stripes, identical
+from tests.recipes.conftest import Outcome, draw_stripes, identical, keeps_best
 from tests.recipes.disks import Ext4, after_power_loss, ext4
 
 STEPS = 6
@@ -41,7 +41,7 @@ TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "trac
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     draw_stripes(folder / "train", (12, 9, 6))
-    draw_stripes(folder / "val", (3, 3, 3), seed=1)
+    draw_stripes(folder / "val", (10, 10, 10), seed=1)
     return folder
 
 
@@ -53,17 +53,26 @@ def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
 def whole(forks, data, tmp_path_factory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(forks, data, folder)
+    train(forks, data, folder, before=improve)
     return folder
 
 
-def photographer(disk: Ext4, album: Path, commits: bool, times: int, pictures: bool = False) -> None:
+def improve(rank: int) -> None:
+    """In a fork: each evaluation is the best so far, so that `best/` changes with each checkpoint; no pictures but curves."""
+    from common.ledger import Ledger
+    from common.run import Run
+
+    judge, draw = Ledger.judge, Run.draw
+    Ledger.judge = lambda ledger, step, results, leading: judge(ledger, step, results | {leading: step / 1000}, leading)
+    Run.draw = lambda run, name, *rest: draw(run, name, *rest) if name == "curves" else None
+
+
+def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
     """In a fork: a photograph of the disk before each file operation of the run, the first `times` times that it comes.
 
     With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
     """
-    if not pictures:
-        without_pictures(0)
+    improve(0)
     photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
     canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
     fsync = os.fsync
@@ -141,29 +150,20 @@ def assert_promises(said: dict, found: Path) -> int:
         return 0
     steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
     assert steps[:newest] == [*range(1, newest + 1)]
-    places = [name for name in ("best", ".best.tmp", ".best.old") if holds(found / name, checkpoints[0].record)]
-    assert places, "the model that the newest checkpoint says is the best is nowhere"
+    assert keeps_best(found, checkpoints[0].record), "the model that the newest checkpoint says is the best is nowhere"
     return newest
 
 
-def holds(folder: Path, record: dict) -> bool:
-    try:
-        compare(folder, record["best"]["files"])
-    except (Damaged, OSError):
-        return False
-    return True
-
-
-def train(forks, data: Path, folder: Path, processes: int = 1, *more: object) -> str:
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=without_pictures) -> str:
     """Run the same command in this folder to its end; what was said."""
-    ends = [fork.end() for fork in forks.start_ranks(processes, *words(data, folder), *more, before=without_pictures)]
+    ends = [fork.end() for fork in forks.start_ranks(processes, *words(data, folder), *more, before=before)]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
 
 
-def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object) -> None:
+def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=without_pictures) -> None:
     """The same command, in the folder that was found, ends as the run that nobody disturbed."""
-    assert "damaged" not in train(forks, data, found, *more)
+    assert "damaged" not in train(forks, data, found, *more, before=before)
     one, other = (Outcome("ok", "", "", 0.0, path) for path in (found, whole))
     assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
     assert (one.column("train/loss") == other.column("train/loss")).all()
@@ -197,17 +197,18 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole
     album = tmp_path / "album"
     album.mkdir()
     with ext4(tmp_path, "40m") as disk:
-        before = functools.partial(photographer, disk, album, commits, times, pictures=True)
+        before = functools.partial(photographer, disk, album, commits, times)
         ended = forks(*words(data, disk.folder / "run"), before=before)
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
     developed, steps = developed_and_checked(album, tmp_path)
     assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
+    assert json.loads((developed[-1] / "summary.json").read_text())["best"]["step"] == STEPS
     status = json.loads((developed[-1] / "status.json").read_text())
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
-        assert_goes_on(forks, data, found, whole)
+        assert_goes_on(forks, data, found, whole, before=improve)
 
 
 @pytest.mark.long
