@@ -4,18 +4,18 @@ A checkpoint is a folder `step_00000200/` of safetensors and JSON files: nothing
 another name, synced, given a manifest of sizes and hashes, and then renamed, so that a folder of that name is complete.
 """
 
+import contextlib
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.state import Tensors
 
@@ -82,7 +82,7 @@ class Checkpoints:
             else:
                 for path in damaged:  # out of the way of the same step made again, and of what `keep` counts
                     aside = path.with_suffix(".damaged")
-                    shutil.rmtree(aside, ignore_errors=True)
+                    remove(aside)
                     path.rename(aside)
                 return found
         if damaged:
@@ -101,44 +101,35 @@ class Checkpoints:
         if final.exists():  # the same step of the same run, after a resume: the same bits
             return final
         draft = self.folder / f".{final.name}.tmp"
-        shutil.rmtree(draft, ignore_errors=True)
+        remove(draft)
         try:
-            draft.mkdir(parents=True)
+            make_folder(self.folder)
+            draft.mkdir()
             for name, tensors in files.items():
                 _save_tensors(tensors, draft / f"{name}.safetensors")
             (draft / "record.json").write_text(json.dumps(record, indent=1))
-            manifest = {path.name: _stamp(path) for path in sorted(draft.iterdir())}
-            (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-            for path in [*draft.iterdir(), draft]:
-                _sync(path)
-            draft.rename(final)
+            (draft / _MANIFEST).write_text(json.dumps(stamps(draft), indent=1))
+            sync_folder(draft)
+            replace_folder(final, draft)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove(draft)
             raise
-        _sync(self.folder)
         for old in self.paths()[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(old.rename(self.folder / f".{old.name}.tmp"))  # never half of one under its name
         return final
 
     def sweep(self) -> None:
         """Remove drafts that a killed process left."""
         for draft in self.folder.glob(".step_*.tmp"):
-            shutil.rmtree(draft, ignore_errors=True)
+            remove(draft)
 
 
 def verify(path: Path) -> Checkpoint:
     """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
-        for name, stamp in manifest.items():
-            found = _stamp(path / name)
-            if found["bytes"] != stamp["bytes"]:
-                raise Damaged(f"{name} has {found['bytes']} bytes, {stamp['bytes']} were written")
-            if found != stamp:
-                raise Damaged(f"{name} is not what was written: its hash differs")
-        extra = {file.name for file in path.iterdir()} - manifest.keys() - {_MANIFEST}
-        if extra:
-            raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
+        compare(path, manifest, {_MANIFEST})
         found = Checkpoint(path, json.loads((path / "record.json").read_text()))
         if not isinstance(found.step, int):
             raise Damaged("record.json names no step")
@@ -146,6 +137,24 @@ def verify(path: Path) -> Checkpoint:
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def stamps(folder: Path) -> dict[str, dict]:
+    """Sizes and hashes of the files in `folder`, by name."""
+    return {path.name: _stamp(path) for path in sorted(folder.iterdir())}
+
+
+def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
+    """Raise `Damaged` or OSError where the files in `folder`, `besides` some, are not those that have these stamps."""
+    for name, stamp in stamps.items():
+        found = _stamp(folder / name)
+        if found["bytes"] != stamp["bytes"]:
+            raise Damaged(f"{name} has {found['bytes']} bytes, {stamp['bytes']} were written")
+        if found != stamp:
+            raise Damaged(f"{name} is not what was written: its hash differs")
+    extra = {file.name for file in folder.iterdir()} - stamps.keys() - besides
+    if extra:
+        raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
 
 
 def _save_tensors(tensors: Tensors, path: Path) -> None:
@@ -168,11 +177,3 @@ def _stamp(path: Path) -> dict:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from typing import Literal, NoReturn, TypeVar
 import tyro
 import yaml
 
+from common.durable import replace_file
 from common.errors import Refused
 
 C = TypeVar("C")
@@ -212,7 +213,7 @@ def save(config, path: Path) -> None:
     """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
     own = type(config).__annotations__
     everything = sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in own)
-    path.write_text(yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=True))
+    replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=True).encode())
 
 
 def identity(config) -> dict:

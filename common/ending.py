@@ -29,7 +29,7 @@ class Ending:
 
     def leave_no_trace(self) -> None:
         """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
-        if self._folder and self._folder.fresh:
+        if self._folder and self._folder.fresh and not self._folder.lost:
             shutil.rmtree(self._path, ignore_errors=True)
 
     def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
@@ -82,7 +82,11 @@ class Ending:
         try:
             self._writer.wait()
         except Exception as error:  # where the run ends well, all ranks have waited already
-            say(f"the last checkpoint could not be written: {error}")
+            if not self._folder.lost:
+                say(f"the last checkpoint could not be written: {error}")
+        if self._folder.lost:  # however it was to end
+            self._journal.close(1, patience=5.0)
+            self._folder.check()
         try:
             self._journal.flush()
             if status == "finished":

@@ -64,7 +64,7 @@ class Journal:
     def flush(self) -> None:
         """Write the row that is being collected."""
         row, self._row = self._row, {}
-        if not row or not self._folder:
+        if not row or not self._folder or self._folder.lost:  # a dashboard's files may be in it
             return
         if not self.failed:  # no row after a gap
             try:

@@ -1,18 +1,20 @@
 """What does the run look like? (PNG files: curves, confusion matrix, most confident mistakes)
 
-Drawn with Matplotlib's objects instead of `pyplot`: no global state and no display. Every picture is written beside its
-place and then renamed, so that a viewer never sees half of one.
+Drawn with Matplotlib's objects instead of `pyplot`: no global state and no display. A picture is replaced in one move, so that
+a viewer never sees half of one.
 """
 
+import io
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from common.durable import make_folder, replace_file
 
 if TYPE_CHECKING:  # Matplotlib takes 0.4 s to import, which waits for the first picture
     from matplotlib.axes import Axes
@@ -175,17 +177,13 @@ def title(place: Callable, text: str) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Writes the PNG file beside its place and renames it; a failure leaves the old one. Raises OSError."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
-            figure.savefig(unfinished, format="png", bbox_inches="tight", pad_inches=0.15)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """Writes the PNG file durably, in one move; a failure leaves the old one. Raises OSError."""
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
+        figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
+    make_folder(Path(path).parent)
+    replace_file(Path(path), content.getvalue())
 
 
 def _rows(path: Path) -> Iterator[dict]:

@@ -4,6 +4,7 @@ A recipe opens a `Run`, takes the first step from `start`, hands over what each 
 evaluate, save and stop. Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -21,6 +22,7 @@ from accelerate import Accelerator
 
 from common import config as configuration
 from common import heartbeat, launch, memory, pictures, profiling
+from common.best import Best
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
@@ -136,15 +138,29 @@ class Run:
         """The start table."""
         self._journal.table(rows)
 
-    def start(self, state: TrainingState, stream: Stream, schedule: Schedule, fingerprint: str) -> int:
-        """Load the checkpoint to go on from, if there is one; returns how many steps are done."""
+    def start(
+        self,
+        state: TrainingState,
+        stream: Stream,
+        schedule: Schedule,
+        fingerprint: str,
+        export: Callable[[dict, Path], None],
+    ) -> int:
+        """Load the checkpoint to go on from, if there is one; returns how many steps are done.
+
+        `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
+        """
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
         self._identity = identity(self.config) | {"data": fingerprint}
         heartbeat.note("choosing and loading a checkpoint")
+        self._best = Best(self.path, state, export, self.say) if self._folder else None
         if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
-            with together(f"loading {found.path}"):
+            with self._writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
+                    self._ledger = Ledger(**found.record["ledger"])
+                    if self._best:
+                        self._best.mend(found, self._ledger)
                     state.load(found.tensors(), found.record["numbers"])
                     self._take_over(found)
                 except (KeyError, TypeError, ValueError) as error:
@@ -152,6 +168,7 @@ class Run:
                         f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
                         "go on with the version that wrote it, or give this run another --name"
                     ) from error
+            self._ledger.best = broadcast_object(self._ledger.best)
         if self._profile:
             self._profile.skip(self._ledger.step)
         size = self.config.global_batch_size
@@ -159,7 +176,7 @@ class Run:
         self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(self.accelerator.mixed_precision)
-        with together("writing the run folder"), writing(self.path):
+        with self._writing("writing the run folder"):
             if self._folder and self._ledger.step < self.total_steps:
                 self._open_files(facts)
         self._started = True
@@ -179,7 +196,7 @@ class Run:
                 break
         if self._profile:
             self._profile.end()
-        with together("writing a checkpoint"), writing(self.path):
+        with self._writing("writing a checkpoint"):
             self._writer.wait()
 
     def observe(
@@ -195,7 +212,8 @@ class Run:
         self._ledger.step = step
         if launch.orphaned():
             self._asked_by = self._asked_by or "the end of its launcher"
-        stop = bool(self._asked_by) or self._journal.failed or self._writer.failed
+        lost = self._folder is not None and self._folder.lost
+        stop = bool(self._asked_by) or lost or self._journal.failed or self._writer.failed
         self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
         reports = self._health.read()
         self._seconds[step] = time.perf_counter() - self._began
@@ -223,12 +241,13 @@ class Run:
         self._journal.note(step, numbers)
         return self._ledger.judge(step, numbers, f"eval/{leading}")
 
-    def keep_best(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a new folder, which then takes the place of `best/`."""
+    def keep_best(self, results: dict) -> None:
+        """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
         heartbeat.note("writing best/")
-        with together("writing best/"), writing(self.path):
-            if self._folder:
-                self._folder.replace("best", write)
+        with self._writing("writing best/"):
+            if self._best:
+                self._writer.wait()  # it may be about to place the one before
+                self._best.draft(results)
 
     def save(self, step: int) -> None:
         """Make a checkpoint of `step`, once it is known that all its steps were finite.
@@ -239,7 +258,7 @@ class Run:
         self.settle()
         self._journal.flush()
         heartbeat.note("writing a checkpoint")
-        with together("writing a checkpoint"), writing(self.path):
+        with self._writing("writing a checkpoint"):
             if self._folder:
                 self._journal.check()
                 if (waited := self._writer.wait()) > _LONG_WAIT:
@@ -258,7 +277,7 @@ class Run:
         Images with boxes that it returns go to the dashboard, too.
         """
         heartbeat.note(f"drawing {name}")
-        if self._folder:
+        if self._folder and not self._folder.lost:
             path = self.path / "pictures" / f"{name}.png"
             try:
                 boxed_images = function(*arguments, path)
@@ -267,6 +286,18 @@ class Run:
                 self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 
     # --- inside
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Around what the main process writes: where that fails, or the folder is lost, every rank raises `Refused`."""
+        with together(what), writing(self.path):
+            try:
+                if self._folder:
+                    self._folder.check()
+                yield
+            finally:
+                if self._folder:
+                    self._folder.check()
 
     def _look_for_others(self) -> None:
         """Say which machines don't see the run folder; refuse them where processes may be restarted, on one of these alone."""
@@ -291,8 +322,10 @@ class Run:
 
     def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
         """Make the checkpoint, and then what says that it is there; in the writer's thread."""
-        self._folder.sync_rows()
-        self._checkpoints.save(record, files)
+        self._folder.check()
+        self._folder.sync()
+        self._checkpoints.save(record | {"best": self._best.seal()}, files)
+        self._best.place()
         self._journal.summary(summary)
         if self._folder.read("status.json").get("status") == "running":  # no rank has left word why it failed
             self._folder.status("running", record["step"])
@@ -328,7 +361,6 @@ class Run:
         return row
 
     def _take_over(self, found: Checkpoint) -> None:
-        self._ledger = Ledger(**found.record["ledger"])
         step, before, now = self._ledger.step, found.record["total_steps"], self.total_steps
         if step >= now:
             self.say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")

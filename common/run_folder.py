@@ -19,14 +19,14 @@ import fcntl
 import io
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from common.durable import make_folder, remove, replace_file
 from common.errors import Refused
 
 
@@ -37,15 +37,14 @@ class RunFolder:
         self.path = path
         self.fresh = not path.exists()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             # lockf, not flock: data workers inherit a flock and hold it for seconds after a kill.
-            self._lock = (path / ".lock").open("ab+", buffering=0)
+            self._lock = open(path / ".lock", "ab+", buffering=0, opener=_open_file)
             self._claim()
-            _mend_swap(path / "best")
-            self._log = (path / "log.txt").open("ab", buffering=0)
+            self._log = open(path / "log.txt", "ab", buffering=0, opener=_open_file)
         except OSError as error:
             if self.fresh:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
             raise Refused(
                 f"--output_dir {path.parent}: {path} can't be written ({error.strerror}); name another folder"
             ) from None
@@ -63,6 +62,23 @@ class RunFolder:
         self._lock.truncate(0)
         _append(self._lock, f"process {os.getpid()} on {os.uname().nodename}")
 
+    @property
+    def lost(self) -> bool:
+        """Whether the locked file is no longer in the folder of that name: another run may be there now. Some microseconds."""
+        try:
+            found = os.stat(self.path / ".lock", follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not os.path.samestat(found, os.fstat(self._lock.fileno()))
+
+    def check(self) -> None:
+        """Raise `Refused` where the folder is lost."""
+        if self.lost:
+            raise Refused(
+                f"{self.path} was removed, renamed or replaced while this run was at work in it: nothing more is written; "
+                "put it back, and the same command goes on from the last checkpoint"
+            )
+
     def log(self, text: str) -> None:
         """Append to log.txt, with the time; what doesn't fit on the disk was at least said."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -70,7 +86,8 @@ class RunFolder:
             _append(self._log, "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def write(self, name: str, content: Any) -> None:
-        """Replace a JSON file in one move: a reader sees the old or the new one, whole."""
+        """Replace a JSON file durably, see `replace_file`. Raises `Refused` where the folder is lost."""
+        self.check()
         write_json(self.path / name, content)
 
     def read(self, name: str) -> dict:
@@ -79,14 +96,15 @@ class RunFolder:
 
     def status(self, status: str, step: int, cause: str = "") -> None:
         """`status` is running, finished, resumable or failed. running with no process at work means killed, so resumable."""
+        self.check()
         write_status(self.path, status, step, cause)
 
     def rewind(self, step: int) -> int:
         """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; the last step that stood there."""
         path = self.path / "metrics.jsonl"
         rows = _read_rows(path)
-        _replace_file(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        self._rows = path.open("ab", buffering=0)
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step).encode())
+        self._rows = open(path, "ab", buffering=0, opener=_open_file)
         return max((row["step"] for row in rows), default=0)
 
     def row(self, row: dict) -> None:
@@ -94,29 +112,16 @@ class RunFolder:
         clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
         _append(self._rows, json.dumps(clean) + "\n")
 
-    def sync_rows(self) -> None:
-        """Make the rows so far outlive the machine: a checkpoint builds on them."""
-        os.fsync(self._rows.fileno())
-
-    def replace(self, name: str, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a new folder and put it in the place of `name`; a kill in between is mended at the next start."""
-        final, draft, old = (self.path / part for part in (name, f".{name}.tmp", f".{name}.old"))
-        shutil.rmtree(draft, ignore_errors=True)
-        try:
-            write(draft)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        draft.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+    def sync(self) -> None:
+        """Make the rows and the log so far outlive a power loss: a checkpoint builds on them."""
+        for file in filter(None, (self._rows, self._log)):
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        for file in (self._rows, self._log, self._lock):
-            if file is not None:
-                file.close()
+        with contextlib.suppress(OSError):
+            self.sync()
+        for file in filter(None, (self._rows, self._log, self._lock)):
+            file.close()
 
 
 def write_status(run: Path, status: str, step: int, cause: str) -> None:
@@ -126,8 +131,8 @@ def write_status(run: Path, status: str, step: int, cause: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file in one move."""
-    _replace_file(path, json.dumps(content, indent=2) + "\n")
+    """Replace a JSON file durably, see `replace_file`."""
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> dict:
@@ -151,14 +156,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _replace_file(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.write_text(text)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+def _open_file(path: str, flags: int) -> int:
+    """For `open`: no link that somebody else has put there is followed, and no FIFO waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _append(file: io.FileIO, text: str) -> None:
@@ -182,11 +182,3 @@ def _read_rows(path: Path) -> list[dict]:
                 break
             rows.append(row)
     return rows
-
-
-def _mend_swap(final: Path) -> None:
-    """Undo a `replace` that was killed half-way."""
-    old = final.with_name(f".{final.name}.old")
-    if old.exists() and not final.exists():
-        old.rename(final)
-    shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)

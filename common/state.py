@@ -24,6 +24,11 @@ class TrainingState:
     ema: torch.nn.Module | None = None
     scaler: Any = None  # torch.amp.GradScaler under fp16
 
+    @property
+    def exported(self) -> torch.nn.Module:
+        """The module that is exported: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema
+
     def tensors(self) -> dict[str, Tensors]:
         """File by file, the tensors to save; they are the live ones, not copies."""
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}

@@ -269,6 +269,7 @@ class _WandB(_Backend):
 class _TensorBoard(_Backend):
     def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
         files = _writable(folder / "tensorboard")
+        self.files, self.stat = files, files.stat()
         # purge_step hides what a killed run wrote beyond the step from which it goes on.
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=sent_up_to + 1)
         self.tracker.start()
@@ -282,6 +283,11 @@ class _TensorBoard(_Backend):
         for key, path in pictures.items():
             pixels = numpy.asarray(Image.open(path).convert("RGB"))[None]  # [1, height, width, 3]
             self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
+
+    def finish(self, exit_code):
+        # Where the run folder was removed or replaced, a thread of TensorBoard would print a traceback, or write there.
+        if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
+            super().finish(exit_code)
 
 
 class _Trackio(_Backend):

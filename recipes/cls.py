@@ -290,7 +290,8 @@ def main() -> None:
             }
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        first, last = run.start(state, stream, schedule, fingerprint), schedule.total_steps
+        export = partial(models.export, ema.module if ema else bare, val.classes, data_config)
+        first, last = run.start(state, stream, schedule, fingerprint, export), schedule.total_steps
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
@@ -330,8 +331,7 @@ def main() -> None:
                     of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
-                    best = ema.module if ema else bare
-                    run.keep_best(partial(models.export, best, val.classes, data_config, results))
+                    run.keep_best(results)
                 if done == last:
                     draw(run, val, counts, mistakes)
             if run.saves(done):

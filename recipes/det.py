@@ -318,7 +318,8 @@ def main() -> None:
             }
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        first, last = run.start(state, stream, schedule, fingerprint), schedule.total_steps
+        best = partial(export, ema.module if ema else bare, train, plain)
+        first, last = run.start(state, stream, schedule, fingerprint, best), schedule.total_steps
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
@@ -358,7 +359,7 @@ def main() -> None:
                     of_ema, found = evaluate(ema.module, val_loader, accelerator, normalize, val)
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}AP"):
-                    run.keep_best(partial(export, ema.module if ema else bare, train, plain, results))
+                    run.keep_best(results)
                 if done == last:
                     draw(run, val, found)
             if run.saves(done):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from common import checkpoint
+from common import checkpoint, durable
 from common.checkpoint import Checkpoints, Damaged, verify
 from common.errors import Refused
 
@@ -85,16 +85,18 @@ def test_old_ones_go_only_when_the_new_one_is_complete(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "rename", watched)
     save(tmp_path, 2, keep=1)
-    assert seen == [1, 2] and names(tmp_path) == ["step_00000002"]
+    assert seen[:2] == [1, 2] and names(tmp_path) == ["step_00000002"]
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    sync = checkpoint._sync
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (synced.append(path.name), sync(path)))
+    done: list[str] = []
+    sync, rename = durable.sync, Path.rename
+    monkeypatch.setattr(durable, "sync", lambda path: (done.append(path.name), sync(path)))
+    monkeypatch.setattr(Path, "rename", lambda one, other: (done.append(f"-> {other.name}"), rename(one, other))[1])
     save(tmp_path / "checkpoints", 3)
     files = {"manifest.json", "model.safetensors", "optimizer.safetensors", "record.json"}
-    assert set(synced[:4]) == files and synced[4:] == [".step_00000003.tmp", "checkpoints"]
+    assert done[0] == tmp_path.name and set(done[1:5]) == files
+    assert done[5:] == [".step_00000003.tmp", "-> step_00000003", "checkpoints"]
 
 
 def flip(path: Path, place: float) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -101,8 +102,8 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     path.write_bytes(b"old")
     from matplotlib.figure import Figure
 
-    def half(figure: Figure, file: Path, **options) -> None:
-        file.write_bytes(b"half")
+    def half(figure: Figure, file: BinaryIO, **options) -> None:
+        file.write(b"half")
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Figure, "savefig", half)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,45 +164,48 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
     assert rows(folder.path) == [{"step": 1}, {"step": 2}]
 
 
-def write(text: str):
-    def fill(draft: Path) -> None:
-        draft.mkdir()
-        (draft / "model").write_text(text)
-
-    return fill
+def replace(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.mkdir()
+    (path / ".lock").write_text("of another run")
 
 
-def test_a_folder_is_replaced_by_a_whole_one_or_not_at_all(folder: RunFolder) -> None:
-    folder.replace("best", write("first"))
-    folder.replace("best", write("second"))
+@pytest.mark.parametrize(
+    "lose",
+    [
+        shutil.rmtree,
+        replace,
+        lambda path: path.rename(path.with_name("elsewhere")),
+        lambda path: (path / ".lock").unlink(),
+        lambda path: path.parent.rename(path.parent.with_name("elsewhere")),
+    ],
+)
+def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder: RunFolder, lose) -> None:
+    folder.write("summary.json", {"step": 1})
+    folder.check()
+    assert not folder.lost
+    lose(folder.path)
+    assert folder.lost
+    before = sorted(folder.path.rglob("*"))
+    for write in (folder.check, lambda: folder.write("summary.json", {}), lambda: folder.status("running", 2)):
+        with pytest.raises(Refused, match=f"{folder.path} was removed, renamed or replaced while this run was at work"):
+            write()
+    assert sorted(folder.path.rglob("*")) == before
 
-    def fail(draft: Path) -> None:
-        write("third")(draft)
-        raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError):
-        folder.replace("best", fail)
-    assert (folder.path / "best" / "model").read_text() == "second"
-    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "best", "log.txt"]
-
-
-@pytest.mark.parametrize("killed_at", ["draft written", "old one moved", "new one moved"])
-def test_a_swap_that_was_killed_is_mended_at_the_next_start(tmp_path: Path, killed_at: str) -> None:
-    run = tmp_path / "a"
+@pytest.mark.parametrize("name", [".lock", "log.txt"])
+def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
     run.mkdir()
-    old, draft, final = run / ".best.old", run / ".best.tmp", run / "best"
-    write("old")(final)
-    write("new")(draft)
-    if killed_at != "draft written":
-        final.rename(old)
-    if killed_at == "new one moved":
-        draft.rename(final)
-    folder = RunFolder(run)
-    assert (final / "model").read_text() == ("new" if killed_at == "new one moved" else "old")
-    folder.replace("best", write("next"))
-    folder.close()
-    assert (final / "model").read_text() == "next"
-    assert sorted(path.name for path in run.iterdir()) == [".lock", "best", "log.txt"]
+    (run / name).symlink_to(victim)
+    with pytest.raises(Refused, match="can't be written"):
+        RunFolder(run)
+    assert victim.read_text() == "mine"
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(Refused, match="can't be written"):
+        RunFolder(run)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe\x00", b"[" * 100_000, b'{"id": '])

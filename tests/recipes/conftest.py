@@ -1,5 +1,6 @@
 """How do tests run the real recipes, and compare what these leave behind?"""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from common.checkpoint import Damaged, compare
 from common.detection.sources import load as load_scenes
 from tests.recipes.forked import Forks
 
@@ -73,6 +75,15 @@ def identical(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
     )
+
+
+def keeps_best(run: Path, record: dict) -> bool:
+    """Whether the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
+    for name in ("best", ".best.tmp", ".best.old"):
+        with contextlib.suppress(Damaged, OSError):
+            compare(run / name, record["best"]["files"])
+            return True
+    return False
 
 
 @pytest.fixture(scope="session")

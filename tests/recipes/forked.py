@@ -157,7 +157,7 @@ def _run(
     if before:
         before()
     if watch:
-        os.fsync = _audited_fsync
+        os.fsync = audited_fsync
         sys.addaudithook(_assassin(str(watch), spared, report))
     sys.argv = command
     try:
@@ -167,10 +167,15 @@ def _run(
         atexit._run_exitfuncs()  # which a fork of multiprocessing ends without
 
 
-def _audited_fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+def audited_fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
     """`os.fsync`, which Python does not audit."""
     sys.audit("os.fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
     fsync(descriptor)
+
+
+def without_numbers(operation: str, path: str) -> str:
+    """A file operation, with 0 for every number in the path."""
+    return f"{operation} {re.sub('[0-9]+', '0', path)}"
 
 
 def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str, tuple], None]:
@@ -185,7 +190,7 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
             path = os.path.join(os.readlink(f"/proc/self/fd/{rest[0]}"), path)
         if not str(path).startswith(watch):
             return
-        operation = f"{event} {re.sub('[0-9]+', '0', str(path).removeprefix(watch))}"
+        operation = without_numbers(event, str(path).removeprefix(watch))
         times[operation] += 1
         if f"{operation} {times[operation]}" not in spared:
             os.write(report, f"{operation} {times[operation]}".encode())

@@ -1,0 +1,307 @@
+"""A power loss at any moment leaves every promised file of the run folder whole, or the one before, and the next start goes on.
+
+What has reached the disk is read from the file that holds the file system; what was only written, and not synced, is not in it.
+"""
+
+import functools
+import json
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from common.checkpoint import Checkpoints, verify
+from tests.faults.campaign import without_pictures
+from tests.faults.test_checkpoint_files import seal
+from tests.recipes import forked
+from tests.recipes.conftest import Outcome, draw_stripes, identical, keeps_best
+from tests.recipes.disks import Ext4, after_power_loss, ext4
+
+STEPS = 6
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
+    *("--checkpoint_every", 2, "--eval_every", 1, "--ema_decay", 0.5, "--keep_checkpoints", 1),
+)
+TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "tracker.json", "micro_batch.json")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    draw_stripes(folder / "train", (12, 9, 6))
+    draw_stripes(folder / "val", (10, 10, 10), seed=1)
+    return folder
+
+
+def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
+    return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
+
+
+@pytest.fixture(scope="module")
+def whole(forks, data, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(forks, data, folder, before=improve)
+    return folder
+
+
+def improve(rank: int) -> None:
+    """In a fork: each evaluation is the best so far, so that `best/` changes with each checkpoint; no pictures but curves."""
+    from common.ledger import Ledger
+    from common.run import Run
+
+    judge, draw = Ledger.judge, Run.draw
+    Ledger.judge = lambda ledger, step, results, leading: judge(ledger, step, results | {leading: step / 1000}, leading)
+    Run.draw = lambda run, name, *rest: draw(run, name, *rest) if name == "curves" else None
+
+
+def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
+    """In a fork: a photograph of the disk before each file operation of the run, the first `times` times that it comes.
+
+    With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
+    """
+    improve(0)
+    photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
+    canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
+    fsync = os.fsync
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal count
+        if event not in forked.FILE_OPERATIONS or os.getpid() != owner:
+            return
+        run, path = str(disk.folder / "run"), str(arguments[0])
+        if not path.startswith(run):
+            return
+        operation = forked.without_numbers(event, path.removeprefix(run))
+        seen[operation] += 1
+        if seen[operation] > times or not turn.acquire(blocking=False):
+            return  # the other thread photographs
+        try:
+            if commits:
+                os.pwrite(canary, os.urandom(8), 0)
+                fsync(canary)
+            if photograph.get("writes") == disk.writes():
+                return
+            count += 1
+            said = {"before": operation, "made": made_so_far(disk.folder / "run")}
+            photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
+            (album / f"{count:04d}.json").write_text(json.dumps(said))
+        finally:
+            turn.release()
+
+    os.fsync = forked.audited_fsync
+    sys.addaudithook(hook)
+
+
+def made_so_far(folder: Path) -> int:
+    """The step of the newest checkpoint that the run has said is there."""
+    try:
+        return json.loads((folder / "status.json").read_text())["step"]
+    except (OSError, ValueError):
+        return 0
+
+
+def develop(album: Path, scratch: Path) -> Iterator[tuple[dict, Path]]:
+    """Of each photograph, what was said of it, and the run folder as the machine's next start finds it."""
+    for image in sorted(album.glob("*.image")):
+        found = scratch / image.stem / "run"
+        found.parent.mkdir()
+        with after_power_loss(image) as disk:
+            if (disk / "run").exists():
+                shutil.copytree(disk / "run", found)
+        image.unlink()
+        yield json.loads(image.with_suffix(".json").read_text()), found
+
+
+def assert_nothing_is_torn(found: Path) -> None:
+    for name in TEXTS:
+        if (found / name).exists():
+            content = yaml.safe_load((found / name).read_text())
+            assert content and isinstance(content, dict), f"{name} is empty"
+    for picture in found.glob("pictures/*.png"):
+        Image.open(picture).load()
+    if (found / "best").exists():
+        assert load_file(found / "best/model.safetensors")
+        assert json.loads((found / "best/config.json").read_text())
+        assert json.loads((found / "best/results.json").read_text())
+
+
+def assert_promises(said: dict, found: Path) -> int:
+    """The step that the next start goes on from."""
+    assert_nothing_is_torn(found)
+    checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").paths()]
+    newest = checkpoints[0].step if checkpoints else 0
+    assert newest >= said["made"], "a checkpoint is gone that was said to be there"
+    if (found / "summary.json").exists():
+        assert json.loads((found / "summary.json").read_text())["step"] <= newest
+    if not checkpoints:
+        return 0
+    steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
+    assert steps[:newest] == [*range(1, newest + 1)]
+    assert keeps_best(found, checkpoints[0].record), "the model that the newest checkpoint says is the best is nowhere"
+    return newest
+
+
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=without_pictures) -> str:
+    """Run the same command in this folder to its end; what was said."""
+    ends = [fork.end() for fork in forks.start_ranks(processes, *words(data, folder), *more, before=before)]
+    assert [end.code for end in ends] == [0] * processes, ends
+    return ends[0].stdout
+
+
+def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=without_pictures) -> None:
+    """The same command, in the folder that was found, ends as the run that nobody disturbed."""
+    assert "damaged" not in train(forks, data, found, *more, before=before)
+    one, other = (Outcome("ok", "", "", 0.0, path) for path in (found, whole))
+    assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
+    assert (one.column("train/loss") == other.column("train/loss")).all()
+    assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
+    for file in (whole / "best").iterdir():
+        assert (found / "best" / file.name).read_bytes() == file.read_bytes(), file.name
+    mine, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
+    assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
+    left = {path.name for path in found.rglob(".*")} - {".lock"}
+    assert not left, f"left behind: {left}"
+
+
+def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[int]]:
+    """The run folders that power losses left, and the steps that their next starts go on from."""
+    developed, steps = [], []
+    for said, found in develop(album, scratch):
+        try:
+            steps.append(assert_promises(said, found))
+        except Exception as error:
+            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            raise
+        developed.append(found)
+    return developed, steps
+
+
+@pytest.mark.parametrize(
+    "commits, times, restarts",
+    [(True, 1, 4), *(pytest.param(commits, 9, 1000, marks=pytest.mark.long) for commits in (True, False))],
+)
+def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole, tmp_path, commits, times, restarts):
+    album = tmp_path / "album"
+    album.mkdir()
+    with ext4(tmp_path, "40m") as disk:
+        before = functools.partial(photographer, disk, album, commits, times)
+        ended = forks(*words(data, disk.folder / "run"), before=before)
+        assert ended.code == 0, ended
+        disk.photograph(album / "9999.image")
+        (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
+    developed, steps = developed_and_checked(album, tmp_path)
+    assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
+    assert json.loads((developed[-1] / "summary.json").read_text())["best"]["step"] == STEPS
+    status = json.loads((developed[-1] / "status.json").read_text())
+    assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
+    for found in random.Random(7).sample(developed, min(restarts, len(developed))):
+        assert_goes_on(forks, data, found, whole, before=improve)
+
+
+@pytest.mark.long
+def test_a_power_loss_at_any_moment_of_a_launched_run_loses_nothing(launch, forks, data, tmp_path):
+    """Two processes with data workers and a dashboard, stopped now and then for a photograph."""
+    album, generator, steps = tmp_path / "album", random.Random(0), 60
+    album.mkdir()
+    more = ("--max_steps", steps, "--eval_every", 1, "--checkpoint_every", 1)
+    with ext4(tmp_path, "48m") as disk, (disk.folder / "canary").open("wb", buffering=0) as canary:
+        flags = ("--num_processes", 2)
+        command = (*words(data, disk.folder / "run", "wandb"), *more)
+        started = launch.start("multi_cpu", "recipes/cls.py", *command, flags=flags)
+        family, count, before = psutil.Process(started.process.pid), 0, None
+        while started.process.poll() is None:
+            time.sleep(generator.uniform(0, 0.15))
+            stopped = []
+            with suppress(psutil.Error):
+                for process in [family, *family.children(recursive=True)]:
+                    process.suspend()
+                    stopped.append(process)
+            if (disk.folder / "run/metrics.jsonl").exists():
+                if generator.random() < 0.5:
+                    canary.write(b"x")
+                    os.fsync(canary.fileno())
+                if disk.writes() != before:
+                    count += 1
+                    said = {"before": "a moment", "made": made_so_far(disk.folder / "run")}
+                    before = disk.photograph(album / f"{count:04d}.image")
+                    (album / f"{count:04d}.json").write_text(json.dumps(said))
+            for process in stopped:
+                with suppress(psutil.Error):
+                    process.resume()
+        assert started.finish().returncode == 0, started.stderr.read_text()
+        disk.photograph(album / "9999.image")
+        (album / "9999.json").write_text(json.dumps({"before": "the end", "made": steps}))
+    developed, came_to = developed_and_checked(album, tmp_path)
+    assert len(set(came_to)) > 10 and came_to[-1] == steps, came_to
+    train(forks, data, tmp_path / "whole/run", 2, *more)
+    for found in [*generator.sample(developed, 8), developed[-1]]:
+        assert_goes_on(forks, data, found, tmp_path / "whole/run", 2, *more)
+
+
+# --- a damaged best/, in real runs
+
+
+def torn(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def test_a_finished_run_never_says_that_all_is_well_with_a_damaged_best_model(forks, data, tmp_path):
+    kept = ("--checkpoint_every", 1, "--keep_checkpoints", STEPS)
+    train(forks, data, tmp_path / "whole/run", 1, *kept)
+    content = {file.name: file.read_bytes() for file in (tmp_path / "whole/run/best").iterdir()}
+    best = json.loads((tmp_path / "whole/run/summary.json").read_text())["best"]["step"]
+    for damage, name in ((empty, "model.safetensors"), (torn, "config.json")):
+        folder = tmp_path / name / "run"
+        shutil.copytree(tmp_path / "whole/run", folder)
+        damage(folder / "best" / name)
+        stdout = train(forks, data, folder, 1, *kept)
+        said = stdout[: stdout.index("finished  ")]
+        assert f"{folder}/best is damaged ({name} has " in said, stdout
+        assert f"made again from {folder}/checkpoints/step_{best:08d}" in said, stdout
+        assert {file.name: file.read_bytes() for file in (folder / "best").iterdir()} == content
+
+
+def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
+    """Else one of them would wait for the others to write the next one."""
+    folder = tmp_path / "run"
+    train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)  # the best is that of step 3 or 4
+    shutil.rmtree(folder / "best")
+    record = json.loads((folder / "checkpoints/step_00000004/record.json").read_text())
+    record["ledger"]["best"] |= {"step": 3, "eval/ema_top1": 2.0}  # no later one can be better
+    record["ledger"]["last"] |= {"step": 3}
+    (folder / "checkpoints/step_00000004/record.json").write_text(json.dumps(record))
+    seal(folder / "checkpoints/step_00000004")
+    said = train(forks, data, folder, 2)
+    assert "is lost; best/ will be the best of the evaluations from now on" in said
+    assert json.loads((folder / "summary.json").read_text())["best"]["step"] in (5, 6)
+    assert load_file(folder / "best/model.safetensors")
+
+
+@pytest.mark.parametrize("flag", ["--eval_only", "--model"])
+def test_a_damaged_best_model_is_refused_in_one_line(forks, data, whole, tmp_path, flag):
+    for damage in (empty, torn):
+        for name in ("model.safetensors", "config.json"):
+            folder = tmp_path / damage.__name__ / name
+            shutil.copytree(whole / "best", folder)
+            damage(folder / name)
+            ended = forks(*words(data, tmp_path / "run"), flag, folder)
+            assert ended.code == 2, ended
+            assert ended.stderr.count("\n") == 1 and str(folder) in ended.stderr, ended.stderr
+            assert not (tmp_path / "run").exists()
