@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import multiprocessing.queues
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from common import device_decoding, drop_path, heartbeat, mixing
+from common import data_workers, device_decoding, drop_path, heartbeat, mixing
 from common.augmentation import TrainingTransform
 from common.cache import Cache
 from common.collectives import local_world_size, rank, world_size
@@ -314,8 +313,8 @@ def _cores() -> int:
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
-        atexit.unregister(_end_workers)
-        atexit.register(_end_workers)
+        atexit.unregister(data_workers.end)
+        atexit.register(data_workers.end)  # before multiprocessing asks them by SIGTERM, to which they are deaf, and waits
     return kind(
         samples,
         batch_sampler=batches,
@@ -329,9 +328,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = Da
 
 
 def _begin_worker(worker: int) -> None:
-    # A signal to the whole process group is for the training process, which still needs its workers to save and stop.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    data_workers.begin(worker)
     # What can't be handed over (a full /dev/shm, too few file descriptors) Python would drop, and training wait for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
 
@@ -344,13 +341,6 @@ def _die_of(error: BaseException, batch: object) -> None:
         flush=True,
     )
     os._exit(1)
-
-
-def _end_workers() -> None:
-    """At exit, before multiprocessing waits for its children: these are deaf to its SIGTERM, and have nothing to save."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise at the first of them
-    for child in multiprocessing.active_children():
-        child.kill()
 
 
 def _as_it_is(batch: Batch) -> Batch:
