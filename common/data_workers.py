@@ -13,10 +13,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent whe
 _PATIENCE = 5.0  # seconds for a killed worker to be gone: one that waits for a dead network drive may never be
 
 
-def begin(worker: int) -> None:
-    """What a data worker does first."""
+def begin(kept: int) -> None:
+    """What a data worker does first. `kept`: the one socket that it needs."""
     end_with_parent()
-    _let_go_of_sockets()
+    _let_go_of_sockets(kept)
     # A signal to the whole process group is for the training process, which still needs its workers to save and stop.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -46,13 +46,13 @@ def end() -> None:
     signal.signal(signal.SIGCHLD, handler)
 
 
-def _let_go_of_sockets() -> None:
-    """Of those that a fork has inherited: while one is open here, nobody at its other end sees that the parent has ended."""
+def _let_go_of_sockets(kept: int) -> None:
+    """All but one of those that a fork has inherited: while one is open here, nobody at its other end sees that the parent has ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the list itself was a file
             number = int(name)
-            if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode):
+            if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
                 # Not closed: the number would be given to a new file, and what is left here of the socket's owner close that.
                 os.dup2(nothing, number, inheritable=False)
     os.close(nothing)

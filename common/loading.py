@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.device_augmentation import draw_colours, draw_erasing
 from common.device_decoding import Decoder, Encoded
+from common.handover import Handover
 from common.images import BrokenImage
 from common.plan import BatchPlan
 from common.randomness import key_of, mix, seed_generators
@@ -314,37 +316,36 @@ def _cores() -> int:
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
         atexit.unregister(data_workers.end)
-        atexit.register(data_workers.end)  # before multiprocessing asks them by SIGTERM, to which they are deaf, and waits
+        atexit.register(
+            data_workers.end
+        )  # before multiprocessing asks them by SIGTERM, to which they are deaf, and waits
+    handover = Handover()
     return kind(
         samples,
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
+        collate_fn=handover,
+        worker_init_fn=partial(_begin_worker, handover),
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
         persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
     )
 
 
-def _begin_worker(worker: int) -> None:
-    data_workers.begin(worker)
-    # What can't be handed over (a full /dev/shm, too few file descriptors) Python would drop, and training wait for ever.
+def _begin_worker(handover: Handover, worker: int) -> None:
+    data_workers.begin(handover.far.fileno())
+    # What can't be handed over (no memory, too few file descriptors) Python would drop, and training wait for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
 
 
 def _die_of(error: BaseException, batch: object) -> None:
     print(
-        f"data worker {os.getpid()} can't hand over a batch ({error}): make room in /dev/shm (containers: --shm-size), raise "
-        "the limit of open files (ulimit -n), or take fewer --workers",
+        f"data worker {os.getpid()} can't hand over a batch ({error}): raise the limit of open files (ulimit -n), or take "
+        "fewer --workers",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
 
 
 def _black() -> Image.Image:
