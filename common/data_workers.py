@@ -47,7 +47,7 @@ def end() -> None:
 
 
 def _let_go_of_sockets(kept: int) -> None:
-    """All but one of those that a fork has inherited: while one is open here, who is at its other end misses the parent's end."""
+    """All but one of those that a fork has inherited: while one is open here, its other end misses the end of the parent."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the list itself was a file
