@@ -14,7 +14,7 @@ from common.errors import Again, Refused
 from common.journal import Journal
 from common.ledger import Ledger
 from common.plan import BatchPlan
-from common.run_folder import RunFolder, write_status, writing
+from common.run_folder import RunFolder, read_json, write_status, writing
 from common.writer import Writer
 
 RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
@@ -63,7 +63,11 @@ class Ending:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return "resumable", asked_by or cause
         if is_lost_peer(error):
-            return "resumable", "the loss of another process"
+            cause = "the loss of another process"
+            if not is_main() and not read_json(self._path / "status.json").get("cause"):  # it may be the main process
+                with contextlib.suppress(OSError):
+                    write_status(self._path, "resumable", step, cause)
+            return "resumable", cause
         status = "resumable" if isinstance(error, Again) else "failed"
         if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
             kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "

@@ -7,7 +7,6 @@ else who does not wait for others is to blame. One process says so, with step, p
 
 import contextlib
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -223,8 +222,6 @@ class _Watch:
         """End this process, and those that are stopped: only now, since their end alone would end the one that has the word."""
         for beat in stopped:
             self._kill(beat)
-        for child in multiprocessing.active_children():
-            child.kill()  # data workers, which would notice only seconds later
         sys.stdout.flush()
         os._exit(1)
 

@@ -1,5 +1,6 @@
 """Is the world that this process woke up in the one it was launched for?"""
 
+import atexit
 import os
 import socket
 import sys
@@ -108,6 +109,7 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") != "0":  # the main process has said it
             print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
         if not torch.distributed.is_initialized():
+            atexit._run_exitfuncs()  # a process that is replaced has its end too: the service of a dashboard would stay
             sys.stdout.flush()
             os.execv(sys.executable, sys.orig_argv)
         sys.exit(1)

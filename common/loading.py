@@ -9,11 +9,11 @@ import contextlib
 import hashlib
 import multiprocessing.queues
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from common import device_decoding, drop_path, heartbeat, mixing
+from common import data_workers, device_decoding, drop_path, heartbeat, mixing
 from common.augmentation import TrainingTransform
 from common.cache import Cache
 from common.collectives import local_world_size, rank, world_size
@@ -29,6 +29,7 @@ from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.device_augmentation import draw_colours, draw_erasing
 from common.device_decoding import Decoder, Encoded
+from common.handover import Handover
 from common.images import BrokenImage
 from common.plan import BatchPlan
 from common.randomness import key_of, mix, seed_generators
@@ -314,47 +315,37 @@ def _cores() -> int:
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
-        atexit.unregister(_end_workers)
-        atexit.register(_end_workers)
+        atexit.unregister(data_workers.end)
+        atexit.register(
+            data_workers.end
+        )  # before multiprocessing asks them by SIGTERM, to which they are deaf, and waits
+    handover = Handover()
     return kind(
         samples,
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
+        collate_fn=handover,
+        worker_init_fn=partial(_begin_worker, handover),
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
         persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
     )
 
 
-def _begin_worker(worker: int) -> None:
-    # A signal to the whole process group is for the training process, which still needs its workers to save and stop.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    # What can't be handed over (a full /dev/shm, too few file descriptors) Python would drop, and training wait for ever.
+def _begin_worker(handover: Handover, worker: int) -> None:
+    data_workers.begin(handover.far.fileno())
+    # What can't be handed over (no memory, too few file descriptors) Python would drop, and training wait for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
 
 
 def _die_of(error: BaseException, batch: object) -> None:
     print(
-        f"data worker {os.getpid()} can't hand over a batch ({error}): make room in /dev/shm (containers: --shm-size), raise "
-        "the limit of open files (ulimit -n), or take fewer --workers",
+        f"data worker {os.getpid()} can't hand over a batch ({error}): raise the limit of open files (ulimit -n), or take "
+        "fewer --workers",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
-
-
-def _end_workers() -> None:
-    """At exit, before multiprocessing waits for its children: these are deaf to its SIGTERM, and have nothing to save."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise at the first of them
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
 
 
 def _black() -> Image.Image:

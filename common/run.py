@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import heartbeat, launch, memory, pictures, profiling
+from common import data_workers, heartbeat, launch, memory, pictures, profiling
 from common.best import Best
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
@@ -90,8 +90,7 @@ class Run:
         return self
 
     def __exit__(self, _, error, trace) -> None:
-        if error:  # torch's handler raises for each data worker that dies, also between the lines of what follows
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
         stopped = error is None and self._ledger.step < self.total_steps
         lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing

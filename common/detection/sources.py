@@ -29,8 +29,10 @@ _LARGE = (
 # A process of its own that leaves the index, and says why it can't.
 _READ = """
 import json, sys
+from common import data_workers
 from common.detection import sources
 from common.errors import Refused
+data_workers.end_with_parent()
 try:
     sources.read_folder(**json.loads(sys.argv[1]), is_own_process=True)
 except Refused as refusal:

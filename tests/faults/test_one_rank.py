@@ -22,6 +22,7 @@ from tests.recipes.forked import Ended, Fork
 
 pytestmark = pytest.mark.alone
 
+GONE_S = 10.0  # it takes 1 to 2 s
 PATIENCE = 20  # also on a slow machine longer than any start
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--tracker", "none"),
@@ -99,7 +100,7 @@ def make_a_loss_nan() -> None:
     cls.build_loss = build_spoilt
 
 
-def small_shared_memory(size: str = "100k") -> None:
+def small_shared_memory(size: str = "300k") -> None:
     """As in a container that was given little of it."""
     new_mounts = 0x00020000
     libc = ctypes.CDLL(None, use_errno=True)
@@ -182,12 +183,6 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
         " worker ",
         "rank 1: RuntimeError: ",
     ),
-    "a full shared memory": (
-        small_shared_memory,
-        ("--workers", 1, "--image_size", 64),
-        "No space left on device (28)): make room in /dev/shm",
-        "rank 1: RuntimeError: DataLoader worker",
-    ),
     "no file descriptor left": (
         functools.partial(before_the_sixth_batch, use_up_descriptors),
         ("--workers", 2, "--image_size", 64),
@@ -200,8 +195,6 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
 def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_path):
     """None of them waits for its time to run out."""
     for name, (change, words, said, cause) in CASES.items():
-        if change is small_shared_memory and os.geteuid() != 0:
-            continue  # only root makes mounts
         words = (*WORDS, "--output_dir", tmp_path, "--name", name, "--workers", 0, *words)
         first, second = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, change)), 60)
         assert first.code == second.code == (2 if said.startswith("cls.py: ") else 1), name
@@ -212,6 +205,36 @@ def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_
             host = os.uname().nodename
             assert f"on rank 1 ({host})" in second.stderr and "Traceback" not in first.stderr
             assert f"cls.py: rank 0 ({host}) lost another process, which tells why" in first.stderr
+
+
+def test_a_killed_process_takes_its_workers_along_and_the_others_end_at_once(forks, tmp_path):
+    """The first and the last one, as their workers wait to hand over the next batches."""
+    words = (*WORDS, "--model", "test_vit", "--drop_path", 0.1, "--random_erasing", 0.3, "--mixup", 0.2)
+    words += ("--global_batch_size", 32, "--image_size", 64, "--output_dir", tmp_path, "--workers", 2)
+    for victim in (0, 1):
+        ranks = forks.start_ranks(2, *words, "--name", victim)
+        until_step(tmp_path / str(victim), 6, ranks)
+        family = [psutil.Process(each.process.pid) for each in ranks]
+        family += [worker for each in family for worker in each.children()]
+        assert len(family) == 6
+        ranks[victim].process.kill()
+        began = time.monotonic()
+        other = ranks[1 - victim].end(GONE_S)
+        _, alive = psutil.wait_procs(family, max(0.1, began + GONE_S - time.monotonic()))
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], victim
+        assert other.code == 1 and "lost another process" in other.stderr or victim == 0, other.stderr
+        found = status(tmp_path / str(victim))
+        assert (found["status"], found["cause"]) == ("resumable", "the loss of another process"), victim
+
+
+def test_little_shared_memory_is_enough(forks, stripes, tmp_path):
+    """Containers have 64 MB of it unless told otherwise."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes mounts")
+    words = (*WORDS, "--max_steps", 4, "--image_size", 128, "--data", stripes, "--output_dir", tmp_path)
+    words += ("--workers", 2)
+    done = forks(*words, before=small_shared_memory)
+    assert done.code == 0, done.stderr
 
 
 def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):

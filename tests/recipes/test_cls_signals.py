@@ -29,7 +29,11 @@ INTERRUPTIONS = {
         "TERM launcher": "SIGTERM",
         "KILL all": "",
     },
-    3: {"KILL rank 0": "", "INT group": "SIGINT", "KILL launcher": "the end of its launcher"},
+    3: {
+        "KILL rank 0": "the loss of another process",
+        "INT group": "SIGINT",
+        "KILL launcher": "the end of its launcher",
+    },
 }
 # A recipe whose runs named cold_... start as if DDP needed no warm-up.
 COLD = """
