@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from common.errors import Refused
+from common.files import MEDIUM, open_regular, read_text
 from common.state import Tensors
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -42,7 +43,7 @@ class Checkpoint:
     def manifest(self) -> str:
         """Sizes and hashes of its files, as text; empty where it is not there."""
         path = self.path / _MANIFEST
-        return path.read_text() if path.is_file() else ""
+        return read_text(path, MEDIUM) if path.is_file() else ""
 
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """File -> tensor -> shape, from the headers alone."""
@@ -129,8 +130,10 @@ class Checkpoints:
 def verify(path: Path) -> Checkpoint:
     """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = json.loads(read_text(path / _MANIFEST, MEDIUM))
         for name, stamp in manifest.items():
+            if Path(name).name != name:
+                raise Damaged(f"{name} is no file of it")
             found = _stamp(path / name)
             if found["bytes"] != stamp["bytes"]:
                 raise Damaged(f"{name} has {found['bytes']} bytes, {stamp['bytes']} were written")
@@ -139,7 +142,7 @@ def verify(path: Path) -> Checkpoint:
         extra = {file.name for file in path.iterdir()} - manifest.keys() - {_MANIFEST}
         if extra:
             raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
-        found = Checkpoint(path, json.loads((path / "record.json").read_text()))
+        found = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
         if not isinstance(found.step, int):
             raise Damaged("record.json names no step")
         found.shapes()  # a file whose hash is right may still hold no tensors
@@ -165,7 +168,7 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def _stamp(path: Path) -> dict:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
