@@ -101,12 +101,12 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # The first process has the word, and its end ends this one; an end of this one before that would silence it.
             time.sleep(FIRST_WORD_S)
-        print(f"{Path(sys.argv[0]).name}: {printable(str(refusal))}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
         leave_word(2)
         sys.exit(2)
     except Again as again:
         if os.environ.get("RANK", "0") != "0":  # the main process has said it
-            print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {printable(str(again))}", file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
         if not torch.distributed.is_initialized():
             sys.stdout.flush()
             os.execv(sys.executable, sys.orig_argv)
