@@ -55,8 +55,9 @@ def steps_between(text: str) -> tuple[int, int] | None:
 
 def wrong_with_path(text: str) -> str:
     """What keeps `text` from being a path, "" if nothing does."""
-    if any(len(os.fsencode(part)) > 255 for part in text.split("/")) or len(os.fsencode(text)) > 4095:
-        return "is too long for a path: a name in it has at most 255 bytes, and the whole 4,095"
+    sizes = [len(os.fsencode(part)) for part in text.split("/")]
+    if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
+        return "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes in all"
     user = text.split("/")[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
         return f"there is no user {user[1:]}; a folder of that name is ./{user}"

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.smoke
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, kind: str) -> None:
     IRREGULAR[kind](tmp_path / "file")
-    for read in (open_regular, check_regular, lambda path: read_bytes(path, 10), lambda path: check_regular(path.parent)):
+    for read in (
+        open_regular,
+        check_regular,
+        lambda path: read_bytes(path, 10),
+        lambda path: check_regular(path.parent),
+    ):
         with bounded(), pytest.raises(OddFile, match="file: not a regular file"):
             read(tmp_path / "file")
 

@@ -125,7 +125,9 @@ def yolo(file: str) -> Callable[[Path, Place], None]:
         pictures(root / "images/train", "1.png")
         (root / "labels/train").mkdir(parents=True)
         if file != "data.yaml":
-            (root / "data.yaml").write_text(f"names: [a]\ntrain: {'list.txt' if file == 'list.txt' else 'images/train'}")
+            (root / "data.yaml").write_text(
+                f"names: [a]\ntrain: {'list.txt' if file == 'list.txt' else 'images/train'}"
+            )
         put(root / file)
         detection.load(str(root), seed=0, val_share=0.2)
 
