@@ -74,11 +74,12 @@ def check_regular(path: str | PathLike) -> None:
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
     """`top` and every folder below it, each with its entries by name; what begins with a dot is passed over.
 
-    Links are followed, but each real folder is visited once: folders that link to each other have endlessly many paths.
+    Links are followed, but each real folder is visited once, by its own path if that is below `top`: folders that link to
+    each other have endlessly many paths.
     """
-    seen, todo = set(), [os.fspath(top)]
-    while todo:
-        folder = todo.pop()
+    seen, todo, linked = set(), [os.fspath(top)], []
+    while todo or linked:
+        folder = (todo or linked).pop()
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
             continue
@@ -86,7 +87,9 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
         with os.scandir(folder) as found:
             entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
         yield folder, entries
-        todo += [entry.path for entry in reversed(entries) if entry.is_dir()]
+        for entry in reversed(entries):
+            if entry.is_dir():
+                (linked if entry.is_symlink() else todo).append(entry.path)
 
 
 def read_yaml(path: str | PathLike, most: int, switches: bool = True):
