@@ -147,7 +147,13 @@ def flag(field: dataclasses.Field, word: str) -> str:
 def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
     shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
     for field in (field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared):
-        for word in NUMBERS if field.type in (int, float) else TEXTS if field.type is str else TEXTS[::9]:
+        means_much = field.type is str and field.name not in (
+            "project",
+            "image_column",
+            "label_column",
+            "objects_column",
+        )
+        for word in NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]:
             if config := one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py"):
                 if getattr(config, field.name) != field.default:
                     parsed += 1
@@ -159,7 +165,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
 def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: str, model) -> None:
     fields = dataclasses.fields(CONFIGS[recipe])
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=100, deadline=None, database=None)
     @given(st.lists(st.tuples(st.sampled_from(fields), WORDS), max_size=3))
     def end_well(given_words) -> None:
         if config := one_line(parse, CONFIGS[recipe], [flag(*given_word) for given_word in given_words], "x.py"):
@@ -193,7 +199,7 @@ DOCUMENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 @given(DOCUMENTS)
 def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_line(text: str) -> None:
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
