@@ -218,8 +218,6 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             raise Refused(f"--{field.name} {value!a:.100}: holds bytes that are no text (UTF-8); rename what it names")
-        if isinstance(value, int) and abs(value) > _MOST:
-            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if value == "" and field.default != "":
             raise Refused(f"--{field.name} is empty: give it a value, or leave it out for {field.default}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -227,6 +225,8 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
             raise Refused(f"--{field.name} {value!s:.100}: must be {limit}")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
     return config
@@ -281,7 +281,7 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
         if key not in fields:
             raise Refused(f"{where}unknown key {key}{nearest(str(key), fields)}")
         if isinstance(value, (dict, list)) or value is None:
-            raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
+            raise Refused(f"{where}{key} must be a single value, not {value and type(value).__name__}")
         if (fields[key] is bool) != isinstance(value, bool):
             raise Refused(
                 f"{where}{key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
