@@ -19,6 +19,7 @@ from timm.data.transforms_factory import transforms_imagenet_train
 from common.config import AugmentationConfig
 from common.decoding import Picture, pixels_of
 from common.errors import Refused
+from common.images import MAX_PIXELS, BrokenImage
 
 _RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
 _TRIES = 10
@@ -112,15 +113,35 @@ def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int
     return (height - h) // 2, (width - w) // 2, max(1, h), max(1, w)
 
 
-def evaluation_transform(data_config: dict) -> Callable[[Image.Image], torch.Tensor]:
-    """Resize and centre crop of an RGB image to uint8[3, H, W], as the model's `data_config` says: timm's own, exactly."""
-    return create_transform(
+@dataclass(frozen=True)
+class EvaluationTransform:
+    """An RGB image -> uint8[3, H, W]: resized until it covers a size, of which the centre is cut out."""
+
+    covered: tuple[float, float]  # height and width
+    resize_and_crop: Callable[[Image.Image], torch.Tensor]
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Raises `BrokenImage` for a stripe that would become larger than an image may be: its short side is enlarged, too."""
+        scale = max(wanted / side for wanted, side in zip(self.covered, (image.height, image.width), strict=True))
+        pixels = image.width * image.height * scale**2
+        if pixels > MAX_PIXELS:
+            raise BrokenImage(
+                f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}, the limit is {MAX_PIXELS}"
+            )
+        return self.resize_and_crop(image)
+
+
+def evaluation_transform(data_config: dict) -> EvaluationTransform:
+    """Resize and centre crop as the model's `data_config` says: timm's own, exactly."""
+    height, width = data_config["input_size"][1:]
+    resize_and_crop = create_transform(
         data_config["input_size"],
         is_training=False,
         use_prefetcher=True,
         interpolation=data_config["interpolation"],
         crop_pct=data_config["crop_pct"],
     )
+    return EvaluationTransform((height / data_config["crop_pct"], width / data_config["crop_pct"]), resize_and_crop)
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:

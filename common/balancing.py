@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from common.errors import Refused
+from common.files import SMALL, read_yaml
 
 _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
@@ -43,14 +43,16 @@ def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
-    if not path.is_file():
+    try:
+        content = read_yaml(path, SMALL, switches=False)  # names and weights as the text that they are
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise Refused(
             f"--class_weights {path}: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file"
-        )
-    try:
-        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # names and weights as the text that they are
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused(f"--class_weights {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        ) from None
+    except OSError as error:
+        raise Refused(f"--class_weights {path}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"--class_weights {path}: not readable as YAML: {error}") from None
     given = content if isinstance(content, dict) else {}
     wrong = sorted(set(classes) ^ given.keys()) + [name for name, weight in given.items() if not _is_weight(weight)]
     if wrong:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
+from common.files import MEDIUM, open_regular, read_text
 from common.state import Tensors
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -42,7 +43,7 @@ class Checkpoint:
     def manifest(self) -> str:
         """Sizes and hashes of its files, as text; empty where it is not there."""
         path = self.path / _MANIFEST
-        return path.read_text() if path.is_file() else ""
+        return read_text(path, MEDIUM) if path.is_file() else ""
 
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """File -> tensor -> shape, from the headers alone."""
@@ -128,9 +129,9 @@ class Checkpoints:
 def verify(path: Path) -> Checkpoint:
     """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = json.loads(read_text(path / _MANIFEST, MEDIUM))
         compare(path, manifest, {_MANIFEST})
-        found = Checkpoint(path, json.loads((path / "record.json").read_text()))
+        found = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
         if not isinstance(found.step, int):
             raise Damaged("record.json names no step")
         found.shapes()  # a file whose hash is right may still hold no tensors
@@ -147,10 +148,11 @@ def stamps(folder: Path) -> dict[str, dict]:
 def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
     """Raise `Damaged` or OSError where the files in `folder`, `besides` some, are not those that have these stamps."""
     for name, stamp in stamps.items():
-        found = _stamp(folder / name)
-        if found["bytes"] != stamp["bytes"]:
-            raise Damaged(f"{name} has {found['bytes']} bytes, {stamp['bytes']} were written")
-        if found != stamp:
+        if Path(name).name != name:
+            raise Damaged(f"{name} is no file of it")
+        if (size := (folder / name).stat().st_size) != stamp["bytes"]:
+            raise Damaged(f"{name} has {size} bytes, {stamp['bytes']} were written")
+        if _stamp(folder / name) != stamp:
             raise Damaged(f"{name} is not what was written: its hash differs")
     extra = {file.name for file in folder.iterdir()} - stamps.keys() - besides
     if extra:
@@ -174,6 +176,6 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def _stamp(path: Path) -> dict:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}

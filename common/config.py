@@ -23,10 +23,13 @@ import yaml
 
 from common.durable import replace_file
 from common.errors import Refused
+from common.files import SMALL, read_yaml
 
 C = TypeVar("C")
 
 MOST_PROFILED = 100  # steps in a trace, which has some MB for each
+MOST_EPOCHS = 10**6
+_MOST = 2**63 - 1  # that a whole number may be for torch
 
 
 def option(default, *, low=None, high=None, may_change=False, check=None):
@@ -38,11 +41,28 @@ def option(default, *, low=None, high=None, may_change=False, check=None):
     return dataclasses.field(default=default, metadata=limits | {"may_change": may_change})
 
 
+def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
+    """The numbers in a text, such as "640,672"; none if it is anything else."""
+    parts = [part.strip() for part in text.split(separator)]
+    return tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
+
+
 def steps_between(text: str) -> tuple[int, int] | None:
     """First and last of some steps, both included and counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); else None."""
-    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     return (first, last) if 1 <= first <= last else None
+
+
+def wrong_with_path(text: str) -> str:
+    """What keeps `text` from being a path, "" if nothing does."""
+    sizes = [len(os.fsencode(part)) for part in text.split("/")]
+    if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
+        return "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes in all"
+    user = text.split("/")[0]
+    if user.startswith("~") and os.path.expanduser(user) == user:
+        return f"there is no user {user[1:]}; a folder of that name is ./{user}"
+    return ""
 
 
 def _wrong_with_profile(text: str) -> str:
@@ -58,23 +78,23 @@ def _wrong_with_profile(text: str) -> str:
 class RunConfig:
     """What every recipe needs to know about a run: how long, how spread, where to, how often."""
 
-    global_batch_size: int = option(64, low=1)
+    global_batch_size: int = option(64, low=1, high=2**20)
     """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
-    max_micro_batch_size: int = option(256, low=1, may_change=True)
+    max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)
     """The most samples that one device takes at once; a larger share is accumulated over micro-steps."""
-    epochs: float = option(10.0, low=0, may_change=True)
+    epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True)
     """Length of the run in passes over the training set, rounded up to whole steps."""
-    max_steps: int = option(0, low=0, may_change=True)
+    max_steps: int = option(0, low=0, high=10**9, may_change=True)
     """Length of the run in steps; wins over --epochs (0: take --epochs)."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Makes the run: initial weights, order of the samples, augmentation."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights and activations; float64 is for proving that layouts agree. fp16/bf16 come from the Accelerate config."""
-    output_dir: str = option("runs", may_change=True)
+    output_dir: str = option("runs", may_change=True, check=wrong_with_path)
     """Folder of run folders."""
-    name: str = option("", may_change=True)
+    name: str = option("", may_change=True, check=wrong_with_path)
     """Name of the run folder (default: recipe and hash of the configuration, so that the same command resumes)."""
-    resume: str = option("auto", may_change=True)
+    resume: str = option("auto", may_change=True, check=wrong_with_path)
     """auto: go on from the newest good checkpoint of the run folder; never: start from nothing; or a checkpoint folder."""
     checkpoint_every: int = option(0, low=0, may_change=True)
     """Steps between checkpoints (0: at the end of every epoch). The last step always makes one."""
@@ -84,15 +104,15 @@ class RunConfig:
     """Steps between evaluations (0: at the end of every epoch). The last step always makes one."""
     log_every: int = option(10, low=1, may_change=True)
     """Steps between rows of metrics.jsonl and the tracker."""
-    collective_timeout: int = option(1800, low=10, may_change=True)
+    collective_timeout: int = option(1800, low=10, high=10**7, may_change=True)
     """Seconds that a process may keep the others waiting before all end and it is named."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """How gradients are sent: as they are, in half precision, or as matrices of low rank. All but none change the result."""
-    powersgd_rank: int = option(1, low=1)
+    powersgd_rank: int = option(1, low=1, high=2**16)
     """comm_hook powersgd: rank of these matrices; higher is more exact and sends more."""
-    bucket_cap_mb: int = option(25, low=1, may_change=True)
+    bucket_cap_mb: int = option(25, low=1, high=2**16, may_change=True)
     """MiB of gradients that are sent together, beside the backward pass; moves no more than the last bits."""
-    workers: int = option(-1, low=-1, may_change=True)
+    workers: int = option(-1, low=-1, high=1024, may_change=True)
     """Data-loading processes per rank (0: load in the training process; -1: the cores there are, shared by the ranks)."""
     tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True)
     """Dashboard; wandb without a key runs offline. metrics.jsonl is written in any case."""
@@ -112,7 +132,7 @@ class OptimizationConfig:
 
     opt: str = "adamw"
     """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
-    lr: float = option(4e-3, low=0)
+    lr: float = option(4e-3, low=0, high=10**6)
     """Peak learning rate at the reference batch --lr_batch_size."""
     lr_batch_size: int = option(64, low=1)
     """Global batch for which --lr is stated."""
@@ -120,7 +140,7 @@ class OptimizationConfig:
     """How the learning rate follows global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Course of the learning rate after the warm-up."""
-    warmup_epochs: float = option(0.0, low=0)
+    warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
     """Linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Where cosine and linear end, as a share of the peak."""
@@ -128,13 +148,13 @@ class OptimizationConfig:
     """schedule step: epochs between two falls, or joined by commas the epochs at which it falls (8,11)."""
     step_factor: float = option(0.1, low=0, high=1)
     """schedule step: factor of each fall."""
-    weight_decay: float = option(0.05, low=0)
+    weight_decay: float = option(0.05, low=0, high=10**6)
     """Weight decay; norms, biases and what the model exempts have none."""
     momentum: float = option(0.9, low=0, high=1)
     """Momentum of SGD and its kin."""
     layer_decay: float = option(1.0, low=0, high=1)
     """Factor of the learning rate per layer from the head down (1: off), for fine-tuning."""
-    backbone_lr_factor: float = option(1.0, low=0)
+    backbone_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the learning rate in the backbone (1: off): a detector's features, all of a classifier but its head."""
     clip: float = option(0.0, low=0)
     """Limit of gradient clipping (0: off)."""
@@ -154,15 +174,15 @@ class AugmentationConfig:
     """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
     vflip: float = option(0.0, low=0, high=1)
     """Probability of an upside-down image."""
-    color_jitter: float = option(0.0, low=0)
+    color_jitter: float = option(0.0, low=0, high=10)
     """Strength of brightness, contrast and saturation jitter."""
     augment: str = ""
     """Policy in timm's notation: rand-m9-mstd0.5, augmix-m3-w3, original (AutoAugment); empty: none."""
     random_erasing: float = option(0.0, low=0, high=1)
     """Probability that a rectangle is replaced by noise."""
-    mixup: float = option(0.0, low=0)
+    mixup: float = option(0.0, low=0, high=1000)
     """Alpha of MixUp (0: off)."""
-    cutmix: float = option(0.0, low=0)
+    cutmix: float = option(0.0, low=0, high=1000)
     """Alpha of CutMix (0: off); with both on, each pair takes one of them at even odds."""
     repeats: int = option(1, low=1)
     """Repeated augmentation: how often each image of a global batch stands in it."""
@@ -172,9 +192,9 @@ class AugmentationConfig:
 class ReadingConfig:
     """How training images are read. All but the place changes pixels, so it is part of the run."""
 
-    cache: int = option(0, low=0)
+    cache: int = option(0, low=0, high=10**6)
     """Keep training images decoded, scaled to at most the area of a square with this side (0: off)."""
-    cache_folder: str = option("", may_change=True)
+    cache_folder: str = option("", may_change=True, check=wrong_with_path)
     """Folder with room for --cache: a file without a name there. Default: memory."""
     decode: Literal["worker", "device"] = "worker"
     """Where JPEGs are decoded, cropped and resized: by the data workers, or on the device."""
@@ -197,15 +217,19 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     config = _parse(config_class, argv, default, program)
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise Refused(f"--{field.name} {value!a:.100}: holds bytes that are no text (UTF-8); rename what it names")
         if value == "" and field.default != "":
             raise Refused(f"--{field.name} is empty: give it a value, or leave it out for {field.default}")
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"--{field.name} {value}: must be a finite number")
         if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise Refused(f"--{field.name} {value}: must be {limit}")
+            raise Refused(f"--{field.name} {value!s:.100}: must be {limit}")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
-            raise Refused(f"--{field.name} {value}: {wrong}")
+            raise Refused(f"--{field.name} {value:.100}: {wrong}")
     return config
 
 
@@ -233,35 +257,18 @@ def nearest(name: str, names) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, and leaves numbers and dates the text they are, as on the command line."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null", ":merge"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key_node in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key_node.value} is given twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: Path) -> dict:
-    if not path.is_file():
+    try:
+        content = read_yaml(path, SMALL) or {}
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         presets = sorted(str(p) for p in path.parent.glob("*.yaml")) or sorted(
             str(p) for p in Path().glob("recipes/presets/*.yaml")
         )
-        raise Refused(f"--config {path}: no such file" + nearest(str(path), presets))
-    try:
-        content = yaml.load(path.read_text(), Loader=_StrictLoader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused(f"--config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise Refused(f"--config {path}: no such file" + nearest(str(path), presets)) from None
+    except OSError as error:
+        raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"--config {path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
         raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
     return content
@@ -275,7 +282,7 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
         if key not in fields:
             raise Refused(f"{where}unknown key {key}{nearest(str(key), fields)}")
         if isinstance(value, (dict, list)) or value is None:
-            raise Refused(f"{where}{key} must be a single value, not {value!r}")
+            raise Refused(f"{where}{key} must be a single value, not {value and type(value).__name__}")
         if (fields[key] is bool) != isinstance(value, bool):
             raise Refused(
                 f"{where}{key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"

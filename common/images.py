@@ -15,7 +15,11 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from common.files import open_regular, read_bytes
+
 MAX_PIXELS = 89_478_485  # Pillow's own line between large and suspicious: 256 MiB as RGB
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger ones are refused
+_MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for notes
 
 # Pillow hands EPS to Ghostscript, a program that a data set must not be able to start; the others it can't decode.
 _NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
@@ -27,6 +31,7 @@ SUFFIXES = frozenset(suffix for suffix, name in Image.registered_extensions().it
 # Errors that say something about the file. The others (too many open files, a failing disk) say something about the
 # machine: replacing the image then would train one layout on other samples than the next, so they stop the run.
 _FAULTS_OF_THE_FILE = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+_FAULTS_OF_THE_FILE |= {errno.ENAMETOOLONG}
 
 # The range of values that stands for black to white, of modes that hold more than 8 bits.
 _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65535, "F": 1.0}
@@ -71,6 +76,9 @@ def opened(
         warnings.simplefilter("ignore")  # Pillow remarks on sizes, which are checked below, and on odd EXIF tags
         if isinstance(source, Image.Image):
             yield _checked(source, max_pixels)
+        elif isinstance(source, (str, PathLike)):
+            with open_regular(source) as file, Image.open(file, formats=_FORMATS) as image:
+                yield _checked(image, max_pixels)
         else:
             with Image.open(source, formats=_FORMATS) as image:
                 yield _checked(image, max_pixels)
@@ -78,8 +86,8 @@ def opened(
 
 def read_file(path: str | PathLike) -> bytes:
     """Its bytes. Raises `BrokenImage` where that is the file's fault."""
-    with _faults_of_the_file(), open(path, "rb") as file:
-        return file.read()
+    with _faults_of_the_file():
+        return read_bytes(path, _MAX_BYTES)
 
 
 @contextmanager

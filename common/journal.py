@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from common.errors import printable
 from common.run_folder import RunFolder
 from common.tracking import BoxedImage, Tracker
 
@@ -26,9 +27,10 @@ class Journal:
         self._failure: OSError | None = None
         self._said_at = 0.0
 
-    def say(self, text: str) -> None:
-        """A line (or several) for people: terminal and log.txt."""
+    def say(self, *lines: str) -> None:
+        """Lines for people: terminal and log.txt."""
         if self._folder:
+            text = "\n".join(map(printable, lines))
             try:
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
@@ -40,7 +42,7 @@ class Journal:
     def table(self, rows: dict[str, str]) -> None:
         """Names and values, one a line."""
         width = max(map(len, rows))
-        self.say("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+        self.say(*(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar, for a run of `total` steps of which `done` are done; the dashboard starts after the first step."""

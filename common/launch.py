@@ -23,7 +23,7 @@ from common.agreement import agree, facts
 from common.collectives import is_lost_peer
 from common.compression import data_parallel
 from common.config import RunConfig
-from common.errors import Again, Refused
+from common.errors import Again, Refused, printable
 from common.last_word import leave_word
 from common.network import address_towards, await_listener, interface_of, is_loopback, trouble
 
@@ -127,9 +127,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print on the main process."""
+    """Print a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def orphaned() -> bool:

@@ -194,11 +194,11 @@ class EvaluationSamples(Dataset):
         readable = torch.ones(len(indices), dtype=torch.bool)
         for place, index in enumerate(indices.tolist()):
             try:
-                image = self.source.image(index)
+                image = self.transform(self.source.image(index))
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image, readable[place] = _black(), False
-            images.append(self.transform(image))
+                image, readable[place] = self.transform(_black()), False
+            images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
         return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
 

@@ -1,6 +1,7 @@
 """How does a name become a model, and a trained model a folder that others can load?"""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
+from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
 
 from common.config import nearest
 from common.errors import Refused
+from common.files import check_regular
+from common.images import MAX_PIXELS
 
 
 def build_classifier(
@@ -60,6 +64,8 @@ def create(
         )
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     try:
+        if local:
+            check_regular(name)
         while True:
             torch.manual_seed(seed)
             try:
@@ -83,9 +89,26 @@ def create(
 
 
 def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
-    """What the model wants to see: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps the model's own."""
+    """What the model wants to see: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps the model's own.
+
+    Raises `Refused` where images would be resized beyond what an image may have, or a model's folder says nonsense.
+    """
     wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct or None}
-    return resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
+    found = resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
+    try:
+        channels, height, width = found["input_size"]
+        is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(map(math.isfinite, found["mean"]))
+        is_sound &= min(found["std"]) > 0 and 0 < height * width / found["crop_pct"] ** 2 <= MAX_PIXELS
+        str_to_interp_mode(found["interpolation"])
+    except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
+        is_sound = False
+    if not is_sound:
+        said = ", ".join(f"{key} {found[key]}" for key in ("input_size", "crop_pct", "mean", "std", "interpolation"))
+        raise Refused(
+            f"the model's images can't be made ({said:.300}): they have 3 colours, and are resized to input_size / crop_pct, "
+            f"at most {MAX_PIXELS} pixels; look at --image_size and --crop_pct"
+        )
+    return found
 
 
 def freeze_backbone(model: torch.nn.Module) -> None:

@@ -28,9 +28,13 @@ def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str
         return None
     found = checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
     if found:
-        theirs = found.record["identity"]
+        theirs = found.record.get("identity")
+        if not isinstance(theirs, dict):
+            raise Refused(
+                f"{found.path}: its record.json does not say of which run it is; give this run another --name"
+            )
         differing = [
-            f"{key} {theirs.get(key, '(absent)')} there, {mine.get(key, '(absent)')} here"
+            f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
             for key in sorted(theirs.keys() | mine.keys())
             if theirs.get(key) != mine.get(key)
         ]

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 
 from common.durable import make_folder, remove, replace_file
 from common.errors import Refused
+from common.files import SMALL, open_regular, read_bytes
 
 
 class RunFolder:
@@ -138,7 +139,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict:
     """A JSON object that `write_json` wrote; {} where there is none or it is not whole."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path, SMALL))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -172,8 +173,10 @@ def _append(file: io.FileIO, text: str) -> None:
 def _read_rows(path: Path) -> list[dict]:
     """The whole rows of a metrics.jsonl: reading ends at what is none, as a machine's end may leave behind the last."""
     rows = []
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
+    if not path.exists():
+        return rows
+    with open_regular(path) as lines:
+        for line in lines:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):

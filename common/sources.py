@@ -17,7 +17,8 @@ import pyarrow as pa
 from PIL import Image
 
 from common.digits import load_digits
-from common.errors import Refused
+from common.errors import Refused, printable
+from common.files import walk
 from common.images import SUFFIXES
 from common.labelled import VAL_NAMES, Source, fingerprint_of
 from common.randomness import key_of, mix
@@ -62,6 +63,8 @@ def load(
             return _load_folder(Path(os.path.abspath(path)), seed, val_share)
     except PermissionError as error:
         raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
+    except OSError as error:
+        raise Refused(f"--data {data}: {error.filename or path} can't be read: {error.strerror or error}") from error
     found = "a file of a kind that is not known" if path.exists() else "nothing is there"
     raise Refused(
         f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
@@ -152,7 +155,7 @@ class Folder(Source):
         return fingerprint_of(self.classes, self.labels, self.sizes, self.paths)
 
     def name(self, index: int) -> str:
-        return f"{self.root}/{self.paths[int(index)].as_py().decode(errors='backslashreplace')}"
+        return printable(f"{self.root}/{self.paths[int(index)].as_py().decode(errors='backslashreplace')}")
 
     def content(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
@@ -208,18 +211,10 @@ def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Folder:
     return Folder(root, pa.concat_arrays(paths), np.concatenate(sizes), labels, tuple(classes))
 
 
-def _image_files(root: Path, folder: str, above: frozenset = frozenset()) -> Iterator[tuple[bytes, int]]:
-    """Path below `root` and size of every image; links are followed, but not in circles, and a dangling one counts."""
-    status = os.stat(root / folder)
-    inode = (status.st_dev, status.st_ino)
-    if inode in above:
-        return
-    with os.scandir(root / folder) as entries:
+def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
+    """Path below `root` and size of every image; links are followed, each real folder once, and a dangling one counts."""
+    for _, entries in walk(root / folder):
         for entry in entries:
-            path = f"{folder}/{entry.name}"
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _image_files(root, path, above | {inode})
-            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES and (entry.is_file() or entry.is_symlink()):
-                yield os.fsencode(path), entry.stat().st_size if entry.is_file() else 0
+            is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
+            if is_image and (entry.is_file() or entry.is_symlink()):
+                yield os.fsencode(os.path.relpath(entry.path, root)), entry.stat().st_size if entry.is_file() else 0

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.errors import Refused
+from common.files import check_regular
 from common.images import BrokenImage
 from common.labelled import VAL_NAMES, Source, fingerprint_of
 
@@ -141,6 +142,7 @@ def _quiet() -> Iterator[None]:
 def _open_saved(path: Path) -> dict[str, Any]:
     import datasets
 
+    check_regular(path)
     saved = datasets.load_from_disk(str(path))
     return saved if isinstance(saved, dict) else {"train": saved}
 
@@ -151,6 +153,7 @@ def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
 
     splits: dict[str, list[str]] = {}
     for file in files:
+        check_regular(file)
         parts = (file.stem, *file.relative_to(folder).parts[:-1]) if len(files) > 1 else ()
         found = next((found for part in parts if (found := _SPLIT.match(part))), None)
         splits.setdefault(found[0] if found else "train", []).append(str(file.absolute()))

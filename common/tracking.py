@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -99,7 +100,8 @@ class Tracker:
         say: Callable[[str], None] = print,
     ):
         require(kind)
-        self.run_id = run_id or secrets.token_hex(4)
+        is_id = isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII)
+        self.run_id = run_id if is_id else secrets.token_hex(4)
         self._kind, self._say, self._sent_up_to, self._step = kind, say, sent_up_to, sent_up_to
         self._where, self._failed = "", False
         self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()

@@ -29,7 +29,15 @@ from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse
+from common.config import (
+    AugmentationConfig,
+    OptimizationConfig,
+    ReadingConfig,
+    RunConfig,
+    option,
+    parse,
+    wrong_with_path,
+)
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
@@ -47,13 +55,13 @@ from common.wrapping import warm_up
 class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
-    data: str = "digits"
+    data: str = option("digits", check=wrong_with_path)
     """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
-    model: str = "test_resnet"
+    model: str = option("test_resnet", check=wrong_with_path)
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
-    image_size: int = option(32, low=0)
+    image_size: int = option(32, low=0, high=8192)
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(1.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
@@ -67,7 +75,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
     """Share of each target that is spread over all classes."""
-    class_weights: str = "none"
+    class_weights: str = option("none", check=wrong_with_path)
     """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
     sampling: Literal["natural", "sqrt", "balanced"] = "natural"
     """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
@@ -87,7 +95,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Keep pixels of all channels together in memory: faster convolutions on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model."""
-    eval_only: str = ""
+    eval_only: str = option("", check=wrong_with_path)
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 

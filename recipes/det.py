@@ -25,7 +25,7 @@ import torch
 
 from common import batch_norm, compression, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import OptimizationConfig, RunConfig, option, parse
+from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, whole_numbers, wrong_with_path
 from common.detection import balancing, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
@@ -55,31 +55,31 @@ from common.wrapping import warm_up
 class Config(OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
-    data: str = "digits"
+    data: str = option("digits", check=wrong_with_path)
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
     detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
     """Family of the detector; the last two need `pip install transformers`."""
-    model: str = "test_resnet"
+    model: str = option("test_resnet", check=wrong_with_path)
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
-    global_batch_size: int = option(8, low=1)
+    global_batch_size: int = option(8, low=1, high=2**20)
     """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
-    lr: float = option(2e-3, low=0)
+    lr: float = option(2e-3, low=0, high=10**6)
     """Peak learning rate at the reference batch --lr_batch_size."""
     lr_batch_size: int = option(8, low=1)
     """Global batch for which --lr is stated."""
     levels: str = "3-4"
     """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (COCO: 3-7)."""
-    width: int = option(64, low=32)
+    width: int = option(64, low=32, high=4096)
     """Channels of the feature pyramid, a multiple of 32 (COCO: 256)."""
-    convolutions: int = option(2, low=1)
+    convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     short_sides: str = "128"
     """Training: lengths of the image's shorter side in pixels, one of which is drawn for each image (640,672,...,800)."""
-    long_side: int = option(128, low=1)
+    long_side: int = option(128, low=1, high=8192)
     """The longest that an image's longer side gets, in pixels (COCO: 1333)."""
-    eval_short_side: int = option(0, low=0)
+    eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: length of the shorter side in pixels (0: the longest of --short_sides)."""
     scale_jitter: str = ""
     """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
@@ -95,11 +95,11 @@ class Config(OptimizationConfig, RunConfig):
     """Probability of showing parts of four images around a point, as in YOLOX."""
     mixup: float = option(0.0, low=0, high=1)
     """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
-    strong_epochs: float = option(0.0, low=0)
+    strong_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
     """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
     repeat_threshold: float = option(0.0, low=0, high=1)
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
-    group_window: int = option(0, low=0)
+    group_window: int = option(0, low=0, high=10_000)
     """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
     val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out where the data has no validation part."""
@@ -117,9 +117,9 @@ class Config(OptimizationConfig, RunConfig):
     """Stochastic depth in the backbone, drawn per sample and layer."""
     compile: bool = False
     """torch.compile the backbone and its feature pyramid."""
-    init: str = ""
+    init: str = option("", check=wrong_with_path)
     """Begin with the weights of this exported detector, a run's best/; what depends on the classes is new for others."""
-    eval_only: str = ""
+    eval_only: str = option("", check=wrong_with_path)
     """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
@@ -140,8 +140,8 @@ def build_data(config: Config):
 
 def build_model(config: Config, classes: tuple[str, ...]):
     """The detector, its number of drop path layers, and what it begins with."""
-    finest, _, coarsest = config.levels.partition("-")
-    if not (finest.isdigit() and coarsest.isdigit()):
+    levels = whole_numbers(config.levels, "-")
+    if not levels or len(levels) != 2:
         raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
     if config.convolutions != Config.convolutions and config.detector not in ("fcos", "retinanet"):
         raise Refused(
@@ -156,7 +156,7 @@ def build_model(config: Config, classes: tuple[str, ...]):
             len(classes),
             names=classes,
             pretrained=config.pretrained and not config.init,
-            levels=(int(finest), int(coarsest)),
+            levels=levels,
             width=config.width,
             convolutions=config.convolutions,
             drop_path=config.drop_path,
@@ -185,10 +185,11 @@ def build_stream(config: Config, train: Annotated) -> Stream:
 
 def build_augmentation(config: Config, stream: Stream) -> tuple[BoxAugmentation, BoxAugmentation]:
     """What happens to training images, and to those of an evaluation."""
-    short_sides = tuple(int(side) for side in config.short_sides.split(",") if side.strip().isdigit())
-    if len(short_sides) != len(config.short_sides.split(",")) or min(short_sides) < 1:
+    short_sides = whole_numbers(config.short_sides, ",")
+    if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(
-            f"--short_sides {config.short_sides}: must be lengths in pixels joined by commas, such as 640,672,704"
+            f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
+            "640,672,704, each at most 8192"
         )
     plain = BoxAugmentation(config.seed, (config.eval_short_side or max(short_sides),), config.long_side)
     varied = BoxAugmentation(

@@ -13,6 +13,8 @@ from common.detection.annotated import Annotations, FixedImages
 from common.detection.box_checks import FoundBoxes, check
 from common.detection.image_headers import headers_of_files
 from common.detection.stamps import Stamps
+from common.errors import Refused, printable
+from common.files import MEDIUM, read_text
 from common.images import open_rgb
 from common.randomness import mix
 
@@ -47,7 +49,19 @@ class AnnotatedFiles(FixedImages):
 
 
 def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
-    return f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}"
+    return printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")
+
+
+def text_of(file: str | os.PathLike) -> str:
+    """A text file of annotations. Raises `Refused` for what is none, and FileNotFoundError or PermissionError."""
+    try:
+        return read_text(file, MEDIUM)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{file}: not readable as text: {error}") from None
 
 
 def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray, stamps: Stamps) -> AnnotatedFiles:

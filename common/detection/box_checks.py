@@ -13,6 +13,7 @@ from common.detection.annotated import Annotations
 from common.detection.image_headers import turned, upright_sizes
 from common.detection.outlines import Outlines, checked
 from common.errors import Refused
+from common.images import MAX_PIXELS
 
 _ROUNDING = 1.0  # pixels beyond the image that say nothing
 _SUSPICIOUS = 0.5  # share of boxes beyond their image that says that they are in another format
@@ -144,7 +145,8 @@ def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[n
     if unreadable.any():
         first = found.name(int(unreadable.argmax()))
         notes.append(f"{unreadable.sum():,} of {len(headers):,} images can't be read, the first is {first}")
-        stand_in = np.where((found.sizes > 0).all(axis=1, keepdims=True), found.sizes, 640)
+        is_size = (found.sizes > 0).all(axis=1) & (found.sizes.prod(axis=1, dtype=np.float64) <= MAX_PIXELS)
+        stand_in = np.where(is_size[:, None], found.sizes, 640)
         headers = np.where(
             unreadable[:, None], np.concatenate([stand_in, np.ones_like(headers[:, 2:])], axis=1), headers
         )

@@ -20,6 +20,7 @@ from common.detection.box_checks import FoundBoxes
 from common.detection.outlines import KIND
 from common.detection.stamps import Stamps
 from common.errors import Refused
+from common.files import OddFile, read_bytes
 from common.labelled import VAL_NAMES
 
 _KINDS = {
@@ -33,6 +34,7 @@ _KINDS = {
     },
     "categories": {"id": pa.int64(), "name": pa.string()},
 }
+_MOST = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 # An outline is a list or an object, and its counts are a list or a text: a column has one type, so each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
@@ -168,7 +170,10 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     """{images, annotations, categories: {field: column}}; optional fields may be null."""
     fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
     kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
-    text = file.read_bytes()
+    try:
+        text = read_bytes(file, _MOST)
+    except OddFile as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
     for old, new in _RENAMED.items() if masks else ():  # keys only: a quote inside a text has a backslash before it
         text = re.sub(old, new, text)
     try:
@@ -200,7 +205,7 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
 def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array | None]:
     try:
         content = json.loads(text)
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")

@@ -11,6 +11,7 @@ from torch import nn
 
 from common import models
 from common.errors import Refused
+from common.files import SMALL, check_regular, read_text
 
 FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine"}  # ours -> what transformers calls them
 _RESNETS = {"model_type": "rt_detr_resnet", "out_indices": [2, 3, 4]}
@@ -164,7 +165,11 @@ def _is_timm(name: str) -> bool:
 def _text(file: Path) -> str:
     if not file.is_file():
         raise Refused(f"--model {file.parent}: the folder has no config.json; one of transformers or timm has it")
-    return file.read_text()
+    try:
+        check_regular(file.parent)
+        return read_text(file, SMALL)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--model {file.parent}: can't be read: {error}") from None
 
 
 def _whole(transformers, family: str, name: str, pretrained: bool, seed: int) -> tuple[nn.Module, dict]:

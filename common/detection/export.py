@@ -19,6 +19,7 @@ from common.detection.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.fpn import SimplePyramid
 from common.detection.selection import MOST
 from common.errors import Refused
+from common.files import SMALL, check_regular, read_text
 from common.resume import load_model
 
 # What makes two detectors the same but for their classes, and the flag that says it.
@@ -125,7 +126,8 @@ def begin_with(detector: Detector, folder: Path) -> str:
 def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """What a folder says and holds, once it is known to be of the same architecture."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        check_regular(folder)
+        config = json.loads(read_text(folder / "config.json", SMALL))
         if _is_transformers(detector):
             config["classes"] = [config["id2label"][str(number)] for number in range(len(config["id2label"]))]
             family = next(name for name, theirs in DETR_FAMILIES.items() if theirs == detector.config.model_type)
@@ -133,7 +135,7 @@ def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
         there = {key: config.get(key) for key in _FLAGS}
         config["classes"] = list(config.get("classes", []))
         tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"{folder}: not a whole exported detector ({reason}); name a run's best/") from None
     here = describe(detector)

@@ -16,6 +16,7 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 from common.errors import Refused
 from common.models import create
 
+_COARSEST = 12  # level: one cell for 4,096 pixels
 # For images of any size: some models of timm have a fixed one unless they are told so.
 _OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
@@ -126,8 +127,10 @@ def build_backbone(
         Refused: for an unknown name, weights out of reach, and levels that the model has no features for.
     """
     lowest, highest = levels
-    if not 1 <= lowest <= highest:
-        raise Refused(f"--levels {lowest}-{highest}: the first is at least 1 and at most the second")
+    if not 1 <= lowest <= highest <= _COARSEST:
+        raise Refused(
+            f"--levels {lowest}-{highest}: the first is at least 1 and at most the second, which is at most {_COARSEST}"
+        )
     features = _create(name, pretrained, seed, drop_path)
     normalization, info = features.pretrained_cfg, features.feature_info
     found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}  # each level's deepest

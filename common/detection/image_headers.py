@@ -1,6 +1,8 @@
 """How large is an image file, and how is it turned, without decoding it?"""
 
+import errno
 import io
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +12,11 @@ import pyarrow as pa
 from PIL import ExifTags, Image
 
 from common.errors import Refused
+from common.files import OddFile, open_regular
+from common.images import MAX_PIXELS
 
 _HEAD = 8_192  # bytes: where nearly every JPEG tells its size
-_FAULTS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def headers_of_files(folder: str, paths: pa.Array) -> np.ndarray:
@@ -55,14 +59,17 @@ def headers_of_bytes(cells: Iterable[pa.Scalar]) -> np.ndarray:
 
 def _header_of_file(path: bytes) -> tuple[int, int, int, int] | None:
     try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            head, size = os.read(file, _HEAD), os.fstat(file).st_size
-        finally:
-            os.close(file)
-    except _FAULTS:
+        with open_regular(path) as file:
+            head, size = os.read(file.fileno(), _HEAD), os.fstat(file.fileno()).st_size
+            return (*(_of_jpeg(head) or _of_any(file)), size)
+    except OddFile:
+        return 0, 0, 1, 0
+    except ValueError:  # a NUL in its name
         return None
-    return (*(_of_jpeg(head) or _of_any(os.fsdecode(path))), size)
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        return None
 
 
 def _of_jpeg(head: bytes) -> tuple[int, int, int] | None:
@@ -76,7 +83,7 @@ def _of_jpeg(head: bytes) -> tuple[int, int, int] | None:
             return None
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # start of a frame
             height, width = int.from_bytes(head[at + 5 : at + 7]), int.from_bytes(head[at + 7 : at + 9])
-            return (width, height, 1) if width and height else None
+            return (width, height, 1) if 0 < width * height <= MAX_PIXELS else None
         at += 2 + int.from_bytes(head[at + 2 : at + 4])
     return None
 
@@ -84,6 +91,8 @@ def _of_jpeg(head: bytes) -> tuple[int, int, int] | None:
 def _of_any(source) -> tuple[int, int, int]:
     try:
         with Image.open(source) as image:
+            if math.prod(image.size) > MAX_PIXELS:
+                return 0, 0, 1
             if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it, and look behind the pixels
                 return (*image.size, 1)
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)

@@ -22,7 +22,7 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
-from common import images, labelled, randomness
+from common import files, images, labelled, randomness
 from common.detection import (
     annotated,
     annotated_files,
@@ -45,7 +45,7 @@ _END = struct.Struct("<8sIQ")  # behind the columns: what this is, their checksu
 _KIND = b"boxes 1\n"
 # What the columns depend on besides the data: an index that other code has made is no index.
 _CODE = [annotated, annotated_files, box_checks, coco_files, image_headers, images, labelled, outlines, randomness]
-_CODE += [stamps, voc_files, yolo_files]
+_CODE += [files, stamps, voc_files, yolo_files]
 _COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
 _WIDTHS = {"sizes": 2, "boxes": 4}
 

@@ -61,6 +61,6 @@ def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
 def _stamp(path: bytes) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # no file has a NUL in its name
         return 0, 0, 0
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns

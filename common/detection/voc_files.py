@@ -11,10 +11,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pyarrow as pa
 
-from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
+from common.detection.annotated_files import AnnotatedFiles, name_of, read_files, text_of
 from common.detection.box_checks import FoundBoxes
 from common.detection.stamps import Stamps
 from common.errors import Refused
+from common.files import SMALL, OddFile, read_bytes
 from common.images import SUFFIXES
 
 _PARTS = ("train", "val", "trainval", "test")
@@ -61,7 +62,7 @@ def read_voc(root: Path, stamps: Stamps) -> tuple[AnnotatedFiles, AnnotatedFiles
 
 def _names(root: Path, part: str) -> list[str] | None:
     file = _list_of(root, part)
-    return [line.split()[0] for line in file.read_text().splitlines() if line.strip()] if file.exists() else None
+    return [line.split()[0] for line in text_of(file).splitlines() if line.strip()] if file.exists() else None
 
 
 def _list_of(root: Path, part: str) -> Path:
@@ -114,13 +115,20 @@ def _read_part(
 def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:
     """Width and height (0 where not said) and the objects of a file: class, corners, and whether it is difficult."""
     try:
-        tree = ElementTree.parse(file).getroot()
+        content = read_bytes(file, SMALL)
+        if b"<!ENTITY" in content:  # a few of them, one made of the other, stand for gigabytes
+            raise Refused(f"{file}: defines entities, which annotations have no need of; remove them")
+        tree = ElementTree.fromstring(content)
     except FileNotFoundError:
         raise Refused(f"{file}: missing, but its image is listed; add it, or take the image from the list") from None
+    except OddFile as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except ElementTree.ParseError as error:
         raise Refused(f"{file}: not readable as XML: {error}") from None
     try:
         size = tuple(int(float(tree.findtext(f"size/{side}") or 0)) for side in ("width", "height"))
+        if not all(0 <= side < 2**31 for side in size):
+            raise Refused(f"{file}: a size of {size[0]} x {size[1]} pixels; correct it")
         objects = []
         for entry in tree.iter("object"):
             name, box = entry.findtext("name"), [entry.findtext(f"bndbox/{corner}") for corner in _CORNERS]
@@ -128,6 +136,6 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float],
                 raise Refused(f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}")
             is_difficult = (entry.findtext("difficult") or "0").strip() == "1"
             objects.append((name.strip(), [float(corner) for corner in box], is_difficult))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise Refused(f"{file}: a size or corner is no number: {error}") from None
     return size, objects

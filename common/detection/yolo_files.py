@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import yaml
 
-from common.detection.annotated_files import AnnotatedFiles, name_of, read_files
+from common.detection.annotated_files import AnnotatedFiles, name_of, read_files, text_of
 from common.detection.box_checks import FoundBoxes
 from common.detection.stamps import Stamps
 from common.errors import Refused
+from common.files import SMALL, OddFile, read_yaml, walk
 from common.images import SUFFIXES
 from common.labelled import VAL_NAMES
+
+_MOST_CLASSES = 2**20  # where no list of names says how many there are
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def find_yolo(root: Path) -> YoloFolder | None:
     if not (root / "images").is_dir() or not (root / "labels").is_dir():
         return None
     listed = next((root / name for name in ("classes.txt", "labels/classes.txt") if (root / name).exists()), None)
-    names = dict(enumerate(listed.read_text().split("\n"))) if listed else None
+    names = dict(enumerate(text_of(listed).split("\n"))) if listed else None
     names = names and {place: name.strip() for place, name in names.items() if name.strip()}
     val = next((root / "images" / name for name in VAL_NAMES if (root / "images" / name).is_dir()), None)
     if val and (root / "images/train").is_dir():
@@ -54,9 +56,11 @@ def find_yolo(root: Path) -> YoloFolder | None:
 
 def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
     try:
-        content = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+        content = read_yaml(file, SMALL)
+    except OddFile as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{file}: not readable as YAML: {error}") from None
     if not isinstance(content, dict) or "train" not in content and "names" not in content:
         return None
     for key in ("train", "names"):
@@ -64,9 +68,11 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
             raise Refused(f"{file}: lacks the key {key}")
     names = content["names"]
     names = dict(enumerate(names)) if isinstance(names, list) else names
+    if isinstance(names, dict):
+        names = {int(place) if str(place).isdecimal() else place: name for place, name in names.items()}
     if not isinstance(names, dict) or set(names) != set(range(len(names))):
         raise Refused(f"{file}: names must be a list, or give each class from 0 up its name")
-    starts = [Path(content.get("path") or "."), Path(".")]
+    starts = [Path(str(content.get("path") or ".")), Path(".")]
 
     def places(key: str) -> list[Path]:
         entries = content.get(key) or []
@@ -132,11 +138,11 @@ def _images(place: Path, stamps: Stamps) -> list[str]:
     stamps.take_files([place])
     if place.is_dir():
         found = []
-        for above, inner, names in os.walk(place, followlinks=True):
-            stamps.take_files(os.path.join(above, folder) for folder in inner)  # before the walk goes there
-            found += [os.path.join(above, name) for name in names if _is_image(name)]
+        for _, entries in walk(place):
+            stamps.take_files(entry.path for entry in entries if entry.is_dir())  # before the walk goes there
+            found += [entry.path for entry in entries if not entry.is_dir() and _is_image(entry.name)]
         return found
-    lines = (line.strip() for line in place.read_text().splitlines())
+    lines = (line.strip() for line in text_of(place).splitlines())
     return [os.path.normpath(place.parent / line) for line in lines if line]
 
 
@@ -154,8 +160,7 @@ def _labels_of(image: str) -> str:
 def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
     """Class and left, top, right, bottom in shares of the image of each line; no file means no objects."""
     try:
-        with open(file) as text:
-            lines = text.read().splitlines()
+        lines = text_of(file).splitlines()
     except FileNotFoundError:
         return []
     objects = []
@@ -167,7 +172,7 @@ def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tu
             label, values = int(float(words[0])), [float(word) for word in words[1:]]
         except (ValueError, OverflowError):
             raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
-        if not 0 <= label < (classes or label + 1):
+        if not 0 <= label < (classes or _MOST_CLASSES):
             raise Refused(f"{file}:{number}: unknown class {label}; there are {classes or 'classes'} from 0 up")
         if len(values) == 4 or has_keypoints and len(values) > 4:
             x, y, width, height = values[:4]

@@ -14,7 +14,9 @@ from common.augmentation import crop, evaluation_transform, training_transform
 from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.errors import Refused
+from common.images import BrokenImage
 from common.randomness import key_of, seed_generators
+from tests.common.odd_files import bounded
 
 DATA = {
     "input_size": (3, 32, 32),
@@ -152,3 +154,19 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int]) -> None:
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
     theirs = create_transform(**DATA, is_training=False)(image)
     assert torch.allclose((mine - mean) / std, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(20_000, 1), (1, 20_000), (89_000_000, 1), (40_000, 20)])
+def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken(size: tuple[int, int]) -> None:
+    """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB."""
+    image = Image.new("RGB", size)
+    with bounded(10, 256), pytest.raises(BrokenImage, match="would be enlarged to .*, the limit is 89478485"):
+        evaluation_transform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})(image)
+
+
+@pytest.mark.parametrize("size", [(1_700, 1), (1, 1_700), (13_000, 10)])
+def test_a_stripe_below_the_limit_is_evaluated_as_any_image(size: tuple[int, int]) -> None:
+    with bounded(60, 1024):
+        assert evaluation_transform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})(
+            Image.new("RGB", size)
+        ).shape == (3, 224, 224)

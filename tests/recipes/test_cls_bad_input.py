@@ -82,10 +82,10 @@ COMMAND_LINES = {
     "infinite": Bad(["--epochs", "inf"], "--epochs inf: must be a finite number"),
     "infinite in disguise": Bad(["--lr", "1e999"], "--lr inf: must be a finite number"),
     "not a number in the recipe's own fields": Bad(["--drop_path", "nan"], "--drop_path nan: must be a finite number"),
-    "negative": Bad(["--max_steps", -1], "--max_steps -1: must be at least 0"),
+    "negative": Bad(["--max_steps", -1], "--max_steps -1: must be between 0 and 1000000000"),
     "too large": Bad(["--momentum", 2], "--momentum 2.0: must be between 0 and 1"),
     "too large in the recipe's own fields": Bad(["--drop", 1.5], "--drop 1.5: must be between 0 and 1"),
-    "negative size": Bad(["--image_size", -3], "--image_size -3: must be at least 0"),
+    "negative size": Bad(["--image_size", -3], "--image_size -3: must be between 0 and 8192"),
     "norm groups of none": Bad(["--norm_batch_size", 0], "--norm_batch_size 0: must be at least 2"),
     "huge seed": Bad(["--seed", 10**30], "--seed 10+: must be between 0 and [0-9]+"),
     "unknown choice": Bad(
@@ -98,6 +98,11 @@ COMMAND_LINES = {
     "no preset": Bad(
         ["--config", "recipes/presets/digit.yaml"], ".*digit.yaml: no such file; did you mean .*digits.yaml.*"
     ),
+    "a preset from a device": Bad(["--config", "/dev/zero"], "--config /dev/zero: can't be read: not a regular file"),
+    "no user": Bad(
+        ["--data", "~nosuchuser/x"], "--data ~nosuchuser/x: there is no user nosuchuser; a folder of that .*"
+    ),
+    "a long name": Bad(["--resume", "x" * 256], "--resume x+: is too long for a path: .*"),
     "two presets": Bad(["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times: name one file and .*"),
     "no preset named": Bad(["--config"], "--config --name: no such file"),  # the next word on the line
 }
@@ -108,14 +113,20 @@ PRESETS = {
     "ill-typed key": ("epochs: ten", "Error parsing --epochs: could not convert string to float: 'ten'"),
     "text for a switch": ("pretrained: maybe", "pretrained: 'maybe' is not true or false"),
     "a switch for a number": ("lr: yes", "lr: True is not of the right type"),
-    "a list": ("lr: [1, 2]", r"lr must be a single value, not \[.*\]"),
+    "a list": ("lr: [1, 2]", "lr must be a single value, not list"),
+    "lists in lists": ("lr: " + "[" * 20_000, "not readable as YAML: nested too deeply .*"),
+    "lists of lists": (
+        "a: &a [x, x]\nb: &b [*a, *a]\nlr: [*b, *b]",
+        r"not readable as YAML: \*a repeats a list or mapping .*",
+    ),
+    "a typed key": ("lr: !!int abc", "not readable as YAML: unknown tag .*"),
     "nothing": ("lr:", "lr must be a single value, not None"),
     "no mapping": ("just words", "must hold `key: value` lines, found a str"),
     "no YAML": ("lr: [1", "not readable as YAML: .*"),
     "no text": (b"\xff\xfe\x00\x01", "not readable as YAML: .*"),
     "code": (
         "name: !!python/object/apply:os.mkdir [MARKER]",
-        "not readable as YAML: could not determine a constructor.*",
+        "not readable as YAML: unknown tag tag:yaml.org,2002:python/object.*",
     ),
 }
 
@@ -197,6 +208,22 @@ def bad_data(tmp_path_factory) -> Path:
     labelled(folder / "below.parquet", [0, 1, 0, -1])
     (folder / "torn.parquet").write_bytes(b"PAR1 and nothing more")
     (folder / "notes.txt").write_text("not data")
+    os.mkfifo(folder / "pipe")
+    (folder / "zero.parquet").symlink_to("/dev/zero")
+    (folder / "piped model").mkdir()
+    (folder / "piped model/config.json").write_text("{}")
+    (folder / "piped model/model.safetensors").symlink_to("../pipe")
+    shutil.copytree(folder / "fine", folder / "hostile/train")
+    shutil.copytree(folder / "fine", folder / "hostile/val")
+    for part in ("train", "val"):
+        place = folder / "hostile" / part / "cat"
+        (place / "pipe.jpg").symlink_to("../../../pipe")
+        (place / "zero.png").symlink_to("/dev/zero")
+        (place / "circle").symlink_to("../dog")
+        (place.parent / "dog/circle").symlink_to("../cat")
+        (place / "\x1b[2J.png").write_bytes(b"no picture")
+        Image.new("RGB", (20_000, 1)).save(place / "stripe.jpg")
+    Image.new("1", (89_000_000, 1)).save(folder / "hostile/val/cat/thread.png")
     (folder / "weights.yaml").write_text("cat: 1\nemu: 2")
     (folder / "no weights.yaml").write_text("just words")
     (folder / "ill weights.yaml").write_text("cat: 1\ndog: -2")
@@ -268,12 +295,24 @@ IN_DATA = {  # DATA stands for the folder above
     ),
     "a cache where the device decodes": Bad(["--decode", "device", "--cache", 32], "--decode device: --cache .*"),
     "a folder without a cache": Bad(["--cache_folder", "DATA"], "--cache_folder DATA: nothing is kept there .*"),
+    "weights from a FIFO": Bad(
+        ["--data", "DATA/fine", "--class_weights", "DATA/pipe"],
+        "--class_weights DATA/pipe: can't be read: not a regular .*",
+    ),
+    "parquet from a device": Bad(
+        ["--data", "DATA/zero.parquet"], "--data DATA/zero.parquet: can't be read .*: not a regular file"
+    ),
     "no weights": Bad(["--class_weights", "heavy"], "--class_weights heavy: none, sqrt, balanced or a YAML file .*"),
 }
 IN_SETTINGS = {
     "unknown model": Bad(
         ["--model", "restnet50"], "--model restnet50: not a model of timm .*; did you mean resnet50, .*"
     ),
+    "model from a FIFO": Bad(
+        ["--model", "DATA/piped model"],
+        "--model DATA/piped model: can't be made.*: .*model.safetensors: not a regular file",
+    ),
+    "a crop without bound": Bad(["--crop_pct", 1e-9], "the model's images can't be made .*look at --image_size and .*"),
     "unknown tag": Bad(["--model", "resnet50.a9"], r"--model resnet50.a9: can't be made: .*a9.*"),
     "no model in folder": Bad(["--model", "recipes"], "--model recipes: the folder has no config.json; .*"),
     "unknown optimizer": Bad(["--opt", "adamww"], "--opt adamww: not an optimizer of timm.*; did you mean adamw, .*"),
@@ -329,6 +368,17 @@ LATE = IN_DATA | IN_SETTINGS
 @pytest.fixture(scope="module")
 def refused(run_several, bad_data):
     cases = {name: [str(word).replace("DATA", str(bad_data)) for word in bad.words] for name, bad in LATE.items()}
+    cases["hostile"] = [
+        *SMALL,
+        "--data",
+        bad_data / "hostile",
+        "--max_steps",
+        8,
+        "--workers",
+        1,
+        "--max_broken_share",
+        1,
+    ]
     return run_several(2, cases, timeout=400)
 
 
@@ -339,6 +389,21 @@ def test_a_request_that_cannot_be_met_is_refused_on_all_ranks_and_leaves_no_trac
     assert re.fullmatch(LATE[name].text.replace("DATA", re.escape(str(bad_data))), outcome.text), outcome.text
     if name != "name of the folder above":
         assert not outcome.folder.exists()
+
+
+def test_images_that_are_made_to_do_harm_are_named_and_training_goes_on(refused, bad_data):
+    """FIFOs, devices, stripes that would be enlarged to gigabytes, folders in circles, names that clear a terminal."""
+    outcome = refused["hostile"]
+    assert outcome.outcome == "ok", outcome
+    log = (outcome.folder / "log.txt").read_text()
+    for name, why in (
+        ("pipe.jpg", "not a regular file"),
+        ("zero.png", "not a regular file"),
+        (r"\x1b[2J.png", "not an image"),
+    ):
+        assert log.count(f"can't be read, a stand-in takes its place: {bad_data}/hostile/train/cat/{name}: {why}") == 1
+    assert "\x1b" not in log + outcome.stdout
+    assert outcome.rows[-1]["eval/count"] == 2 * (8 + 8 + 5)  # each class has what the other one has, by a link
 
 
 def cache_in(folder: Path) -> None:
@@ -483,6 +548,17 @@ def without_optimizer(checkpoint: Path, payload: bytes) -> None:
     seal(checkpoint)
 
 
+def without_identity(checkpoint: Path, payload: bytes) -> None:
+    record = json.loads((checkpoint / "record.json").read_text())
+    (checkpoint / "record.json").write_text(json.dumps(record | {"identity": ["none"]}))
+    seal(checkpoint)
+
+
+def link_to_device(checkpoint: Path, payload: bytes) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").symlink_to("/dev/zero")
+
+
 def untouched(checkpoint: Path, payload: bytes) -> None:
     pass
 
@@ -524,6 +600,8 @@ STANDING = {  # what is done to the checkpoint of two steps, and what the next s
     ),
     "another version": (of_another_version, Bad([], ".*step_00000002 is not as this version .*KeyError: 'ledger'.*")),
     "no optimizer": (without_optimizer, Bad([], ".*step_00000002 is not as this version .*KeyError: 'optimizer'.*")),
+    "no identity": (without_identity, Bad([], ".*step_00000002: its record.json does not say of which run it is; .*")),
+    "a device as manifest": (link_to_device, Bad([], DAMAGED)),
     "a new start": (
         untouched,
         Bad(["--resume", "never"], "--resume never: RUN holds step_00000002; give this run another.*"),

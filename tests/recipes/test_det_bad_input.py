@@ -105,6 +105,7 @@ JSON = {  # what the training part's annotations are, and what is said to them; 
     ),
     "the same image twice": (replace("images", 1, id=10), "FILE: 2 images with the id 10; give each its own"),
     "no JSON": ('{"images": [', "FILE: not readable as JSON: .*"),
+    "lists in lists": ("[" * 10**6, "FILE: not readable as JSON: .*"),
     "a list": ("[]", "FILE: holds a list, not COCO's object of images, annotations and categories"),
 }
 SETTINGS = {  # FINE is a folder that can be trained on
@@ -128,13 +129,16 @@ SETTINGS = {  # FINE is a folder that can be trained on
         ["--model", "restnet50"], "--model restnet50: not a model of timm .*; did you mean resnet50, .*"
     ),
     "levels of no number": Bad(["--levels", "all"], "--levels all: must be two numbers joined by a dash, such as 3-7"),
-    "levels upside down": Bad(["--levels", "5-3"], "--levels 5-3: the first is at least 1 and at most the second"),
+    "levels in other digits": Bad(["--levels", "²-³"], "--levels ²-³: must be two numbers joined by a dash, .*"),
+    "levels of nothing": Bad(["--levels", "3-99"], "--levels 3-99: the first .* and at most the second, .*at most 12"),
+    "levels upside down": Bad(["--levels", "5-3"], "--levels 5-3: the first is at least 1 and at most the second, .*"),
     "levels that the backbone lacks": Bad(
         ["--model", "test_convnext", "--levels", "1-4"],
         "--levels 1-4: test_convnext has features at strides 4, 8, 16, 32 .level l is stride 2.l.",
     ),
     "width": Bad(["--width", 48], "--width 48: the heads normalise 32 groups of channels; take a multiple of 32"),
     "no short side": Bad(["--short_sides", "big"], "--short_sides big: must be lengths in pixels joined by commas, .*"),
+    "a short side beyond all": Bad(["--short_sides", "64,99999"], "--short_sides 64,99999: must be .*at most 8192"),
     "short side of nothing": Bad(["--short_sides", "640,0"], "--short_sides 640,0: must be lengths in pixels .*"),
     "falls of the rate": Bad(
         ["--schedule", "step", "--step_epochs", "8,x"], "--step_epochs 8,x: must be epochs above 0, .*"

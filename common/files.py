@@ -1,0 +1,150 @@
+"""How is a file read that a stranger may have put there?
+
+Data sets, presets, model folders and run folders are copied from elsewhere, and a name in them may lead anywhere. So only
+regular files are read, up to a limit, and nothing in them can grow: a FIFO would block for ever, a device has no end, and a
+few lines of YAML can stand for gigabytes.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from os import PathLike
+from typing import BinaryIO
+
+import yaml
+
+SMALL = 2**20  # bytes: no preset, record of a run or label file comes near
+MEDIUM = 2**24  # bytes: lists with a line for each class or image
+_DEEPEST = 8  # lists in lists of a YAML file
+_NESTED = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
+
+
+class OddFile(OSError):
+    """A file that is not read: it is no regular one, or too large."""
+
+    def __init__(self, path: str | bytes | PathLike, reason: str):
+        super().__init__(None, reason, os.fsdecode(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_regular(path: str | bytes | PathLike) -> BinaryIO:
+    """The file, open for reading. Raises `OddFile` for a FIFO, a device or a socket, also behind links; else as `open`."""
+    _check(path, os.stat(path))  # before it is opened: with a device that may do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check(path, os.fstat(descriptor))  # by now another file may have been there
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fsdecode(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OddFile(path, "not a regular file")
+
+
+def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
+    """The content of a regular file. Raises `OddFile` if it has more than `most` bytes; else as `open_regular`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OddFile(path, f"{size:,} bytes, the limit is {most:,}")
+        return file.read(size)
+
+
+def read_text(path: str | bytes | PathLike, most: int) -> str:
+    """The same as text. Raises UnicodeDecodeError, a ValueError, where it is none."""
+    return read_bytes(path, most).decode()
+
+
+def check_regular(path: str | PathLike) -> None:
+    """Raise `OddFile` if another library, which is about to read `path`, would meet anything but files and folders there."""
+    found = [entry.path for _, entries in walk(path) for entry in entries] if os.path.isdir(path) else [path]
+    for file in found:
+        if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+            raise OddFile(file, "not a regular file")
+
+
+def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
+    """`top` and every folder below it, each with its entries by name; what begins with a dot is passed over.
+
+    Links are followed, but each real folder is visited once, by its own path if that is below `top`: folders that link to
+    each other have endlessly many paths.
+    """
+    seen, todo, linked = set(), [os.fspath(top)], []
+    while todo or linked:
+        folder = (todo or linked).pop()
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(folder) as found:
+            entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        yield folder, entries
+        for entry in reversed(entries):
+            if entry.is_dir():
+                (linked if entry.is_symlink() else todo).append(entry.path)
+
+
+def read_yaml(path: str | PathLike, most: int, switches: bool = True):
+    """What a YAML file holds: text, and dicts and lists of it. Numbers and dates stay the text that they are.
+
+    With `switches`, plain yes, no, true, ... are True or False, and ~ or nothing is None; else they are text as well.
+    Raises ValueError, in one line, for what is no such file: also for tags, keys given twice, lists nested deeply, and
+    aliases of lists and dicts, of which a few stand for millions of entries.
+    """
+    try:
+        node = yaml.compose(read_text(path, most), Loader=_Loader)
+        return None if node is None else _plain(node, switches)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes, of which only the switches are told from text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        self.depth += isinstance(event, _NESTED)
+        if self.depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= isinstance(event, _NESTED)
+        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor} repeats a list or mapping", event.start_mark
+            )
+        return node
+
+
+def _plain(node: yaml.Node, switches: bool):
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, yaml.ScalarNode) and kind in ("str", "bool", "null"):
+        if kind == "str" or not switches:
+            return node.value
+        return _Loader.bool_values.get(node.value.lower())  # None is what ~ and nothing stand for
+    if isinstance(node, yaml.SequenceNode) and kind == "seq":
+        return [_plain(part, switches) for part in node.value]
+    if not isinstance(node, yaml.MappingNode) or kind != "map":
+        raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag}", node.start_mark)
+    content = {}
+    for key, value in node.value:
+        name = _plain(key, switches=False)
+        if not isinstance(name, str):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
+        if name in content:
+            raise yaml.constructor.ConstructorError(None, None, f"{name} is given twice", key.start_mark)
+        content[name] = _plain(value, switches)
+    return content

@@ -1,0 +1,274 @@
+"""Any value of any field of both recipes' configurations, from anywhere, ends in a run that can be planned or in one line.
+
+In process, through the real parser and through what is made of a configuration before a model: thousands of cases in
+seconds. What needs the run itself is in test_cls_bad_input.py and test_det_bad_input.py.
+"""
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import mixing, models, sources
+from common.augmentation import evaluation_transform, training_transform
+from common.checkpoint import Checkpoints
+from common.config import identity, parse, save, short_hash
+from common.detection import sources as detection
+from common.device_augmentation import draw_colours
+from common.errors import Refused
+from common.optimization import Schedule, build_optimizer
+from common.resume import choose, load_model
+from common.run_folder import RunFolder
+from recipes import cls, det
+from tests.common.odd_files import bounded
+
+NUMBERS = ["nan", "inf", "-inf", "-0.0", "0", "1", "-1", "2", "0.5", "1e-300", "5e-324", "1e-9", "1e300", "1e400"]
+NUMBERS += [
+    "9" * 20,
+    "9" * 5000,
+    str(2**63 - 1),
+    str(2**63),
+    str(-(2**63)),
+    "1_000",
+    "0x10",
+    " 1",
+    "",
+    "true",
+    "²",
+    "٣",
+]
+TEXTS = ["~nosuchuser", "~nosuchuser/x", "a" * 300, f"a/{'b' * 256}", "x/" * 3000, "x/" * 1500, "\udcff", "\0", "a\nb"]
+TEXTS += [
+    "\x1b[2J",
+    "\u202e",
+    "..",
+    ".",
+    "/",
+    "-x",
+    "--help",
+    "*",
+    "[.parquet",
+    "?.parquet",
+    "hf-hub:a/b",
+    "hf-hub:",
+    "auto",
+]
+TEXTS += [
+    "never",
+    "rand-m9",
+    "rand-m99999",
+    "rand-m9-n0",
+    "rand-m9-mstdx",
+    "augmix-m3-w0",
+    "original",
+    "lion",
+    "resnet50.x",
+]
+TEXTS += [
+    "1-2",
+    "3-4",
+    "5-3",
+    "²-³",
+    "3-99",
+    "64,²",
+    "640,0",
+    "1" * 30,
+    f"{'1' * 5000}-{'2' * 5000}",
+    "1e-320-1",
+    "1e-308,1",
+]
+WORDS = st.one_of(st.sampled_from(NUMBERS + TEXTS), st.text(max_size=9), st.floats().map(repr), st.integers().map(str))
+CONFIGS = {"cls": cls.Config, "det": det.Config}
+LABELS = np.arange(90) % 3
+
+
+class Images(list):
+    """As much of a source as a plan needs."""
+
+    labels, classes, multi_label, fresh = LABELS, ("a", "b", "c"), False, False
+    sizes, offsets, crowd = np.full((90, 2), 64), np.arange(91), np.zeros(90, bool)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return timm.create_model("test_vit", num_classes=3)
+
+
+def one_line(call: Callable, *arguments):
+    """What it returns, or None where it is refused, which is said in one line."""
+    try:
+        return call(*arguments)
+    except Refused as refused:
+        assert str(refused).strip() and str(refused).isprintable()
+    return None
+
+
+def plan(config, model) -> None:
+    """Everything that is cheap to make of a configuration."""
+    recipe, images = (det if isinstance(config, det.Config) else cls), Images(range(len(LABELS)))
+    if cut := one_line(recipe.build_plan, config, config.max_micro_batch_size):
+        assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
+    if stream := one_line(recipe.build_stream, config, images):
+        steps = config.max_steps or stream.steps(config.epochs)
+        assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
+        if schedule := one_line(Schedule, config, stream, steps):
+            assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
+    if recipe is det and stream:
+        for augmentation in one_line(det.build_augmentation, config, stream) or ():
+            sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
+            assert (sizes > 0).all() and (sizes <= 8192).all()
+    if recipe is cls:
+        shown = one_line(models.data_config, model, config.image_size, config.crop_pct)
+        if shown:
+            one_line(training_transform, config, shown)
+            one_line(evaluation_transform, shown)
+            size = shown["input_size"][1:]
+            if config.mixup or config.cutmix:
+                assert np.isfinite(mixing.draw(np.arange(4), config.seed, config.mixup, config.cutmix, *size)).all()
+            assert np.isfinite(draw_colours(np.arange(4), config.seed, config.color_jitter)).all()
+        one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
+    one_line(build_optimizer, config, model)
+    assert len(short_hash(identity(config))) == 6
+
+
+def flag(field: dataclasses.Field, word: str) -> str:
+    return f"--{field.name}={word}" if field.type is not bool else f"--{'no_' * (len(word) % 2)}{field.name}"
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
+    shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
+    for field in (field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared):
+        means_much = field.type is str and field.name not in (
+            "project",
+            "image_column",
+            "label_column",
+            "objects_column",
+        )
+        for word in NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]:
+            if config := one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py"):
+                if getattr(config, field.name) != field.default:
+                    parsed += 1
+                    plan(config, model)
+    assert parsed > 50
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: str, model) -> None:
+    fields = dataclasses.fields(CONFIGS[recipe])
+
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(fields), WORDS), max_size=3))
+    def end_well(given_words) -> None:
+        if config := one_line(parse, CONFIGS[recipe], [flag(*given_word) for given_word in given_words], "x.py"):
+            plan(config, model)
+            with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+                save(config, Path(file.name))
+                assert repr(parse(type(config), ["--config", file.name])) == repr(config)
+
+    end_well()
+
+
+PRESETS = [path.read_text() for path in sorted(Path(cls.__file__).parent.glob("presets/*.yaml"))]
+TREES = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.binary(max_size=9), st.dates()
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([field.name for field in dataclasses.fields(cls.Config)])
+PIECES = ["!!int ", "&a [*a]", "*a", "[" * 99, "{", "'", "\t", "!!python/name:os.x "]
+DOCUMENTS = st.one_of(
+    st.dictionaries(NAMES, TREES, max_size=3).map(yaml.dump),
+    st.builds(
+        lambda text, at, length, new: text[: at % len(text)] + new + text[at % len(text) + length :],
+        st.sampled_from(PRESETS),
+        st.integers(0, 10**4),
+        st.integers(0, 20),
+        st.one_of(st.text(max_size=9), st.sampled_from(PIECES)),
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(DOCUMENTS)
+def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_line(text: str) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        Path(file.name).write_text(text, errors="surrogatepass")
+        one_line(parse, cls.Config, ["--config", file.name], "x.py")
+
+
+PATHS = [word for word in NUMBERS + TEXTS if word and not word.startswith("x/") or len(word) < 999]
+PATHS += [
+    "/dev/zero",
+    "/proc/self/fd",
+    "~root",
+    "x/" * 250,
+    "hf-hub:" + "z" * 200,
+    "local-dir:x",
+    "a:b",
+    "digits\n",
+    "?" * 99,
+]
+LOOKUPS = {
+    "--data": lambda text: sources.load(text, seed=0, val_share=0.2),
+    "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
+    "--model": lambda text: models.build_classifier(text, 3),
+    "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
+    "--eval_only": lambda text: load_model(None, Path(text)),
+    "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
+    "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_what_a_path_leads_to_is_used_or_refused_in_one_line(tmp_path: Path, monkeypatch, name: str) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    tried = 0
+    for text in PATHS:
+        field = name.split()[0]
+        if one_line(parse, cls.Config, [f"{field}={text}"], "x.py"):
+            tried += 1
+            with bounded(megabytes=4096):
+                one_line(LOOKUPS[name], text)
+    assert tried > 40
+
+
+REFUSED = {
+    "a name of 256 bytes": ("--{field}=a/" + "é" * 128, "too long for a path"),
+    "a path of 4,096 bytes": ("--{field}=" + "abcdefg/" * 512, "too long for a path"),
+    "256 folders": ("--{field}=" + "x/" * 256, "too long for a path"),
+    "no such user": ("--{field}=~nosuchuser/x", "there is no user nosuchuser; a folder of that name is ./~nosuchuser"),
+    "bytes that are no text": ("--{field}=a\udcffb", "bytes that are no text"),
+    "a NUL": ("--{field}=a\0b", "bytes that are no text"),
+}
+
+
+@pytest.mark.parametrize(
+    "field", ["data", "model", "resume", "eval_only", "output_dir", "name", "cache_folder", "class_weights"]
+)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> None:
+    word, told = REFUSED[what]
+    with pytest.raises(Refused, match=told) as raised:
+        parse(cls.Config, [word.format(field=field)], "x.py")
+    assert str(raised.value).startswith(f"--{field} ") and len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("crop_pct", ["1e-9", "1e-300", "5e-324", "0.003"])
+def test_a_crop_that_would_enlarge_images_without_bound_is_refused(model, crop_pct: str) -> None:
+    config = parse(cls.Config, ["--crop_pct", crop_pct, "--image_size", "32"], "x.py")
+    with pytest.raises(Refused, match="at most 89478485 pixels; look at --image_size and --crop_pct"):
+        models.data_config(model, config.image_size, config.crop_pct)
