@@ -176,6 +176,11 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     return len(layers)
 
 
+def describe(mode: str) -> str:
+    """The mode and what it means, for people."""
+    return f"{mode}: {DESCRIPTIONS[mode]}"
+
+
 @torch.no_grad()
 def update_running_statistics(model: nn.Module) -> None:
     """Move the running statistics towards what the step's forwards collected; once per optimizer step, on all ranks.

@@ -86,6 +86,13 @@ def stack(images: list[torch.Tensor | Jpeg], transform: TrainingTransform) -> tu
     return stacked.permute(0, 3, 1, 2), encoded
 
 
+def noise() -> Jpeg:
+    """An image as large as a photograph, all of which is shown, for trying what a batch takes."""
+    pixels = torch.randint(256, (64, 64, 3), dtype=torch.uint8).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    size = tuple(pixels.shape[:2])
+    return Jpeg(encode_jpeg(pixels.numpy()), size, View((0, 0, *size), vflip=False, hflip=False), "noise")
+
+
 class Decoder:
     """Decodes on one device. On a GPU the current stream waits for the pixels, and the host for nvJPEG alone."""
 

@@ -11,7 +11,7 @@ import multiprocessing.queues
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -120,10 +120,25 @@ class TrainingSamples(Dataset):
             image, index = self._read(index, key, broken)
             images.append(image)
             indices.append(index)
+        batch = self._batch(images, self.source.labels[indices], positions)
+        batch.broken = tuple(broken)
+        return batch
+
+    def blank(self, count: int) -> Batch:
+        """`count` samples of noise with everything that a batch of this run has: a step of them needs a step's memory."""
+        if self.decode == "device":
+            images = [device_decoding.noise()] * count
+        else:
+            images = list(torch.randint(256, (count, 3, *self.transform.size), dtype=torch.uint8))
+        labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
+        return self._batch(images, labels, np.arange(count))
+
+    def _batch(
+        self, images: list[torch.Tensor | device_decoding.Jpeg], labels: np.ndarray, positions: np.ndarray
+    ) -> Batch:
+        """These images, and what is drawn for their positions."""
         images, encoded = device_decoding.stack(images, self.transform)
-        batch = Batch(
-            images, torch.from_numpy(self.source.labels[indices]), torch.from_numpy(positions), encoded=encoded
-        )
+        batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), encoded=encoded)
         varied, size = self.varied, self.transform.size
         if varied.color_jitter:
             batch.colours = torch.from_numpy(draw_colours(positions, self.seed, varied.color_jitter))
@@ -133,7 +148,6 @@ class TrainingSamples(Dataset):
             batch.mixing = torch.from_numpy(mixing.draw(positions, self.seed, varied.mixup, varied.cutmix, *size))
         if self.drop_path_layers:
             batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
-        batch.broken = tuple(broken)
         return batch
 
     def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | device_decoding.Jpeg, int]:
@@ -255,7 +269,7 @@ class Feed:
     To a GPU they travel on a stream of their own, while it computes: training is queued ahead of it.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device):
+    def __init__(self, loader: Iterable[Movable], device: torch.device):
         self._batches, self._device = iter(loader), device
         self._decoder = Decoder(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -21,16 +21,17 @@ _FILE = "micro_batch.json"
 
 
 def fit(
-    plan: BatchPlan, attempt: Callable[[int], None], model: torch.nn.Module, say: Callable[[str], None]
+    plan: BatchPlan, attempt: Callable[[BatchPlan], None], model: torch.nn.Module, say: Callable[[str], None]
 ) -> BatchPlan:
-    """`plan`, its micro-batches halved until `attempt(samples)`, a forward and backward pass, fits on every rank. A collective.
+    """`plan`, its micro-batches halved until `attempt(plan)`, the largest's forward and backward pass, fits on every rank.
 
-    While it is tried, as much memory is held as Adam's moments of `model` will take. Raises `Refused` where no size fits.
+    A collective. While it is tried, as much memory is held as Adam's moments of `model` will take. Raises `Refused` where no
+    size fits.
     """
     while True:
         size = plan.micro_batch_sizes[0]
         with together("trying a step"):
-            fits = _fits(attempt, size, model)
+            fits = _fits(attempt, plan, model)
         if all(gather_objects(fits)):
             return plan
         plan = halved(plan)
@@ -63,10 +64,10 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _fits(attempt: Callable[[int], None], size: int, model: torch.nn.Module) -> bool:
+def _fits(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> bool:
     try:
         held = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-        attempt(size)
+        attempt(plan)
         del held
         return True
     except (RuntimeError, MemoryError) as error:

@@ -1,7 +1,9 @@
 """How does a name become a model, and a trained model a folder that others can load?"""
 
+import copy
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +15,14 @@ from timm.data import resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
 
+from common.collectives import is_main
 from common.config import nearest
 from common.errors import Refused
 from common.files import check_regular
 from common.images import MAX_PIXELS
+
+# What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
+AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
 
 
 def build_classifier(
@@ -63,6 +69,7 @@ def create(
             f"--model {name}: not a model of timm {timm.__version__}{nearest(name.lower(), timm.list_models())}"
         )
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
+    options |= AS_PRETRAINED.get(name.split(".")[0], {})
     try:
         if local:
             check_regular(name)
@@ -134,8 +141,69 @@ def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
-    save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
+    _save_config(model, classes, config, folder)
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _save_config(model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path) -> None:
+    save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
+
+
+def check_export(model: torch.nn.Module, config: dict) -> None:
+    """See before the first step that what is exported of a classifier is loaded as the same model. Main process only.
+
+    Which weights it has makes no difference to that, so it is asked once. Raises `Refused`.
+    """
+    if not is_main():
+        return
+    model = _without_zeros(model)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
+        try:
+            weights = {
+                "source": "",
+                "state_dict": model.state_dict(),
+            }  # no file: it may be larger than this disk has room
+            loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
+        except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+            raise Refused(f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}") from None
+    _refuse_another(model, loaded, config["input_size"])
+
+
+def check_features(features: torch.nn.Module, arguments: dict) -> None:
+    """See that `timm.create_model(features_only=True, **arguments)` makes `features` but for the weights. Main process only.
+
+    Raises `Refused`.
+    """
+    if not is_main():
+        return
+    model = _without_zeros(features)
+    again = timm.create_model(features_only=True, **arguments | {"out_indices": features.feature_info.out_indices})
+    again.load_state_dict(model.state_dict())
+    _refuse_another(model, again, features.pretrained_cfg["input_size"])
+
+
+def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy on the CPU in which no branch is shut, as those that begin with a scale of 0 are."""
+    model = copy.deepcopy(model).to("cpu", torch.float32)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point() and not tensor.any():
+            tensor.fill_(0.1)
+    return model
+
+
+@torch.no_grad()
+def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    own, theirs = (
+        made.eval()(image)[-1] for made in (model, loaded)
+    )  # of a classifier the only logits, else the last map
+    if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
+        architecture = model.pretrained_cfg["architecture"]
+        raise Refused(
+            f"--model {architecture}: others would load another model than is trained here, since timm {timm.__version__} "
+            "builds it differently then; take another model"
+        )
 
 
 def _first_line(error: Exception) -> str:

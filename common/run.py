@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import data_workers, heartbeat, launch, memory, pictures, profiling
+from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling
 from common.best import Best
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
@@ -42,7 +42,7 @@ from common.run_folder import RunFolder, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import Tracker, require
-from common.wrapping import is_out_of_memory
+from common.wrapping import Trial, is_out_of_memory, warm_up
 from common.writer import Writer
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
@@ -127,15 +127,26 @@ class Run:
         profiling.check(steps_between(self.config.profile), steps)
         return steps
 
-    def fit(self, plan: BatchPlan, attempt: Callable[[int], None], model: torch.nn.Module) -> BatchPlan:
-        """`plan`, its micro-batches halved until `attempt(samples)`, a forward and backward pass, fits into all memories."""
+    def fit(self, plan: BatchPlan, model: torch.nn.Module, trial: Trial) -> BatchPlan:
+        """`plan`, its micro-batches halved until a trial of the largest fits into the memory of every process."""
         heartbeat.note("finding the micro-batch that fits into memory")
+        attempt = lambda plan: warm_up(model, model, partial(trial, model, plan))  # noqa: E731
         self._plan = memory.fit(plan, attempt, model, self.say)
+        with together("looking for what depends on the layout"):
+            self._inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
         return self._plan
 
+    def wrap(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Trial
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """`model` and `optimizer` as Accelerate prepares them for the processes of this run, in the state of a run's middle."""
+        network, optimizer = self.accelerator.prepare(model, optimizer)
+        warm_up(network, model, partial(trial, network, self._plan))
+        return network, optimizer
+
     def describe(self, rows: dict[str, str]) -> None:
-        """The start table."""
-        self._journal.table(rows)
+        """The start table: `rows`, and what of the run depends on its layout."""
+        self._journal.table(rows | self._inexact)
 
     def start(
         self,

@@ -1,6 +1,8 @@
 """How does a wrapped model get into the state in which an uninterrupted run would be?"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -8,10 +10,38 @@ from accelerate.utils.memory import should_reduce_batch_size
 from common import batch_norm
 from common.collectives import is_lost_peer
 from common.errors import Refused
+from common.loading import Feed, Movable
+from common.plan import BatchPlan
+from common.randomness import seed_model
 
 
-def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> None:
-    """Let DDP settle before the first step: run `forward`, any scalar through `wrapped`, and its backward; change nothing.
+class Samples(Protocol):
+    """What a trial needs to know of a recipe's training samples."""
+
+    def blank(self, count: int) -> Movable:
+        """`count` samples of noise with everything that a batch of the run has, as large as any."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step's forward and backward pass on noise: the same function as in training, on as much as a real batch has."""
+
+    samples: Samples
+    losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor]  # (model, batch) -> losses [B]
+    device: torch.device
+    whole_share: bool = False  # whether all micro-batches of a step are on the device before the first forward
+
+    def __call__(self, model: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
+        """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`: the same in every call."""
+        seed_model(0, self.device)
+        count = plan.micro_steps if self.whole_share else 1
+        feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self.device)
+        batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
+        (self.losses_of(model, batches[0]).sum() * scale).backward()
+
+
+def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[], None]) -> None:
+    """Let DDP settle before the first step: run `step`, a forward through `wrapped` and its backward; change nothing.
 
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
@@ -21,7 +51,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, forward: Callable[
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         for _ in range(1 if wrapped is model else 2):
-            forward().backward()
+            step()
     except (AssertionError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps

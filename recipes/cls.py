@@ -24,7 +24,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, compression, drop_path, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
@@ -48,7 +48,7 @@ from common.resume import load_model
 from common.run import Run
 from common.state import TrainingState
 from common.stream import Stream
-from common.wrapping import warm_up
+from common.wrapping import Trial
 
 
 @dataclass
@@ -114,6 +114,11 @@ def build_data(config: Config):
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
+def build_batch_norm(config: Config) -> str:
+    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
+    return "frozen" if config.freeze_backbone else config.batch_norm
+
+
 def build_model(config: Config, classes: int):
     """The model, its number of drop path layers, and what it wants to see."""
     with together("building the model"):
@@ -126,23 +131,25 @@ def build_model(config: Config, classes: int):
             drop_path=config.drop_path,
             seed=config.seed,
         )
+        data_config = models.data_config(model, config.image_size, config.crop_pct)
+        if not config.eval_only:
+            models.check_export(model, data_config)
         if config.grad_checkpointing:
             models.checkpoint_gradients(model, config.model)
     if config.freeze_backbone:
         models.freeze_backbone(model)
-    norm = "frozen" if config.freeze_backbone else config.batch_norm
-    batch_norm.convert(model, norm, group_size=config.norm_batch_size)
+    batch_norm.convert(model, build_batch_norm(config), group_size=config.norm_batch_size)
     model.to(dtype=getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model, drop_path.convert(model), models.data_config(model, config.image_size, config.crop_pct)
+    return model, drop_path.convert(model), data_config
 
 
 def build_plan(config: Config, most: int) -> BatchPlan:
     """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
-    pair = 2 if config.mixup or config.cutmix else 1
-    group = config.norm_batch_size if config.batch_norm == "group" else 1
-    whole = f"--batch_norm {config.batch_norm}" if config.batch_norm in ("node", "global") else ""
+    pair, norm = 2 if config.mixup or config.cutmix else 1, build_batch_norm(config)
+    group = config.norm_batch_size if norm == "group" else 1
+    whole = f"--batch_norm {norm}" if norm in ("node", "global") else ""
     return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
 
 
@@ -256,7 +263,7 @@ def main() -> None:
         schedule = Schedule(config, stream, run.length(stream))
         bare, drop_path_layers, data_config = build_model(config, len(train.classes))
         normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
-        losses_of = build_loss(config, train, accelerator.device)
+        loss_fn = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
         cache = open_cache(len(train), config.cache, config.cache_folder)
         samples = loading.TrainingSamples(
@@ -264,21 +271,23 @@ def main() -> None:
         )
 
         bare.to(accelerator.device)
-        ema = build_ema(config, bare)
+        optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
         if config.compile:
             bare.compile()
-            inputs, losses_of = torch.compile(inputs), torch.compile(losses_of)
+            inputs, loss_fn = torch.compile(inputs), torch.compile(loss_fn)
 
-        def try_step(model, count):
-            blank = torch.zeros(count, *data_config["input_size"], device=accelerator.device, dtype=torch.uint8)
-            drop_path.set_draws(bare, torch.zeros(drop_path_layers, count, device=accelerator.device))
+        def losses_of(network, batch):
+            """The forward pass, of training and of what is tried before: one loss per sample, [B]."""
+            images, targets = inputs(batch)
+            drop_path.set_draws(bare, batch.drop_path)
             with accelerator.autocast():
-                return model(normalize(blank)).sum()
+                logits = network(images)  # [B, K]
+            return loss_fn(logits, targets)
 
-        plan = run.fit(plan, lambda count: warm_up(bare, bare, lambda: try_step(bare, count)), bare)
+        trial = Trial(samples, losses_of, accelerator.device)
+        plan = run.fit(plan, bare, trial)
         val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
-        model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
+        model, optimizer = run.wrap(bare, optimizer, trial)
 
         run.describe(
             {
@@ -289,9 +298,7 @@ def main() -> None:
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
-                "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
-                **({"dropout": "masks depend on the layout: layouts agree only statistically"} if config.drop else {}),
-                **compression.describe(config),
+                "batch norm": batch_norm.describe(build_batch_norm(config)),
                 "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),
@@ -310,14 +317,10 @@ def main() -> None:
             losses, positions = [], []
             for micro_step in range(plan.micro_steps):
                 batch = next(batches)
-                images, targets = inputs(batch)
-                drop_path.set_draws(bare, batch.drop_path)
                 seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
                 is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    with accelerator.autocast():
-                        logits = model(images)  # [B, K]
-                    loss = losses_of(logits, targets)  # [B]
+                    loss = losses_of(model, batch)
                     accelerator.backward(loss.sum() * plan.loss_scale)
                 losses.append(loss.detach())
                 positions.append(batch.positions)

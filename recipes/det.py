@@ -23,7 +23,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import numpy as np
 import torch
 
-from common import batch_norm, compression, drop_path, launch, loading
+from common import batch_norm, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, whole_numbers, wrong_with_path
 from common.detection import balancing, detectors, pictures, sources
@@ -48,7 +48,7 @@ from common.randomness import key_of, seed_model
 from common.run import Run
 from common.state import TrainingState
 from common.stream import Stream
-from common.wrapping import warm_up
+from common.wrapping import Trial
 
 
 @dataclass
@@ -281,21 +281,24 @@ def main() -> None:
         val_samples = EvaluationScenes(val, plain, bare.stride, fill)
 
         bare.to(accelerator.device)
-        ema = build_ema(config, bare)
+        optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
         if config.compile:
             bare.backbone.compile()
 
-        def try_step(model, count):
-            blank = samples.blank(count).to(accelerator.device)
-            drop_path.set_draws(bare, blank.drop_path)
-            totals = torch.ones_like(bare.counts(blank.targets, blank.images.shape[2:]))
-            with accelerator.autocast():
-                return model(normalize(blank.images), blank.targets, totals)[0].sum()
+        def counts_of(batches):
+            return sum(bare.counts(batch.targets, batch.images.shape[2:]) for batch in batches)
 
-        plan = run.fit(plan, lambda count: warm_up(bare, bare, lambda: try_step(bare, count)), bare)
+        def losses_of(network, batch, totals=None):
+            """The forward pass, of training and of what is tried before: one loss per image [B], divided by `totals`."""
+            totals = counts_of([batch]) if totals is None else totals
+            drop_path.set_draws(bare, batch.drop_path)
+            with accelerator.autocast():
+                return network(normalize(batch.images), batch.targets, totals)[0]
+
+        trial = Trial(samples, losses_of, accelerator.device, whole_share=True)
+        plan = run.fit(plan, bare, trial)
         val_loader = build_val_loader(config, val_samples, plan.max_micro_batch_size)
-        model, optimizer = accelerator.prepare(bare, build_optimizer(config, bare))
-        warm_up(model, bare, lambda: try_step(model, plan.micro_batch_sizes[-1]))
+        model, optimizer = run.wrap(bare, optimizer, trial)
 
         run.describe(
             {
@@ -310,8 +313,7 @@ def main() -> None:
                 **({"begins with": begins} if begins else {}),
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
-                "batch norm": f"{config.batch_norm}: {batch_norm.DESCRIPTIONS[config.batch_norm]}",
-                **compression.describe(config),
+                "batch norm": batch_norm.describe(config.batch_norm),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
@@ -330,15 +332,13 @@ def main() -> None:
             set_learning_rate(optimizer, schedule(step))
             micro_batches = [next(batches) for _ in range(plan.micro_steps)]
             # What losses are divided by, over the whole global batch: known from the boxes, before anything is predicted.
-            totals = all_sum(sum(bare.counts(batch.targets, batch.images.shape[2:]) for batch in micro_batches))
+            totals = all_sum(counts_of(micro_batches))
             losses = []
             for micro_step, batch in enumerate(micro_batches):
-                drop_path.set_draws(bare, batch.drop_path)
                 seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
                 is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    with accelerator.autocast():
-                        loss, _ = model(normalize(batch.images), batch.targets, totals)  # [B], in sum the step's loss
+                    loss = losses_of(model, batch, totals)  # in sum over the global batch the step's
                     accelerator.backward(loss.sum() * plan.world_size)
                 losses.append(loss.detach() * config.global_batch_size)
 

@@ -229,6 +229,7 @@ def _over_timm(
         name, pretrained=pretrained, seed=seed, wishes=wishes, features_only=True, out_indices=indices
     )
     normalization = features.pretrained_cfg
+    models.check_features(features, {"model_name": normalization["architecture"]})  # all that transformers will know
     config = transformers.AutoConfig.for_model(
         FAMILIES[family],
         backbone_config={

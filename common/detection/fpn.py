@@ -14,7 +14,7 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 
 from common.errors import Refused
-from common.models import create
+from common.models import AS_PRETRAINED, check_features, create
 
 _COARSEST = 12  # level: one cell for 4,096 pixels
 # For images of any size: some models of timm have a fixed one unless they are told so.
@@ -137,6 +137,7 @@ def build_backbone(
     picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
     channels, indices = ([column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices))
     kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
+    kept |= AS_PRETRAINED.get(normalization["architecture"], {})
     arguments = {"model_name": normalization["architecture"], "out_indices": indices, **kept}
     if len(found) == 1 and 4 in found and levels != (4, 4):
         made = list(range(lowest, max(lowest, min(highest, 5)) + 1))
@@ -150,6 +151,8 @@ def build_backbone(
     elif max(picks) < max(found):  # layers behind the last map in use would have no gradient
         features = _create(name, pretrained, seed, drop_path, out_indices=indices)
         picks = {level: place for place, level in enumerate(picks)}
+    if not isinstance(features, SimplePyramid):
+        check_features(features, arguments)
     torch.manual_seed(seed + 2)
     backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), width, coarser)
     backbone.pretrained_cfg = normalization  # the mean and standard deviation it is used to

@@ -65,14 +65,30 @@ class TrainingScenes(Dataset):
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """A batch of `count` empty images, as large as any of the first hundred steps'."""
+        """`count` images of noise on the largest canvas of the first hundred steps, with as many boxes as there can be."""
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
+        samples = []
+        for boxes in self._most_boxes(count).tolist():
+            corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
+            image = torch.randint(256, (3, height, width), dtype=torch.uint8)
+            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
+            labels = torch.randint(len(self.source.classes), (boxes,))
+            samples.append(
+                Sample(image, corners.movedim(0, 1).flatten(1), labels, torch.zeros_like(labels).bool(), masks)
+            )
         positions = np.arange(count)
-        plain = BoxAugmentation(self.seed, (min(width, height),), max(width, height))
-        empty = plain([_empty(np.array([width, height]), self.source.has_masks)], 0, self.fill)
-        batch = _batch([empty] * count, positions, (height, width), self.fill, ())
+        batch = _batch(samples, positions, (height, width), self.fill, ())
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
+
+    def _most_boxes(self, count: int) -> np.ndarray:
+        """int64[count]: boxes of the images that have the most, and of as many as mosaic and MixUp show in one."""
+        parts = 1 + 3 * (self.augmentation.mosaic > 0) + (self.augmentation.mixup > 0)
+        if self.source.fresh:  # drawn at each position anew
+            most = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
+        else:
+            most = np.sort(np.diff(self.source.offsets))[::-1]
+        return np.resize(most, (count, parts)).sum(1)
 
     def padding(self, step: int) -> float:
         """The share of the pixels of `step`, over the global batch, that are padding: work that teaches nothing."""

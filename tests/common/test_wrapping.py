@@ -35,7 +35,7 @@ def prepare(state: dict | None, settled: bool, norm: str) -> tuple[nn.Module, nn
     model = network(norm)
     wrapped = DistributedDataParallel(model)
     if settled:
-        warm_up(wrapped, model, lambda: wrapped(torch.zeros(4, 3, 8, 8)).sum())
+        warm_up(wrapped, model, lambda: wrapped(torch.zeros(4, 3, 8, 8)).sum().backward())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if state:
         model.load_state_dict(state["model"])
@@ -73,7 +73,7 @@ def leave_no_trace(norm: str) -> list[str]:
     model = network(norm)
     wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     before = copy.deepcopy(model.state_dict())
-    warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum())
+    warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum().backward())
     differing = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     differing += [f"{name}.grad" for name, parameter in model.named_parameters() if parameter.grad is not None]
     batch_norm.update_running_statistics(model)  # no statistics of the warm-up wait to be taken up
@@ -90,5 +90,5 @@ def test_the_model_is_as_it_was(processes: Processes) -> None:
 def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None:
     model = network()
     with pytest.raises(Refused, match="the model can't make a step: .*; look at --image_size") as raised:
-        warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum())
+        warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
     assert "\n" not in str(raised.value)

@@ -40,10 +40,11 @@ COLD = """
 import sys
 from pathlib import Path
 from several import load
+from common import run
 cls = load(Path("recipes/cls.py"))
-warm_up = cls.warm_up
+warm_up = run.warm_up
 def main():
-    cls.warm_up = (lambda *_: None) if any(word.startswith("cold") for word in sys.argv) else warm_up
+    run.warm_up = (lambda *_: None) if any(word.startswith("cold") for word in sys.argv) else warm_up
     cls.main()
 """
 # A recipe in whose runs named asked... rank 1 alone is sent SIGUSR1, in its fifth step.
