@@ -25,20 +25,29 @@ class Best:
     def __init__(
         self, run: Path, state: TrainingState, export: Callable[[dict, Path], None], say: Callable[[str], None]
     ):
-        self.path, self._draft, self._old = run / "best", run / ".best.tmp", run / ".best.old"
+        self.path, self._old = run / "best", run / ".best.old"
+        self._new, self._draft = run / ".best.new", run / ".best.tmp"  # exported; taken for the next checkpoint
         self._state, self._export, self._say = state, export, say
+        self._results: dict | None = None  # of the new one
         self._drafted = False
         self._record: dict = _NOTHING
 
-    def draft(self, results: dict) -> None:
-        """Export the model as it is now, beside `best/`."""
-        remove(self._draft)
+    def export(self, results: dict) -> None:
+        """Export the model as it is now, beside `best/`; also while a checkpoint is being written."""
+        remove(self._new)
         try:
-            self._export(results, self._draft)
+            self._export(results, self._new)
         except BaseException:
-            remove(self._draft)
+            remove(self._new)
             raise
-        self._record, self._drafted = {"results": results}, True
+        self._results = results
+
+    def take(self) -> None:
+        """Let the next checkpoint record what was exported, if anything was; while none is being written."""
+        if self._results is not None:
+            remove(self._draft)
+            self._new.rename(self._draft)
+            self._record, self._drafted, self._results = {"results": self._results}, True, None
 
     def seal(self) -> dict:
         """Sync the draft, if there is a new one; what a checkpoint has to record of the best model."""
@@ -61,8 +70,8 @@ class Best:
         """
         self._record = found.record["best"]
         wrong = self._restore(found) if ledger.best else ""
-        remove(self._draft)
-        remove(self._old)
+        for path in (self._new, self._draft, self._old):
+            remove(path)
         if not wrong:
             return
         lost, ledger.best = ledger.best, {}
@@ -111,13 +120,14 @@ class Best:
         return wrongs[0]
 
     def _export_again(self, checkpoint: Path, results: dict) -> bool:
-        """Draft the model of a checkpoint; False where that is not there or not whole."""
+        """Export the model of a checkpoint; False where that is not there or not whole."""
         try:
             files = verify(checkpoint).tensors()
         except Damaged:
             return False
         self._state.exported.load_state_dict(files.get("ema", files["model"]))
-        self.draft(results)
+        self.export(results)
+        self.take()
         return True
 
 

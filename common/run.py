@@ -256,8 +256,7 @@ class Run:
         heartbeat.note("writing best/")
         with self._writing("writing best/"):
             if self._best:
-                self._writer.wait()  # it may be about to place the one before
-                self._best.draft(results)
+                self._best.export(results)
 
     def save(self, step: int) -> None:
         """Make a checkpoint of `step`, once it is known that all its steps were finite.
@@ -276,6 +275,7 @@ class Run:
                         f"step {step}: waited {waited:.0f} s for the checkpoint before to be written; "
                         "a larger --checkpoint_every leaves it the time"
                     )
+                self._best.take()
                 self._writer.start(self._state.tensors(), partial(self._commit, self._record(), self._summary()))
                 if self.config.dry_run:
                     self._writer.wait()

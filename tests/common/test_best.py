@@ -33,7 +33,8 @@ class Training:
             self.state.model.weight.fill_(-step)
             self.state.ema.weight.fill_(step)
         if self.ledger.judge(step, {"eval/top1": top1}, "eval/top1"):
-            self.best.draft({"top1": top1, "of_classes": [top1, 1.0]})
+            self.best.export({"top1": top1, "of_classes": [top1, 1.0]})
+        self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
         record = {"step": step, "ledger": vars(self.ledger).copy(), "best": self.best.seal()}
         record["ledger"] = {key: value for key, value in record["ledger"].items() if key[0] != "_"}
@@ -103,8 +104,10 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     training = Training(run)
     training.step(1, 0.1)
     assert weight(run) == 1
-    training.best.draft({"top1": 0.2})
-    assert weight(run) == 1 and names(run) == [".best.tmp", "best", "checkpoints"]
+    training.best.export({"top1": 0.2})
+    training.best.seal()  # for a checkpoint that was on its way
+    training.best.place()
+    assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
     again = training.start_again()
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
 
@@ -214,7 +217,7 @@ def test_an_export_that_fails_leaves_the_old_one(run: Path) -> None:
 
     training.best._export = fail
     with pytest.raises(OSError):
-        training.best.draft({"top1": 0.2})
+        training.best.export({"top1": 0.2})
     assert weight(run) == 1 and names(run) == ["best", "checkpoints"]
 
 
@@ -222,7 +225,7 @@ def test_a_link_in_the_place_of_the_draft_is_not_followed(run: Path, tmp_path: P
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "model.safetensors").write_text("mine")
-    for name in (".best.tmp", ".best.old", "best"):
+    for name in (".best.new", ".best.tmp", ".best.old", "best"):
         (run / name).symlink_to(victim)
     training = Training(run)
     training.step(1, 0.1)

@@ -191,7 +191,7 @@ def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[
 
 @pytest.mark.parametrize(
     "commits, times, restarts",
-    [(True, 1, 4), *(pytest.param(commits, 9, 1000, marks=pytest.mark.long) for commits in (True, False))],
+    [(True, 1, 4), *(pytest.param(commits, 9, 12, marks=pytest.mark.long) for commits in (True, False))],
 )
 def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole, tmp_path, commits, times, restarts):
     album = tmp_path / "album"

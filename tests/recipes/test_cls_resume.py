@@ -203,6 +203,7 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
         "os.rename /checkpoints/step_0",  # an old one, which goes
         "os.remove /checkpoints/.step_0.tmp/model.safetensors",
         "os.rename /best",
+        "os.rename /.best.new",
         "os.rename /.best.tmp",
         "os.rename /.metrics.jsonl.tmp",
         "os.rename /.status.json.tmp",
