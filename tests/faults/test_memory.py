@@ -32,8 +32,9 @@ WORDS = (
 # A recipe of which rank `RANK` has no memory left for more than eight samples, from its fifth step on.
 FULL = """
 import os, runpy, sys
-import torch
+import psutil, torch
 from common import loading
+assert not psutil.Process().children(), "data workers of the process that this one has replaced"
 take, taken = loading.Feed.__next__, []
 def fail(feed):
     batch = take(feed)
@@ -98,7 +99,7 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    words, last = (*WORDS, "--workers", 1, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
     done = launch(config, script, *words, flags=flags, env={"FULL_RANK": last})
     assert done.returncode == 0, done.stderr
