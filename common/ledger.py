@@ -19,6 +19,10 @@ class Ledger:
     leading: str = ""  # the result that decides which is best
 
     def __post_init__(self):
+        for name, value in vars(self).items():  # they come from a file
+            kind = self.__annotations__[name]
+            if not isinstance(value, (int, float) if kind is float else kind):
+                raise TypeError(f"{name} is {value!r:.40}")
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
 
     def take_in(self, report: Report, seconds: float) -> None:

@@ -145,3 +145,12 @@ def test_all_but_the_main_process_are_silent(capsys: pytest.CaptureFixture, tmp_
     output = capsys.readouterr()
     assert output.out == output.err == "" and not journal.failed
     assert dashboard.rows == [] and dashboard.results == {} and list(tmp_path.iterdir()) == []
+
+
+def test_names_move_no_cursor_and_end_no_line(opened, capsys) -> None:
+    journal, _, path = opened
+    journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
+    journal.table({"model": "x\r\ny"})
+    told = ["a\\nb \\x1b[2J \\x9b \\u202e \\udcff é 足", "  model  x\\r\\ny"]
+    assert capsys.readouterr().out.splitlines() == told
+    assert [line[21:] for line in (path / "log.txt").read_text().splitlines()] == told

@@ -154,3 +154,16 @@ def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher
 def test_nothing_is_read_from_other_commands() -> None:
     for command in ("", "bash", "torchrun --nproc-per-node 2 cls.py", "python recipes/cls.py accelerate launch"):
         assert processes_asked(command.split()) is None
+
+
+def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["cls.py"])
+
+    def main() -> None:
+        raise Refused("a\nb \x1b[2J \udcff.png: é 足")
+
+    with pytest.raises(SystemExit, match="2"):
+        launch.run(main)
+    launch.say("a\nb\x1b")
+    told = capsys.readouterr()
+    assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"

@@ -111,6 +111,13 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(tmp_pa
         )
 
 
+@pytest.mark.parametrize("identity", [None, [], "text", 5, ["lr"]])
+def test_a_record_that_does_not_say_of_which_run_it_is_is_refused(tmp_path: Path, identity: object) -> None:
+    (path,) = save(tmp_path, 10, identity=identity)
+    for resume in ("auto", path):
+        assert f"{path}: its record.json does not say of which run it is" in refusal(resume, tmp_path)
+
+
 def network(value: float) -> nn.Module:
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)

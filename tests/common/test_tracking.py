@@ -212,6 +212,14 @@ def tracker_of(folder: Path, say: Callable = print, kind: str = "wandb", acceler
     return tracking.Tracker(accelerator, kind, folder=folder, project="p", name="n", config={}, say=say)
 
 
+@pytest.mark.parametrize("run_id", ["../../x", "a b", "", 5, ["x"], {}, "x" * 65, "é"])
+def test_what_can_be_no_id_of_a_run_is_not_taken_over(tmp_path, run_id) -> None:
+    def tracker(run_id):
+        return tracking.Tracker(MAIN, "none", folder=tmp_path, project="p", name="n", config={}, run_id=run_id)
+
+    assert len(tracker(run_id).run_id) == 8 and tracker("a1-b_2").run_id == "a1-b_2"
+
+
 def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
     backend.open.clear()
