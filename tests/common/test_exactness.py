@@ -139,7 +139,9 @@ def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
 
     assert rows("test_vit", opt="adamw", dtype="float64") == {}
     assert rows("test_convnext", opt="lion") == rows("test_resnet", opt="cadamw") == {}
-    assert "(blocks.0.attn.qkv.bias and 5 more): layouts agree only roughly" in rows("test_vit", opt="Lion")["optimizer"]
+    assert (
+        "(blocks.0.attn.qkv.bias and 5 more): layouts agree only roughly" in rows("test_vit", opt="Lion")["optimizer"]
+    )
     assert list(rows("test_efficientnet_evos", dtype="float64")) == ["float64"]
     assert rows("test_efficientnet_evos") == {}
     assert "not measured" in rows("test_resnet", opt="bnblion")["optimizer"]

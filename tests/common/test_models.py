@@ -37,7 +37,13 @@ def converted(architecture: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["test_resnet", pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "test_convnext", "fbnetc_100"],
+    [
+        "test_resnet",
+        pytest.param("test_vit", marks=pytest.mark.smoke),
+        "test_efficientnet",
+        "test_convnext",
+        "fbnetc_100",
+    ],
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"

@@ -105,6 +105,7 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     assert_same_run(tmp_path / "run", undisturbed)
     assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
 
+
 def trace_memory(folder: Path) -> None:
     """Write down the most bytes of tensors that the trial needs at once, and each step."""
     import torch
@@ -147,5 +148,7 @@ def test_no_step_needs_more_memory_than_the_trial_before_it(forks, tmp_path):
     done = forks(*words, before=functools.partial(trace_memory, tmp_path))
     assert done.code == 0, done.stderr
     assert "batch norm     frozen: " in done.stdout
-    trial, *steps = (int((tmp_path / name).read_text()) for name in ("trial", "step 0", "step 1"))  # the last one evaluates
+    trial, *steps = (
+        int((tmp_path / name).read_text()) for name in ("trial", "step 0", "step 1")
+    )  # the last one evaluates
     assert max(steps) <= trial < 2 * max(steps)
