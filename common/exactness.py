@@ -13,7 +13,7 @@ from common.wrapping import warm_up
 # Optimizers of timm whose step does not shrink with the gradient. So are all cautious ones, whose masks count signs.
 _SCALE_FREE = ("lion", "laprop", "adafactor")
 _ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
-_FLIPPED = 0.05  # share of a parameter's gradient whose sign must flip: half of a noisy part of a tenth of it
+_LEAST_NOISE = 0.1  # share of a parameter: keys have a third of an attention's bias, and a single number may be near 0
 
 
 def describe(config, model: nn.Module, step: Callable[..., None]) -> dict[str, str]:
@@ -44,8 +44,8 @@ def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
     """Names of the parameters that have, in part, a gradient of zero but for rounding.
 
     Such as the bias of an attention's keys, which shifts all scores of a query alike, or that of a layer before a batch norm.
-    They are found by trying: a loss three times as large has a gradient three times as large, but its rounding is another
-    one. The noise of an exact zero then changes its signs.
+    They are found by trying: a loss three times as large has a gradient three times as large, but is rounded in other
+    places. Noise is then another one.
     """
     found = []
 
@@ -56,7 +56,10 @@ def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
             step(scale=scale)
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         once, thrice = gradients
-        found.extend(name for name in once if (once[name].sign() * thrice[name].sign() < 0).double().mean() > _FLIPPED)
+        for name, gradient in once.items():
+            differs = (thrice[name] - 3 * gradient).abs() > 0.3 * gradient.abs()
+            if differs.double().mean() > _LEAST_NOISE:
+                found.append(name)
 
     warm_up(model, model, compare)
     return found

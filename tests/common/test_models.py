@@ -37,7 +37,13 @@ def converted(architecture: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["test_resnet", pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "test_convnext"],
+    [
+        "test_resnet",
+        pytest.param("test_vit", marks=pytest.mark.smoke),
+        "test_efficientnet",
+        "test_convnext",
+        "fbnetc_100",
+    ],
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
@@ -61,6 +67,27 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
     head = {name for name, _ in other.get_classifier().named_parameters(prefix=other.default_cfg["classifier"])}
     assert set(kept) == other.state_dict().keys() - head
+
+
+def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_step(monkeypatch) -> None:
+    """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
+    for name in ("test_resnet", "fbnetc_100"):
+        model = build_classifier(name, len(CLASSES))
+        before = copy.deepcopy(model.state_dict())
+        models.check_export(model, models.data_config(model))
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    monkeypatch.setattr(models, "AS_PRETRAINED", {})
+    model = build_classifier("fbnetc_100", len(CLASSES))
+    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model than is trained here"):
+        models.check_export(model, models.data_config(model))
+
+
+def test_features_that_others_would_make_differently_are_refused() -> None:
+    features = models.create("fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True)
+    models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
+    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model"):
+        models.check_features(features, {"model_name": "fbnetc_100"})
 
 
 def test_an_export_does_not_touch_the_model_and_never_overwrites(tmp_path: Path) -> None:

@@ -132,6 +132,16 @@ def test_evaluation_shows_the_whole_image_and_boxes_go_back_to_it():
         assert torch.allclose(box, torch.tensor([[0.0, 0.0, *data.sizes[index].tolist()]]))
 
 
+def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
+    """Of a mosaic with MixUp, those of five images; the images with the most."""
+    data = source()
+    most = np.sort(np.diff(data.offsets))[::-1]
+    for options, parts in (({}, 1), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
+        blank = samples_of(data, 3, options).blank(3)
+        assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
+        assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
+
+
 def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
     """Losses of scenes fall, and in float64 do not depend on how the batch is split."""
     samples = samples_of(scenes.load(0, masks=True)[0], 3, {"jitter": (0.8, 1.2)})
