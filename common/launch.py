@@ -305,13 +305,13 @@ def _meet(environ: MutableMapping[str, str], config) -> Store | None:
     choose_interface(environ)
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    main, port, kept = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
+    main, port, store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
     if environ["RANK"] == "0" and _keeps_store(environ):
-        kept = _listen(main, port)
+        store = _listen(main, port)  # torch finds it by its port when it forms the process group
     else:
         await_listener(main, port, MEETING.total_seconds())
-    store, rank, world_size = next(rendezvous("env://", timeout=MEETING))  # a process has one store for a port: `kept`
-    del kept
+    store = store or next(rendezvous("env://", timeout=MEETING))[0]
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     agree(store, rank, world_size, facts(Path(sys.argv[0]), config) | computing, MEETING)
     return store
 

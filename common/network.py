@@ -62,8 +62,9 @@ def outward_addresses() -> list[str]:
 
 
 def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
-    """A new store that listens at this machine's own address `host` and nowhere else, as torch's would. Port 0: any free one.
+    """A new store that listens at this machine's address `host` alone; one that torch makes listens on all interfaces.
 
+    Port 0 is any free one. In this process torch finds the store by its port and makes no other.
     Raises OSError where the address is not this machine's, or the port is taken.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
