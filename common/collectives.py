@@ -3,8 +3,11 @@
 Everything here works without a process group too, and then means "one process". What the host has to know travels over
 a gloo group, so that no call waits for a device unless it is given a device tensor. Unless a docstring says
 "no communication", a function is a collective: every rank must call it, in the same order.
+
+Gloo does not check who sends, so nothing that arrives is unpickled: objects travel as JSON, arrays as safetensors.
 """
 
+import json
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load, save
 
 from common.errors import Refused
 
@@ -81,29 +85,33 @@ def barrier() -> None:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Every rank's picklable object, in rank order, on every rank.
+    """Every rank's object, in rank order, on every rank. It is what JSON can say; a tuple arrives as a list.
 
     One process: gather_objects("a") -> ["a"].
     Two ranks:   gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"].
     """
+    data = _as_tensor(json.dumps(item).encode())
     if not is_distributed():
-        return [item]
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, item, group=host_group())
-    return gathered
+        return [_from_json(data)]
+    sizes = _sizes(data)
+    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(gathered, _padded(data, max(sizes)), group=host_group())
+    return [_from_json(theirs[:size]) for theirs, size in zip(gathered, sizes, strict=True)]
 
 
-def gather_to_main(item: Any) -> list[Any] | None:
-    """Every rank's picklable object, in rank order, on rank 0; None on the others.
+def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
+    """Every rank's arrays, in rank order, on rank 0; None on the others. Arrays of objects hold bytes.
 
-    One process: gather_to_main("a") -> ["a"].
-    Two ranks:   gather_to_main("a" | "b") -> ["a", "b"] | None.
+    One process: gather_to_main([[1]]) -> [[[1]]].
+    Two ranks:   gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None.
     """
     if not is_distributed():
-        return [item]
-    gathered = [None] * world_size() if is_main() else None
-    dist.gather_object(item, gathered, dst=0, group=host_group())
-    return gathered
+        return [list(arrays)]
+    data = _as_tensor(_pack(arrays))
+    sizes = _sizes(data)
+    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if is_main() else None
+    dist.gather(_padded(data, max(sizes)), gathered, dst=0, group=host_group())
+    return gathered and [_unpack(theirs[:size].numpy().tobytes()) for theirs, size in zip(gathered, sizes, strict=True)]
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -119,16 +127,18 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(item: Any, source: int = 0) -> Any:
-    """The picklable object that rank `source` gave, on every rank; what others gave is ignored.
+    """The object that rank `source` gave, as JSON says it, on every rank; what others gave is ignored.
 
     One process: broadcast_object("a") -> "a".
     Two ranks:   broadcast_object("a" | None) -> "a" | "a".
     """
+    data = _as_tensor(json.dumps(item if rank() == source else None).encode())
     if not is_distributed():
-        return item
-    box = [item]
-    dist.broadcast_object_list(box, src=source, group=host_group())
-    return box[0]
+        return _from_json(data)
+    size = _sizes(data)[source]
+    data = data if rank() == source else torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(data, source, group=host_group())
+    return _from_json(data)
 
 
 def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
@@ -297,6 +307,48 @@ def _describe(what: str, failures: dict[int, tuple[bool, str, str]]) -> str:
     return "; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else "")
 
 
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _from_json(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
+def _sizes(data: torch.Tensor) -> list[int]:
+    """How many bytes each rank has to send."""
+    sizes = torch.zeros(world_size(), dtype=torch.int64)
+    sizes[rank()] = len(data)
+    return reduce_counts(sizes).tolist()
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(data, (0, size - len(data)))
+
+
+def _pack(arrays: Sequence[np.ndarray]) -> bytes:
+    """An array of objects becomes two: their lengths, and all their bytes."""
+    parts = {}
+    for number, array in enumerate(arrays):
+        if array.dtype == object:
+            parts[f"{number} lengths"] = np.array([len(item) for item in array], np.int64)
+            array = np.frombuffer(b"".join(array), np.uint8)
+        parts[str(number)] = np.ascontiguousarray(array)
+    return save(parts)
+
+
+def _unpack(data: bytes) -> list[np.ndarray]:
+    parts = load(data)
+    lengths = {name: parts.pop(name) for name in [*parts] if name.endswith(" lengths")}
+    arrays = [parts[str(number)] for number in range(len(parts))]
+    for name, of_items in lengths.items():
+        number = int(name.split()[0])
+        ends, joined = np.cumsum(of_items).tolist(), arrays[number].tobytes()
+        items = [joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)]
+        arrays[number] = np.array([*items, None], object)[:-1]  # None, or bytes would become one array
+    return arrays
+
+
 def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
     """What the launcher says, else what the ranks find out; one process is alone whatever the environment says."""
     if is_distributed() and variable in os.environ:
@@ -319,7 +371,7 @@ def _find_nodes() -> list[tuple[int, ...]]:
     here = (socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("GROUP_RANK"))
     nodes: dict[Hashable, list[int]] = {}
     for member, node in enumerate(gather_objects(here)):
-        nodes.setdefault(node, []).append(member)
+        nodes.setdefault(tuple(node), []).append(member)
     return [tuple(members) for members in nodes.values()]
 
 

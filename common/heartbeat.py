@@ -145,7 +145,7 @@ class _Watch:
                     before = self._look()
                 elif seconds >= self.patience:
                     self._judge(before, self._look())
-            except RuntimeError:  # of the store, whose process has ended
+            except RuntimeError:  # of the store, whose process has ended, or in which a stranger wrote
                 continue
             self.answered = time.monotonic()
 
@@ -171,11 +171,11 @@ class _Watch:
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
 
     def _first(self) -> Beat:
-        return Beat(**json.loads(self.store.get("0")))
+        return _read(self.store.get("0"))
 
     def _look(self) -> list[Beat]:
         keys = [str(rank) for rank in range(self.world_size)]
-        return [Beat(**json.loads(value)) for value in self.store.multi_get(keys)]
+        return [_read(value) for value in self.store.multi_get(keys)]
 
     def _judge(self, before: list[Beat], after: list[Beat]) -> None:
         """Say who is to blame, if this is the first process that beats, else let that one say it; then end."""
@@ -224,6 +224,13 @@ class _Watch:
             self._kill(beat)
         sys.stdout.flush()
         os._exit(1)
+
+
+def _read(text: bytes) -> Beat:
+    try:
+        return Beat(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise RuntimeError("no process of this run wrote this") from error
 
 
 def _waits(frame: FrameType | None) -> bool:

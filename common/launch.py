@@ -1,6 +1,7 @@
 """Is the world that this process woke up in the one it was launched for?"""
 
 import atexit
+import errno
 import os
 import socket
 import sys
@@ -25,7 +26,7 @@ from common.compression import data_parallel
 from common.config import RunConfig
 from common.errors import Again, Refused, printable
 from common.last_word import leave_word
-from common.network import address_towards, await_listener, interface_of, is_loopback, trouble
+from common.network import LOOPBACK, address_towards, await_listener, interface_of, is_loopback, keep_store, trouble
 
 # What torchrun and the MPI families call the number of processes. Accelerate reads all of them for CPU processes, but
 # for GPUs only sees a world whose LOCAL_RANK is set.
@@ -238,23 +239,29 @@ def check_launch(environ: Mapping[str, str], accelerators: int, asked_for: tuple
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Let gloo and NCCL talk over the interface that leads to the main machine, unless `environ` names one.
+    """Have gloo, NCCL and rank 0's store use one interface: a machine alone its loopback, others the one to the main machine.
 
-    By themselves gloo announces the address that this machine's name resolves to, often a loopback that the others can't
-    reach, and NCCL picks any interface. Raises Refused where there is no way to the main machine.
+    Interfaces that `environ` names stay. By themselves gloo announces the address that this machine's name resolves to, often a
+    loopback that others can't reach, NCCL picks any interface, and the store listens on all.
+    Raises Refused where there is no way to the main machine.
     """
-    main = environ.get("MASTER_ADDR", "localhost")
-    if int(environ["WORLD_SIZE"]) <= int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])) or is_loopback(main):
+    main, here = environ.get("MASTER_ADDR", "localhost"), environ.get("LOCAL_WORLD_SIZE")
+    if here == environ["WORLD_SIZE"] or is_loopback(main):
+        address = LOOPBACK
+        if here == environ["WORLD_SIZE"] and _keeps_store(environ):
+            environ["MASTER_ADDR"] = LOOPBACK
+    elif here is None:  # this may be one machine or several
         return
-    try:
-        address = address_towards(main)
-    except OSError as error:
-        raise Refused(trouble(main, int(environ["MASTER_PORT"]), error)) from None
-    if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
-        raise Refused(
-            f"this machine knows the main machine {main} as {address}, where the others can't reach it: give its address "
-            "as a number, or export GLOO_SOCKET_IFNAME with the name of its network interface"
-        )
+    else:
+        try:
+            address = address_towards(main)
+        except OSError as error:
+            raise Refused(trouble(main, int(environ["MASTER_PORT"]), error)) from None
+        if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
+            raise Refused(
+                f"this machine knows the main machine {main} as {address}, where the others can't reach it: give its address "
+                "as a number, or export GLOO_SOCKET_IFNAME with the name of its network interface"
+            )
     if interface := interface_of(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = takes the name whole, not as a beginning
@@ -300,12 +307,34 @@ def _meet(environ: MutableMapping[str, str], config) -> Store | None:
     choose_interface(environ)
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    keeps_store = environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not keeps_store:
-        await_listener(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), MEETING.total_seconds())
-    store, rank, world_size = next(rendezvous("env://", timeout=MEETING))
+    main, port, store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
+    if environ["RANK"] == "0" and _keeps_store(environ):
+        store = _listen(main, port)  # torch finds it by its port when it forms the process group
+    else:
+        await_listener(main, port, MEETING.total_seconds())
+    store = store or next(rendezvous("env://", timeout=MEETING))[0]
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     agree(store, rank, world_size, facts(Path(sys.argv[0]), config) | computing, MEETING)
     return store
+
+
+def _keeps_store(environ: Mapping[str, str]) -> bool:
+    """Whether the processes meet at a store of rank 0, not of their launcher."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _listen(main: str, port: int) -> Store | None:
+    """The store of rank 0, which listens at the address `main`; None where that is not known to be this machine's."""
+    try:
+        if is_loopback(main) or not is_loopback(address_towards(main)):
+            return keep_store(main, port, MEETING)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    print(
+        f"{main} is no address of this machine's own: what listens on port {port} does so on all interfaces", flush=True
+    )
+    return None
 
 
 def _launched(environ: Mapping[str, str]) -> bool:

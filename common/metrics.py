@@ -154,7 +154,7 @@ class Mistakes:
 
     def merge(self) -> list[Mistake]:
         """Those of all ranks, on every rank, most confident first and of equal ones the lower index; a collective."""
-        everyone = [mistake for of_rank in gather_objects(list(self._own())) for mistake in of_rank]
+        everyone = [Mistake(*mistake) for of_rank in gather_objects(list(self._own())) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
 
     def _own(self) -> Iterator[Mistake]:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
+from torch.distributed import TCPStore
 
 from common.errors import Refused
 
 QUIET_S = 10.0  # how long a wait may last before it is said
+LOOPBACK = "127.0.0.1"
 
 
 def address_towards(host: str) -> str:
@@ -46,6 +48,30 @@ def is_own(host: str) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether `address` leads a machine to itself and nowhere else."""
     return address in ("", "localhost", "::1") or address.startswith("127.")
+
+
+def outward_addresses() -> list[str]:
+    """This machine's own IPv4 addresses that may lead others to it."""
+    states = psutil.net_if_stats()
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not is_loopback(entry.address) and states[name].isup
+    ]
+
+
+def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
+    """A new store that listens at this machine's address `host` alone; one that torch makes listens on all interfaces.
+
+    Port 0 is any free one. In this process torch finds the store by its port and makes no other.
+    Raises OSError where the address is not this machine's, or the port is taken.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(target, family=family)
+    address, port = listener.getsockname()[:2]
+    options = {"is_master": True, "multi_tenant": True, "timeout": patience}
+    return TCPStore(address, port, master_listen_fd=listener.detach(), **options)
 
 
 def await_listener(host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None) -> None:

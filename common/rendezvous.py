@@ -6,6 +6,7 @@ to torchrun. It is torch's c10d rendezvous, and differs from it in this:
 
 - the machine that has the address comes first, so that no machine needs a number and the main process stays where it is;
 - a wait is said after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`);
+- it listens at the address that was given and at no other, one machine alone on its loopback; its state is JSON, no pickle;
 - with `--rdzv_conf at_least=1` and `--max_restarts` machines may go and come back;
 - processes that refuse what they were asked, or stop because they were asked to, are not restarted;
 - when the launcher of one machine gives up, so do the others.
@@ -34,16 +35,27 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
 from common.last_word import LAST_WORD
-from common.network import QUIET_S, address_towards, await_listener, bound_silence, is_loopback, is_own
+from common.network import (
+    LOOPBACK,
+    QUIET_S,
+    address_towards,
+    await_listener,
+    bound_silence,
+    is_loopback,
+    is_own,
+    keep_store,
+    outward_addresses,
+)
+from common.rendezvous_state import JsonBackend
 
 JOIN_S = 300  # how long a machine waits for the others; torch: 600
 LAST_CALL_S = 5  # how much longer for those beyond `at_least`; torch: 30
@@ -65,6 +77,8 @@ def create(parameters: RendezvousParameters) -> "Machines":
         "keep_alive_max_attempt": silence // 5,  # one heartbeat in 5 seconds
         **parameters.config,
     }
+    if is_own(host):
+        host = _own_address(host, parameters.max_nodes)
     store, hosting = _reach(host, port, patience)
     size = f"{parameters.min_nodes}:{parameters.max_nodes}"
     others = store.compare_set("machines/size", "", size).decode()
@@ -73,7 +87,7 @@ def create(parameters: RendezvousParameters) -> "Machines":
             f"launched for {size} machines (least:most), but {host}:{port} is asked for {others}: give all the same"
         )
     parameters.local_addr = f"{socket.gethostname()} ({address_towards(host)})"  # how the others name this machine
-    inner = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    inner = create_handler(store, JsonBackend(store, parameters.run_id), parameters)
     return Machines(inner, host, port, hosting, patience)
 
 
@@ -108,14 +122,14 @@ class Machines(RendezvousHandler):
             store = PrefixStore("machines", found.store)  # of this round alone
             self._members = self._joined()
             store.set(str(found.rank), json.dumps([not self._hosting, address_towards(self._host)]))
-            machines = [json.loads(store.get(str(rank))) for rank in range(found.world_size)]
-            # The one that keeps the store, then the others as torch has sorted them.
-            order = sorted(range(found.world_size), key=lambda rank: machines[rank][0])
-            if is_loopback(address := machines[order[0]][1]) and found.world_size > 1:
-                # The host knows its own name as 127.0.1.1; where it is reached is known from the way to another machine.
-                address = address_towards(machines[order[1]][1])
-            rank = order.index(found.rank)
-            place = RendezvousStoreInfo.build(rank, store, local_addr=address)
+            try:
+                machines = [json.loads(store.get(str(rank))) for rank in range(found.world_size)]
+                # The one that keeps the store, then the others as torch has sorted them.
+                order = sorted(range(found.world_size), key=lambda rank: machines[rank][0])
+                rank = order.index(found.rank)
+                place = RendezvousStoreInfo.build(rank, store, local_addr=machines[order[0]][1])
+            except (ValueError, TypeError, LookupError) as error:
+                raise RendezvousStateError("no launcher wrote this") from error
             return RendezvousInfo(found.store, rank, found.world_size, place)
 
     def is_closed(self) -> bool:
@@ -174,6 +188,12 @@ class Machines(RendezvousHandler):
             _give_up(
                 "the launcher of another machine has given up, see what it said: start the command on all of them again"
             )
+        except RendezvousStateError:
+            self._cut_off = True
+            _give_up(
+                f"what lies in the store at {self._host}:{self._port} is not from a launcher of this run: see who else reaches "
+                "that port (docs/security.md), and start the command on all machines again"
+            )
         except (RendezvousConnectionError, DistError):
             self._cut_off = True
             _give_up(
@@ -229,13 +249,27 @@ def _endpoint(text: str) -> tuple[str, int]:
         _give_up(sentence)
 
 
+def _own_address(host: str, most: int) -> str:
+    """The address of this machine, which is `host`, at which the up to `most` machines of the run reach it."""
+    if most == 1:
+        return LOOPBACK
+    if is_loopback(host) or not is_loopback(known_as := address_towards(host)):
+        return host
+    # Debian knows a machine's own name as 127.0.1.1, on that machine alone.
+    addresses = outward_addresses()
+    if len(addresses) != 1:
+        _give_up(
+            f"this machine knows its own name {host} as {known_as}, where the others can't reach it: give its address as a "
+            f"number on all machines ({' or '.join(addresses) or 'it has none yet'})"
+        )
+    return addresses[0]
+
+
 def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     """The store at `host`:`port`, and whether this process is the one that keeps it."""
     if is_own(host):
-        try:
-            return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=ANSWER), True
-        except DistError:
-            pass  # another launcher on this machine was first
+        with suppress(OSError):  # another launcher on this machine was first
+            return keep_store(host, port, ANSWER), True
     try:
         await_listener(host, port, patience, _say)
     except Refused as refusal:

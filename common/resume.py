@@ -59,9 +59,12 @@ def choose_together(resume: str, checkpoints: Checkpoints, mine: dict, say: Call
                 f"see, start with the address of one that has it, or copy it to {main_host}"
             )
         found = choose(resume, checkpoints, mine, say) if is_main() else None
-    found, manifest = broadcast_object((found, found and found.manifest()))
+    chosen = broadcast_object(found and (str(found.path), found.record, found.manifest()))
+    if not chosen:
+        return None
+    found, manifest = Checkpoint(Path(chosen[0]), chosen[1]), chosen[2]
     with together("looking for the checkpoint"):
-        if found and found.manifest() != manifest:
+        if found.manifest() != manifest:
             raise Refused(
                 f"{found.path}: {host} has not the one that {main_host} goes on from: name an --output_dir that all machines "
                 f"see, or copy {checkpoints.folder} from {main_host}"

@@ -1,12 +1,16 @@
 """Collectives return the same on one process as on many, and a failing rank never leaves the others waiting."""
 
+import contextlib
 import os
+import pickle
 import socket
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from common import collectives
 from common.errors import Refused
@@ -81,6 +85,61 @@ def test_exchange_between_ranks(processes: Processes, ranks: int) -> None:
     assert answers[0]["reduced"]["mean"] == {"b": total / ranks, "a": 0.5}
     assert answers[0]["reduced"]["max"] == {"b": ranks, "a": 0.5}
     assert answers[0]["reduced"]["min"] == {"b": 1, "a": 0.5}
+
+
+ARRAYS = (np.arange(5.0).reshape(5, 1)[:, :0], np.array([b"", b"ab\0", b"c", None], object)[:3], np.array([2**60]))
+
+
+def gather_arrays() -> list[list[np.ndarray]] | None:
+    return collectives.gather_to_main([array[collectives.rank() :] for array in ARRAYS])
+
+
+def test_arrays_of_all_ranks_are_on_the_first(processes: Processes) -> None:
+    alone, [two, nothing] = gather_arrays(), processes.run(gather_arrays, ranks=2)
+    assert nothing is None and len(alone) == 1 and len(two) == 2
+    for start, gathered in [(0, alone[0]), (0, two[0]), (1, two[1])]:
+        for mine, theirs in zip(ARRAYS, gathered, strict=True):
+            assert mine.dtype == theirs.dtype and mine[start:].shape == theirs.shape
+            assert mine[start:].tolist() == theirs.tolist()
+
+
+class Payload:
+    def __init__(self, marker: str):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def be_sent_a_pickle(marker: str) -> list[str]:
+    """Rank 1 sends one in each way in which objects travel; what came of it on rank 0."""
+    sent, told = Payload(marker) if collectives.rank() else [], []
+    for send in (
+        collectives.gather_objects,
+        collectives.gather_to_main,
+        lambda item: collectives.broadcast_object(item, source=1),
+    ):
+        with contextlib.ExitStack() as forging:
+            if collectives.rank():
+                pickled = pickle.dumps(sent)
+                json = forging.enter_context(mock.patch.object(collectives, "json", create=True))
+                json.dumps.return_value.encode.return_value = pickled
+                forging.enter_context(mock.patch.object(collectives, "_pack", create=True, return_value=pickled))
+            try:
+                send(sent)
+                told.append("")
+            except (ValueError, SafetensorError) as error:
+                told.append(type(error).__name__)
+    return told
+
+
+def test_a_pickle_that_a_rank_is_sent_is_not_executed(processes: Processes, tmp_path) -> None:
+    marker = tmp_path / "executed"
+    told, _ = processes.run(be_sent_a_pickle, str(marker), ranks=2)
+    assert not marker.exists()
+    assert told == ["UnicodeDecodeError", "SafetensorError", "UnicodeDecodeError"]
+    pickle.loads(pickle.dumps(Payload(str(marker))))
+    assert marker.exists(), "the pickle of this test would execute"
 
 
 def reduce_not_a_number(op: str) -> float:

@@ -1,5 +1,8 @@
 """Is a launch that would train something else than asked for refused, in one line, before a group is formed?"""
 
+import errno
+from unittest import mock
+
 import pytest
 
 from common import launch
@@ -99,7 +102,7 @@ def test_machines_may_be_missing() -> None:
 def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
     monkeypatch.setattr(launch, "address_towards", own.__getitem__)
-    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1"}.get)
+    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
@@ -108,11 +111,43 @@ def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkey
 
     assert chosen(MASTER_ADDR="10.0.0.1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert chosen(MASTER_ADDR="127.0.0.1") == {}, "a rehearsal on one machine"
-    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == {}, "one machine"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
+    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
+    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
     with pytest.raises(Refused, match="knows the main machine first as 127.0.1.1"):
         chosen(MASTER_ADDR="first")
     assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+def test_the_processes_of_one_machine_meet_on_its_loopback_unless_their_launcher_keeps_the_store() -> None:
+    one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    for more, main in (({}, "127.0.0.1"), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1")):
+        environ = one | more
+        choose_interface(environ)
+        assert environ["MASTER_ADDR"] == main
+    unknown = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}  # how many of them are here
+    choose_interface(unknown)
+    assert unknown == {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+
+
+def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_here_and_says_so(
+    monkeypatch, capsys
+) -> None:
+    stores = []
+    monkeypatch.setattr(launch, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(launch, "keep_store", lambda *place: stores.append(place[:2]))
+    launch._listen("127.0.0.1", 1)
+    launch._listen("10.0.0.1", 2)
+    assert stores == [("127.0.0.1", 1), ("10.0.0.1", 2)] and not capsys.readouterr().out
+    launch._listen("first", 3)
+    assert len(stores) == 2 and "on all interfaces" in capsys.readouterr().out
+    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "")))
+    launch._listen("10.0.0.1", 4)
+    assert "on all interfaces" in capsys.readouterr().out
+    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
+    with pytest.raises(OSError, match="taken"):
+        launch._listen("10.0.0.1", 5)
 
 
 def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:

@@ -1,13 +1,29 @@
 """Is the way to another machine found, and is it said why there is none?"""
 
+import errno
+import os
 import socket
 import threading
+from datetime import timedelta
+from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from common import rendezvous
 from common.errors import Refused
-from common.network import address_towards, await_listener, interface_of, is_loopback, is_own, trouble
+from common.network import (
+    LOOPBACK,
+    address_towards,
+    await_listener,
+    interface_of,
+    is_loopback,
+    is_own,
+    keep_store,
+    outward_addresses,
+    trouble,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -21,6 +37,43 @@ def test_the_address_and_interface_on_the_way_are_found() -> None:
             assert is_loopback(entry.address) == (name == "lo")
     assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
     assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
+
+
+def test_a_store_listens_at_one_address_and_is_the_one_that_torch_finds_there() -> None:
+    """Once more where its port was used a moment ago, as where a run is started again."""
+    port = 0
+    for _ in range(2):
+        store = keep_store(LOOPBACK, port, timedelta(seconds=20))
+        port = store.port
+        listening = [row for row in psutil.Process().net_connections("inet") if row.status == "LISTEN"]
+        assert [row.laddr.ip for row in listening if row.laddr.port == port] == [LOOPBACK]
+        with mock.patch.dict(os.environ, {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}):
+            found, _, _ = next(dist.rendezvous("env://", 0, 1))
+        found.set("key", "value")
+        assert store.get("key") == b"value"
+        with pytest.raises(OSError) as raised:
+            keep_store(LOOPBACK, port, timedelta(seconds=20))
+        assert raised.value.errno == errno.EADDRINUSE
+        del store, found
+    with pytest.raises(OSError) as raised:
+        keep_store("192.0.2.1", 0, timedelta(seconds=20))
+    assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get)
+    monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1"])
+    assert rendezvous._own_address("second", most=1) == LOOPBACK, "a machine alone"
+    assert rendezvous._own_address("127.0.0.1", most=2) == "127.0.0.1", "a rehearsal on one machine"
+    assert rendezvous._own_address("second", most=2) == "second"
+    assert rendezvous._own_address("first", most=2) == "10.0.0.1", "a name that is a loopback on its own machine alone"
+    monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
+    with pytest.raises(SystemExit, match="own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
+        rendezvous._own_address("first", most=2)
+
+
+def test_the_addresses_of_a_machine_that_lead_to_it_are_no_loopbacks() -> None:
+    assert all(is_own(address) and not is_loopback(address) for address in outward_addresses())
 
 
 def test_a_listener_that_comes_late_is_waited_for() -> None:

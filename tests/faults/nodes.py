@@ -19,6 +19,8 @@ import pytest
 from tests.conftest import Launcher, Started
 from tests.harness import Limit, end_with_stacks
 
+_CAPTURED = {"check": True, "capture_output": True, "text": True}
+
 
 class Node(Launcher):
     """A machine: it has its own network, name and hosts file, and on the paths in `own` files of its own.
@@ -46,6 +48,12 @@ class Node(Launcher):
     def send_into_silence(self, address: str) -> None:
         """Let what this machine sends to `address` get no answer, not even that nobody is there: as behind a firewall."""
         _ip("-n", self.space, "neighbour", "add", address, "lladdr", "02:00:00:00:00:01", "dev", "eth0")
+
+    def listeners(self) -> list[tuple[str, int, str]]:
+        """What waits for others on it, by TCP or UDP: address, port and process."""
+        shown = subprocess.run(["ip", "netns", "exec", self.space, "ss", "-Hltunp"], **_CAPTURED).stdout
+        rows = [line.split(maxsplit=6) for line in shown.splitlines()]
+        return [(row[4].rpartition(":")[0], int(row[4].rpartition(":")[2]), row[6]) for row in rows]
 
     def unplug(self) -> None:
         """Take its cable out: the others hear nothing more of it, not even an end."""
@@ -145,4 +153,4 @@ def require_namespaces(home: Path) -> None:
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["ip", *words], **_CAPTURED).stdout

@@ -200,10 +200,13 @@ def test_a_process_that_can_not_start_ends_the_launchers_of_all_machines(nodes, 
 
 @pytest.mark.long
 def test_the_address_may_come_from_the_environment_and_the_number_of_a_machine_from_anywhere(nodes, tmp_path):
-    """Numbers of machines mean nothing: both are called the second, and the one that has the address is the first."""
+    """Numbers of machines mean nothing: both are called the second, and the one that has the address is the first.
+
+    The address is a name, which on its own machine is a loopback.
+    """
     first, second = nodes(2)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run", "--max_steps", 2)
-    env, flags = {"MASTER_ADDR": second.address, "MASTER_PORT": "30001"}, ["--machine_rank", 1]
+    env, flags = {"MASTER_ADDR": second.name, "MASTER_PORT": "30001"}, ["--machine_rank", 1]
     started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=env) for node in (first, second)]
     done = finish(started)
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]

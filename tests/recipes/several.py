@@ -68,7 +68,7 @@ def main(recipe: Path, cases: Path, *options: str) -> None:
             outcome, text = run(module.main)
         if outcome != "failed":  # else the others are somewhere in the case, and this would be one more wait
             of_ranks = gather_objects((outcome, text))
-            if len(set(of_ranks)) > 1:
+            if len(set(map(tuple, of_ranks))) > 1:
                 outcome, text = "failed", f"the ranks disagree: {of_ranks}"
         seconds = round(time.perf_counter() - start, 2)
         outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue(), "seconds": seconds})

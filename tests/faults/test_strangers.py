@@ -1,0 +1,100 @@
+"""Does a run hear its own processes alone, and does nothing that a stranger sends it execute?"""
+
+import json
+import re
+import subprocess
+import sys
+
+import psutil
+
+from tests.faults.nodes import Watched
+
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "wandb"),
+    *("--max_steps", 100_000, "--log_every", 1, "--eval_every", 100_000, "--checkpoint_every", 100_000),
+)
+OFFLINE = {"WANDB_MODE": "offline"}
+LOOPBACK = {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}
+# Tries to connect to every port; prints what came of it.
+KNOCK = """
+import json, socket, sys
+def knock(port):
+    try:
+        socket.create_connection((sys.argv[1], port), timeout=5).close()
+    except OSError as error:
+        return type(error).__name__
+    return "open"
+print(json.dumps({port: knock(int(port)) for port in sys.argv[2:]}))
+"""
+# For each port that it reads, replaces all that lies in the store there by a pickle that makes a folder; prints the keys.
+FORGE = """
+import base64, json, os, pickle, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[2],)
+payload = pickle.dumps(Payload())
+for line in sys.stdin:
+    store = TCPStore(sys.argv[1], int(line), timeout=timedelta(seconds=20))
+    keys = store.list_keys()
+    for key in keys:
+        of_torch = key.startswith("torch.rendezvous.") and "/" not in key
+        store.set(key, base64.b64encode(payload).decode() if of_torch else payload)
+    print(json.dumps(keys), flush=True)
+"""
+
+
+def processes_of(listeners: list[tuple[str, int, str]]) -> set[int]:
+    return {int(number) for _, _, users in listeners for number in re.findall(r"pid=(\d+)", users)}
+
+
+def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
+    """All processes of a run of one and of one of two: launcher, ranks, data workers, the tracker's service."""
+    first, stranger = nodes(2)
+    runs = []
+    for config in ("cpu", "multi_cpu"):
+        words = (*WORDS, "--output_dir", tmp_path, "--name", config)
+        runs.append(Watched(tmp_path / config, [first.start(config, "recipes/cls.py", *words, env=OFFLINE)]))
+    for run in runs:
+        run.until(lambda run=run: run.step() >= 4, "it trains")
+    listening = first.listeners()
+    launcher = psutil.Process(runs[1].started[0].process.pid)
+    ranks = [process.pid for process in launcher.children()]
+    assert {launcher.pid, *ranks} <= processes_of(listening), (listening, "the test looks at the wrong processes")
+    assert {address for address, _, _ in listening} <= LOOPBACK, listening
+    ports = sorted({port for _, port, _ in listening})
+    knocked = stranger.start_python("-c", KNOCK, first.address, *ports).finish()
+    assert json.loads(knocked.stdout) == {str(port): "ConnectionRefusedError" for port in ports}, knocked
+
+
+def test_two_machines_listen_to_each_other_alone_and_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
+    """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
+    first, second, stranger = nodes(3)
+    marker, command = tmp_path / "executed", [*stranger.before, sys.executable, "-c", FORGE, first.address]
+    forging = subprocess.Popen([*command, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def forge(port: object) -> list[str]:
+        print(port, file=forging.stdin, flush=True)
+        return json.loads(forging.stdout.readline())
+
+    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    flags = ["--main_process_ip", first.address]
+    started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE) for node in (first, second)]
+    run = Watched(tmp_path / "run", started)
+    run.until(lambda: run.step() >= 4, "both train")
+    for node in (first, second):
+        outside = {address for address, _, _ in node.listeners()} - LOOPBACK
+        assert outside == {node.address}, (outside, node.listeners())
+    rank = psutil.Process(started[0].process.pid).children()[0]
+    keys, step = forge(rank.environ()["MASTER_PORT"]), run.step()
+    assert "heartbeat/0" in keys and len(keys) > 5
+    run.until(lambda: run.step() > step + 100, "it goes on")
+    keys = forge(29500)
+    assert any(re.fullmatch(r"torch\.rendezvous\.\w+", key) for key in keys), keys
+    done = [each.finish(timeout=60) for each in started]
+    assert not marker.exists(), "a stranger's code was executed"
+    for node, each in zip((first, second), done, strict=True):
+        assert each.returncode == 1 and "Traceback" not in each.stderr, each.stderr
+        said = [line for line in each.stderr.splitlines() if line.startswith(f"{node.name}: ")]
+        assert len(said) == 1 and "is not from a launcher of this run" in said[0], each.stderr
