@@ -41,9 +41,7 @@ class BoxAugmentation:
     mosaic: float = 0.0
     mixup: float = 0.0
     strong_until: int = 0  # from this position on nothing but short sides, jitter and mirror (0: never so)
-    square: bool = (
-        False  # stretch what is shown to a square of the short side, whatever its shape; `long_side` is not used
-    )
+    square: bool = False  # what is shown is stretched to a square of the short side; `long_side` is not used
     alike: int = 1  # so many consecutive positions draw the same short side
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
