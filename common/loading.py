@@ -203,6 +203,10 @@ class EvaluationSamples(Dataset):
     source: Source
     transform: Callable[[Image.Image], torch.Tensor]  # see common.augmentation.evaluation_transform
 
+    def batches(self, most: int) -> list[np.ndarray]:
+        """The indices of all samples, in order, in batches of up to `most`."""
+        return [np.arange(start, min(start + most, len(self.source))) for start in range(0, len(self.source), most)]
+
     def __getitems__(self, indices: np.ndarray) -> Batch:
         images, broken = [], []
         readable = torch.ones(len(indices), dtype=torch.bool)
@@ -246,12 +250,9 @@ def training_loader(samples: TrainingSamples, plan: BatchPlan, start: int, stop:
 def evaluation_loader(samples: EvaluationSamples, batch_size: int, workers: int) -> DataLoader:
     """This rank's batches of a set that the ranks cover together, every sample once.
 
-    The batches are `[0, B), [B, 2B), ...` on every layout, so that an image meets the same neighbours in them.
+    The batches are the same on every layout, so that an image meets the same neighbours in them.
     """
-    starts = np.arange(0, len(samples.source), batch_size)
-    mine = np.array_split(starts, world_size())[rank()]
-    batches = [np.arange(start, min(start + batch_size, len(samples.source))) for start in mine]
-    return _loader(samples, batches, workers, _EvaluationLoader)
+    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
 
 
 class _EvaluationLoader(DataLoader):

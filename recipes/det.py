@@ -76,11 +76,12 @@ class Config(OptimizationConfig, RunConfig):
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     short_sides: str = "128"
-    """Training: lengths of the image's shorter side in pixels, one of which is drawn for each image (640,672,...,800)."""
+    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (640,672,...,800).
+    rtdetr_v2, dfine: sides of the square that images are stretched to, one of which is drawn for each step."""
     long_side: int = option(128, low=1, high=8192)
-    """The longest that an image's longer side gets, in pixels (COCO: 1333)."""
+    """Maximum length of an image's longer side in pixels (COCO: 1333). Not used by rtdetr_v2 and dfine."""
     eval_short_side: int = option(0, low=0, high=8192)
-    """Evaluation: length of the shorter side in pixels (0: the longest of --short_sides)."""
+    """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
     scale_jitter: str = ""
     """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
     hflip: float = option(0.0, low=0, high=1)
@@ -183,7 +184,7 @@ def build_stream(config: Config, train: Annotated) -> Stream:
     return GroupedStream(*common, aspects=train.sizes[:, 0] / train.sizes[:, 1], window=config.group_window)
 
 
-def build_augmentation(config: Config, stream: Stream) -> tuple[BoxAugmentation, BoxAugmentation]:
+def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[BoxAugmentation, BoxAugmentation]:
     """What happens to training images, and to those of an evaluation."""
     short_sides = whole_numbers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
@@ -191,12 +192,25 @@ def build_augmentation(config: Config, stream: Stream) -> tuple[BoxAugmentation,
             f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
             "640,672,704, each at most 8192"
         )
-    plain = BoxAugmentation(config.seed, (config.eval_short_side or max(short_sides),), config.long_side)
+    eval_side = config.eval_short_side or max(short_sides)
+    square = config.detector in ("rtdetr_v2", "dfine")  # as their published weights were trained
+    if square and config.long_side != Config.long_side:
+        raise Refused(
+            f"--long_side {config.long_side}: --detector {config.detector} stretches images to squares; leave it out"
+        )
+    if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
+        raise Refused(
+            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
+            f"--detector {config.detector} needs; take {-(-uneven[0] // stride) * stride}"
+        )
+    plain = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
     varied = BoxAugmentation(
         config.seed,
         short_sides,
         config.long_side,
         read_range("--scale_jitter", config.scale_jitter),
+        square=square,
+        alike=config.global_batch_size if square else 1,
         hflip=config.hflip,
         photometric=config.photometric,
         iou_crop=config.iou_crop,
@@ -217,7 +231,7 @@ def build_normalize(config: Config, model, device: torch.device):
 
 
 def build_val_loader(config: Config, samples: EvaluationScenes, size: int):
-    """Batches of the validation set, `size` samples each on any layout."""
+    """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
     return loading.evaluation_loader(samples, size, loading.worker_count(config.workers))
 
 
@@ -247,7 +261,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), train.classes)
     with together("loading the weights"):
         load(model, val.classes, path)
-    _, plain = build_augmentation(config, build_stream(config, train))
+    _, plain = build_augmentation(config, build_stream(config, train), model.stride)
     normalize, fill = build_normalize(config, model, accelerator.device)
     loader = build_val_loader(config, EvaluationScenes(val, plain, model.stride, fill), config.max_micro_batch_size)
     results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
@@ -276,7 +290,7 @@ def main() -> None:
         schedule = Schedule(config, stream, run.length(stream))
         bare, drop_path_layers, begins = build_model(config, train.classes)
         normalize, fill = build_normalize(config, bare, accelerator.device)
-        varied, plain = build_augmentation(config, stream)
+        varied, plain = build_augmentation(config, stream, bare.stride)
         samples = TrainingScenes(train, stream, varied, bare.stride, fill, config.seed, drop_path_layers)
         val_samples = EvaluationScenes(val, plain, bare.stride, fill)
 

@@ -41,16 +41,20 @@ class BoxAugmentation:
     mosaic: float = 0.0
     mixup: float = 0.0
     strong_until: int = 0  # from this position on nothing but short sides, jitter and mirror (0: never so)
+    square: bool = False  # what is shown is stretched to a square of the short side; `long_side` is not used
+    alike: int = 1  # so many consecutive positions draw the same short side
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """float64[n]: how much larger each image of `sizes` int[n, 2] (width, height) gets as a whole."""
-        choice = (uniforms(positions, key_of(self.seed, "short side")) * len(self.short_sides)).astype(int)
-        short = np.array(self.short_sides)[choice]
-        return np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))
+        """float64[n, 2]: how much wider and higher each image of `sizes` int[n, 2] (width, height) gets as a whole."""
+        drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
+        short = np.array(self.short_sides)[(drawn * len(self.short_sides)).astype(int)]
+        if self.square:
+            return short[:, None] / sizes
+        return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """int64[n, 2]: the largest width and height that `__call__` makes of images of `sizes` at `positions`."""
-        room = sizes * self.scales(positions, sizes)[:, None]
+        room = sizes * self.scales(positions, sizes)
         factors = np.where(self._happens("mosaic", positions), 1, self._factors(positions))
         return np.minimum(_rounded(room), _rounded(room * factors[:, None]))
 
@@ -94,7 +98,8 @@ class BoxAugmentation:
             view = np.concatenate([corner, corner + ground])
         if self._strikes(self.iou_crop, position):
             view, kept = _iou_crop(sample, view)
-        scale = (room / (view[2:] - view[:2])).min() * self._factors(where)[0]
+        scale = room / (view[2:] - view[:2])
+        scale = (scale if self.square else scale.min().repeat(2)) * self._factors(where)[0]
         return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
 
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
@@ -125,7 +130,7 @@ class BoxAugmentation:
         sample: Sample,
         view: np.ndarray,
         limit: np.ndarray,
-        scale: float,
+        scale: np.ndarray,
         position: int,
         fill: tuple[int, int, int],
         kept: np.ndarray,
@@ -191,10 +196,11 @@ def _corner(free: np.ndarray) -> np.ndarray:
     return np.floor(np.random.random(2) * (free + 1)).astype(int)
 
 
-def _part(view: np.ndarray, limit: np.ndarray, scale: float) -> np.ndarray:
-    """As much of a view, at a random place in it, as fits into `limit` at this scale."""
+def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """As much of a view, at a random place in it, as fits into `limit` at these scales of width and height."""
     size = view[2:] - view[:2]
     most = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
+    most = np.where(_rounded(size * scale) <= limit, size, most)  # a size that is rounded down cuts nothing off
     corner = view[:2] + _corner(size - most)
     return np.concatenate([corner, corner + most])
 

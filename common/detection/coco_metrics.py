@@ -59,7 +59,7 @@ class Detections:
         with together("evaluating the detections"):
             if gathered is not None:
                 results, self.precision = _evaluate(source, images, rows, len(seen))
-                results |= _evaluate_masks(source, images, rows, np.concatenate(masks)) if masks else {}
+                results |= _evaluate_masks(source, images, rows, *masks) if masks else {}
         return broadcast_object(results)
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +73,7 @@ _NO_IMAGES, _NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
 def _each_image_once(
     gathered: list[tuple[np.ndarray, ...]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """All ranks' rows, without those of images that a rank before has looked at too, the images, int64[count], and masks."""
+    """All ranks' rows, image by image, each image once; which images were seen, int64[count]; and masks."""
     images, rows, seen, masks = [_NO_IMAGES], [_NO_ROWS], _NO_IMAGES, []
     for theirs, their_rows, their_seen, *their_masks in gathered:
         new = ~np.isin(theirs, seen)
@@ -81,7 +81,9 @@ def _each_image_once(
         images.append(theirs[new])
         rows.append(their_rows[new])
         seen = np.union1d(seen, their_seen)
-    return np.concatenate(images), np.concatenate(rows), seen, masks
+    images, rows = np.concatenate(images), np.concatenate(rows)
+    order = np.argsort(images, kind="stable")
+    return images[order], rows[order], seen, [np.concatenate(masks)[order]] if masks else []
 
 
 def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: int) -> tuple[dict, np.ndarray]:
@@ -91,8 +93,7 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: in
     truth = COCO(_coco(source))
     boxes = rows[:, :4].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
-    order = np.argsort(images, kind="stable")
-    table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])[order]
+    table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
     evaluation = COCOeval_faster(truth, truth.loadRes(table), "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
@@ -115,7 +116,6 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
     for annotation, rle in zip(content["annotations"], shapes, strict=True):
         annotation["segmentation"] = rle
     truth = COCO(content)
-    order = np.argsort(images, kind="stable")
     found = [
         {
             "image_id": int(source.image_ids[image]),
@@ -123,7 +123,7 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
             "score": float(row[4]),
             "segmentation": {"size": source.sizes[image, ::-1].tolist(), "counts": packed},
         }
-        for image, row, packed in zip(images[order], rows[order], masks[order], strict=True)
+        for image, row, packed in zip(images, rows, masks, strict=True)
     ]
     evaluation = COCOeval_faster(truth, truth.loadRes(found), "segm")
     evaluation.evaluate()

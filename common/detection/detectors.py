@@ -94,7 +94,9 @@ def build_detector(
     torch.manual_seed(seed + 3)
     detector = kind(built, classes, **options)
     detector.seed = seed  # what a detector draws at random is a function of it and the images' positions
-    detector.pretrained_cfg = built.pretrained_cfg  # what images are normalised with, see common.models.data_config
+    # What images are normalised with. The mean is a whole pixel value, so that padding with it becomes 0, as torchvision pads.
+    mean = tuple(round(255 * value) / 255 for value in built.pretrained_cfg["mean"])
+    detector.pretrained_cfg = built.pretrained_cfg | {"mean": mean}
     return detector
 
 

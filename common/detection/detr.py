@@ -12,7 +12,7 @@ from torchvision.ops import box_convert
 
 from common.detection.denoising import Denoising, groups_of, noised, padded
 from common.detection.detr_models import build_model, export_model
-from common.detection.selection import MOST, clip
+from common.detection.selection import MOST
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
 
@@ -101,22 +101,23 @@ class DETR(nn.Module):
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """The best pairs of a query and a class, with the probability of the class as score."""
+        """The best pairs of a query and a class, with the probability of the class as score.
+
+        Boxes may reach beyond the image, as those of transformers' image processor do.
+        """
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
         scores = logits.sigmoid().flatten(1)
         scores, places = scores.topk(min(MOST, scores.shape[1]))
         boxes = box_convert(boxes, "cxcywh", "xyxy") * self._extent(images)
-        detections = []
-        for of_image, best, place, size in zip(boxes, scores, places, sizes, strict=True):
-            clipped = clip(of_image[place // self.classes], size)
-            good = (clipped[:, 2:] > clipped[:, :2]).all(1)
-            detections.append({"boxes": clipped[good], "scores": best[good], "labels": (place % self.classes)[good]})
-        return detections
+        return [
+            {"boxes": of_image[place // self.classes], "scores": best, "labels": place % self.classes}
+            for of_image, best, place in zip(boxes, scores, places, strict=True)
+        ]
 
     def export(self, folder: Path, classes: Sequence[str], side: int = 640) -> None:
         """Write a folder for transformers, see `common.detection.detr_models.export_model`."""
-        export_model(self.model, self.pretrained_cfg, self.queries, folder, classes, side)
+        export_model(self.model, self.pretrained_cfg, self._queries((side, side)), folder, classes, side)
 
     @property
     def _dtype(self) -> torch.dtype:

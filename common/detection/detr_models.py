@@ -123,12 +123,11 @@ def export_model(
 
     Args:
         classes: names by number.
-        side: the image processor resizes every image to a square of so many pixels, or the next more that the model takes.
+        side: the image processor resizes every image to a square of so many pixels, a multiple of the model's stride.
     """
     transformers = _transformers()
     config = copy.deepcopy(model.config)
-    config.num_queries, stride = queries, max(config.feat_strides)
-    side = -(-side // stride) * stride
+    config.num_queries = queries
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in enumerate(classes)}
     whole = transformers.AutoModelForObjectDetection.from_config(config)

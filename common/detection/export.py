@@ -40,7 +40,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
     """
     folder.mkdir(parents=True)
     if _is_transformers(detector):
-        detector.export(folder, source.classes, plain.long_side)
+        detector.export(folder, source.classes, max(plain.short_sides))
     else:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in detector.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

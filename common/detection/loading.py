@@ -1,7 +1,8 @@
 """How do images with boxes become batches on one canvas?
 
 A canvas is the same for all micro-batches of a step: padding changes features, so it must not depend on how the step is
-split. It is a function of the sizes of the step's images, which every worker knows without decoding them.
+split. It is a function of the sizes of the step's images, which every worker knows without decoding them. In an evaluation
+each image has the canvas that it would have alone.
 """
 
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
+from torchvision.transforms.v2 import functional as transforms
 
 from common import drop_path
 from common.detection import outlines
@@ -115,24 +117,40 @@ class TrainingScenes(Dataset):
 
 @dataclass
 class EvaluationScenes(Dataset):
-    """Image indices -> `DetectionBatch`, resized without any variation; one that can't be read is black."""
+    """Image indices -> `DetectionBatch`, resized without any variation; one that can't be read is black.
+
+    The images of a batch are those of one of `batches`: padding changes what is found, so none is padded for another's sake.
+    """
 
     source: Annotated
     augmentation: BoxAugmentation
     stride: int
     fill: tuple[int, int, int]
 
+    def batches(self, most: int) -> list[np.ndarray]:
+        """The indices of all images, in batches of up to `most` that have the same canvas; large ones first."""
+        canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
+        order = np.lexsort((*canvases.T, -canvases.prod(1)))
+        alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
+        return [group[start : start + most] for group in alike for start in range(0, len(group), most)]
+
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
-        canvas = _canvas(self.augmentation.sizes(indices, self.source.sizes[indices]), self.stride)
+        sizes = self._sizes(indices)
+        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
+            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
         samples, broken = [], []
-        for index in indices.tolist():
+        for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
             try:
                 image = self.source.image(index)
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
                 image = _empty(self.source.sizes[index]).image
-            samples.append(self.augmentation([Sample(image, *_NO_BOXES)], index, self.fill))
-        return _batch(samples, indices, canvas, self.fill, tuple(broken))
+            pixels = transforms.resize(transforms.to_image(image), [height, width], antialias=True)
+            samples.append(Sample(pixels, *map(torch.from_numpy, _NO_BOXES)))
+        return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
+
+    def _sizes(self, indices: np.ndarray) -> np.ndarray:
+        return self.augmentation.sizes(indices, self.source.sizes[indices])
 
     def restored(self, found: dict[str, torch.Tensor], index: int, size: torch.Tensor) -> dict:
         """What was detected on the canvas, with boxes in pixels of the original image, and masks as `rles` of its pixels."""
@@ -142,10 +160,9 @@ class EvaluationScenes(Dataset):
         return found
 
     def to_original(self, boxes: torch.Tensor, index: int, size: torch.Tensor) -> torch.Tensor:
-        """Boxes [n, 4] in pixels of the canvas -> pixels of the original image, inside it."""
+        """Boxes [n, 4] in pixels of the canvas -> pixels of the original image."""
         original = torch.from_numpy(self.source.sizes[index]).to(boxes)
-        scaled = boxes * (original / size.to(boxes))[[0, 1, 0, 1]]
-        return torch.minimum(scaled.clamp(min=0), original[[0, 1, 0, 1]])
+        return boxes * (original / size.to(boxes))[[0, 1, 0, 1]]
 
 
 _NO_BOXES = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
@@ -158,8 +175,13 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
     return Sample(np.zeros((height, width, 3), np.uint8), *_NO_BOXES, none)
 
 
+def _multiples(sizes: np.ndarray, stride: int) -> np.ndarray:
+    """`sizes` rounded up to multiples of `stride`."""
+    return -(-sizes // stride) * stride
+
+
 def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
-    width, height = (-(-sizes.max(0) // stride) * stride).tolist()
+    width, height = _multiples(sizes.max(0), stride).tolist()
     return height, width
 
 

@@ -27,7 +27,7 @@ class FasterRCNN(nn.Module):
     levels, coarser = (2, 6), "subsampling"  # of the feature pyramid, unless asked for otherwise
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
-    score_threshold, nms_threshold = 0.05, 0.5
+    score_threshold, nms_threshold, least_side = 0.05, 0.5, 1e-2
     seed = 0
 
     def __init__(self, backbone: Backbone, classes: int, hidden: int = 1024) -> None:
@@ -89,7 +89,8 @@ class FasterRCNN(nn.Module):
                 boxes = self.coder.decode_single(delta, places).view(-1, self.classes + 1, 4)[:, 1:].reshape(-1, 4)
                 scores = scores.softmax(1)[:, 1:]
                 labels = torch.arange(self.classes, device=scores.device).expand_as(scores).flatten()
-                thresholds = {"score_threshold": self.score_threshold, "nms_threshold": self.nms_threshold}
+                names = ("score_threshold", "nms_threshold", "least_side")
+                thresholds = {name: getattr(self, name) for name in names}
                 found.append(best_of(boxes, scores.flatten(), labels, size, **thresholds))
         return self._add_masks(features, images.shape[2:], found)
 

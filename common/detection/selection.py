@@ -50,11 +50,12 @@ def best_of(
     *,
     score_threshold: float,
     nms_threshold: float,
+    least_side: float = 0.0,
     limit: int = MOST,
 ) -> dict[str, Tensor]:
-    """As `select`, from boxes [n, 4] that have a score [n] and a label [n] each."""
+    """As `select`, from boxes [n, 4] that have a score [n] and a label [n] each; `least_side` in pixels, once clipped."""
     boxes = clip(boxes, size)
-    good = (scores > score_threshold) & (boxes[:, 2:] > boxes[:, :2]).all(1)
+    good = (scores > score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= least_side).all(1)
     boxes, scores, labels = boxes[good], scores[good], labels[good]
     keep = batched_nms(boxes, scores, labels, nms_threshold)[:limit]
     return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}

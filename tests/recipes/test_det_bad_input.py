@@ -139,6 +139,14 @@ SETTINGS = {  # FINE is a folder that can be trained on
     "width": Bad(["--width", 48], "--width 48: the heads normalise 32 groups of channels; take a multiple of 32"),
     "no short side": Bad(["--short_sides", "big"], "--short_sides big: must be lengths in pixels joined by commas, .*"),
     "a short side beyond all": Bad(["--short_sides", "64,99999"], "--short_sides 64,99999: must be .*at most 8192"),
+    "no square of the stride": Bad(
+        ["--detector", "rtdetr_v2", "--short_sides", "96,100"],
+        "--short_sides, --eval_short_side: a square of 100 pixels is no multiple of 32, as .* needs; take 128",
+    ),
+    "long side of a square": Bad(
+        ["--detector", "dfine", "--long_side", "640"],
+        "--long_side 640: --detector dfine stretches images to squares; leave it out",
+    ),
     "short side of nothing": Bad(["--short_sides", "640,0"], "--short_sides 640,0: must be lengths in pixels .*"),
     "falls of the rate": Bad(
         ["--schedule", "step", "--step_epochs", "8,x"], "--step_epochs 8,x: must be epochs above 0, .*"

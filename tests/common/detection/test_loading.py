@@ -125,9 +125,10 @@ def test_padding_is_the_share_of_the_pixels_that_no_image_has():
 def test_evaluation_shows_the_whole_image_and_boxes_go_back_to_it():
     data = source()
     evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
-    batch = evaluation.__getitems__(np.arange(23))
-    assert (batch.sizes.numpy() == evaluation.augmentation.sizes(np.arange(23), data.sizes)).all()
-    for index, size in enumerate(batch.sizes):
+    for index in range(23):
+        batch = evaluation.__getitems__(np.array([index]))
+        (size,) = batch.sizes
+        assert size.tolist() == evaluation.augmentation.sizes(np.array([index]), data.sizes[[index]])[0].tolist()
         box = evaluation.to_original(torch.tensor([[0.0, 0.0, *size.tolist()]]), index, size)
         assert torch.allclose(box, torch.tensor([[0.0, 0.0, *data.sizes[index].tolist()]]))
 
@@ -140,6 +141,47 @@ def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
         blank = samples_of(data, 3, options).blank(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
         assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("short_side", [7, 16, 48])
+def test_without_variation_training_shows_the_pixels_of_the_evaluation(square, short_side):
+    """Also of images that are made much smaller, of which no margin is cut off."""
+    data = source()
+    plain = BoxAugmentation(0, (short_side,), 80, square=square)
+    evaluation = EvaluationScenes(data, plain, 16, (7, 8, 9))
+    for index in range(23):
+        shown = plain([data.sample(index, 0)], 1000 + index, (7, 8, 9)).image
+        height, width = shown.shape[1:]
+        batch = evaluation.__getitems__(np.array([index]))
+        assert batch.sizes[0].tolist() == [width, height] and (not square or width == height == short_side)
+        assert torch.equal(batch.images[0, :, :height, :width], shown)
+
+
+def test_an_evaluated_image_has_the_canvas_that_it_has_alone():
+    data = source(200)
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    for most in (1, 3, 50):
+        batches = evaluation.batches(most)
+        assert sorted(np.concatenate(batches).tolist()) == list(range(200))
+        assert max(map(len, batches)) == min(most, 50) or most == 50
+        for batch in batches:
+            images = evaluation.__getitems__(batch).images
+            alone = [evaluation.__getitems__(np.array([index])).images[0] for index in batch]
+            assert all(torch.equal(one, other) for one, other in zip(images, alone, strict=True))
+    with pytest.raises(ValueError, match="different canvases"):
+        evaluation.__getitems__(np.arange(200))
+
+
+def test_squares_of_a_step_have_one_side_and_no_padding():
+    samples = samples_of(source(), ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5})
+    sides = set()
+    for step in range(8):
+        batch = samples.__getitems__(np.arange(6 * step, 6 * step + 6))
+        assert batch.images.shape[2] == batch.images.shape[3] and (batch.sizes == batch.images.shape[2]).all()
+        assert samples.padding(step) == 0
+        sides.add(batch.images.shape[2])
+    assert sides == {32, 48}
 
 
 def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():

@@ -1,0 +1,214 @@
+"""Does an evaluation find the same on any layout, and is that what users of `best/` find?
+
+The detectors have not learnt anything: the objects to find are what they detect themselves, moved a little, which makes the
+AP sensitive to every pixel.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.config import parse
+from common.detection.coco_metrics import Detections
+from common.detection.export import export
+from common.detection.loading import EvaluationScenes
+from common.detection.sources import load as load_scenes
+from tests.common.processes import Processes
+from tests.recipes.several import load
+
+recipe = load(Path("recipes/det.py"))
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", Path("docs/detectors.md").read_text(), re.MULTILINE | re.DOTALL)
+FAMILIES = {
+    "fcos": "--long_side 160 --levels 3-5 --batch_norm group",
+    "retinanet": "--long_side 160 --levels 3-5",
+    "faster_rcnn": "--long_side 160 --levels 2-5",
+    "rtdetr_v2": "--short_sides 96",
+    "dfine": "--short_sides 96",
+}
+FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
+COUNT = 14
+LIMITS = (1, 2, 8, 30)  # images at once
+TOLERANCE = 5e-4  # of AP
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """A COCO folder of digits in images of many sizes, some more than twice as large as they are evaluated at."""
+    folder = tmp_path_factory.mktemp("photos")
+    draws = np.random.default_rng(0)
+    _, source = load_scenes("digits", seed=0, val_share=0.2)
+    for part, count in (("train", 1), ("val", COUNT)):
+        (folder / part).mkdir()
+        images = []
+        for number in range(count):
+            width, height = draws.integers(70, 129, 2).tolist()
+            part_of_it = Image.fromarray(source.scene(number)[0][:height, :width])
+            width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
+            photo = part_of_it.resize((width, height), Image.Resampling.BICUBIC)
+            name, options = f"{part}/{number}.png", {}
+            if number % 5 == 1:  # stored lying on its side, as cameras do
+                photo, name = photo.transpose(Image.Transpose.ROTATE_90), f"{part}/{number}.jpg"
+                options["exif"] = Image.Exif()
+                options["exif"][0x0112] = 6
+            photo.save(folder / name, **options)
+            images.append({"id": number, "file_name": name, "width": width, "height": height})
+        category = [{"id": number + 1, "name": name} for number, name in enumerate(source.classes)]
+        box = [{"id": 1, "image_id": 0, "category_id": 1, "bbox": [2, 2, 9, 9]}]
+        content = {"images": images, "annotations": box, "categories": category}
+        (folder / f"{part}.json").write_text(json.dumps(content))
+    return folder
+
+
+@dataclasses.dataclass
+class Case:
+    """A detector, the images, and the recipe's evaluation of them."""
+
+    family: str
+    data: str
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        words = f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} --data {self.data}"
+        self.config = parse(recipe.Config, words.split())
+        train, self.val, _ = recipe.build_data(self.config)
+        self.model, _, _ = recipe.build_model(self.config, train.classes)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                scores = re.search("cls_(logits|score)", name) and "rpn" not in name
+                if parameter.dim() > 1:
+                    parameter += (0.2 if scores else 0.03) * torch.randn(parameter.shape, generator=generator)
+                elif scores:
+                    parameter.fill_(-7.0)
+                if name.endswith("bbox_reg.bias") and self.family == "fcos":  # boxes with an area
+                    parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
+        _, self.plain = recipe.build_augmentation(
+            self.config, recipe.build_stream(self.config, train), self.model.stride
+        )
+
+    def evaluate(self, most: int) -> tuple[dict, Detections]:
+        device = torch.device("cpu")
+        normalize, fill = recipe.build_normalize(self.config, self.model, device)
+        samples = EvaluationScenes(self.val, self.plain, self.model.stride, fill)
+        loader = recipe.build_val_loader(self.config, samples, most)
+        accelerator = SimpleNamespace(device=device, autocast=contextlib.nullcontext)
+        return recipe.evaluate(self.model, loader, accelerator, normalize, self.val)
+
+    def with_objects(self):
+        """The images with objects where the detector finds some: every third detection of each, moved a little."""
+        images, rows = self.evaluate(COUNT)[1].columns()
+        chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
+        images, rows = images[chosen], rows[chosen]
+        sides = np.tile(rows[:, 2:4] - rows[:, :2], 2)
+        moved = rows[:, :4] + sides * np.random.default_rng(1).normal(0, 0.04, sides.shape)
+        boxes = np.sort(moved.reshape(-1, 2, 2), axis=1).reshape(-1, 4).clip(0, np.tile(self.val.sizes[images], 2))
+        return dataclasses.replace(
+            self.val,
+            offsets=np.concatenate([[0], np.cumsum(np.bincount(images, minlength=COUNT))]),
+            boxes=boxes.astype(np.float32),
+            labels=rows[:, 5].astype(np.int64),
+            crowd=np.zeros(len(rows), bool),
+            areas=(boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float32),
+        )
+
+
+# ---- on any layout
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Processes]:
+    started = Processes(4)
+    yield started
+    started.close()
+
+
+def evaluations(family: str, data: str, val, limits: tuple[int, ...]) -> list[tuple]:
+    """For each micro-batch limit, on rank 0: the results, and what was found."""
+    case = Case(family, data, "float64")
+    case.val = val
+    return [(results, *found.columns()) for results, found in map(case.evaluate, limits)]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2"])
+def test_ap_and_every_detection_are_the_same_on_any_layout(family, processes, photos, request) -> None:
+    """In float64, for 1 to 30 images at once, and on 2 to 4 processes."""
+    val = Case(family, str(photos), "float64").with_objects()
+    (results, images, rows), *others = evaluations(family, str(photos), val, LIMITS)
+    assert 0.1 < results["AP"] < 0.95 and len(np.unique(images)) == COUNT
+    for ranks in range(2, processes + 1):
+        run = request.getfixturevalue("four_processes").run
+        others += run(evaluations, family, str(photos), val, LIMITS, ranks=ranks)[0]
+    for place, (their_results, their_images, their_rows) in enumerate(others):
+        assert their_results == results, place
+        np.testing.assert_array_equal(their_images, images)
+        np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)
+
+
+# ---- as it is used
+
+
+def ap_of(source, found: list[dict]) -> float:
+    detections = Detections()
+    detections.update(range(len(found)), found)
+    return detections.results(source)["AP"]
+
+
+def by_name(source, labels, scores, boxes) -> dict[str, torch.Tensor]:
+    numbers = torch.tensor([source.classes.index(label) for label in labels])
+    return {"labels": numbers, "scores": torch.tensor(scores), "boxes": torch.tensor(boxes).reshape(-1, 4)}
+
+
+def files(photos: Path) -> list[str]:
+    content = json.loads((photos / "val.json").read_text())
+    return [str(photos / image["file_name"]) for image in content["images"]]
+
+
+def by_pipeline(best: Path, photos: Path, source) -> list[dict]:
+    """What transformers' pipeline finds, before it cuts coordinates to whole pixels."""
+    pipeline = pytest.importorskip("transformers").pipeline("object-detection", model=str(best), device="cpu")
+    pipeline._get_bounding_box = torch.Tensor.tolist
+    found = [pipeline(file, threshold=0.0) for file in files(photos)]
+    columns = [[[one[key] for one in of_image] for key in ("label", "score", "box")] for of_image in found]
+    return [by_name(source, *of_image) for of_image in columns]
+
+
+def by_script(best: Path, photos: Path, source, monkeypatch, capsys) -> list[dict]:
+    """What the documented script finds."""
+    file = best.with_name("detect.py")
+    file.write_text(SCRIPT)
+    names = files(photos)
+    monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *names])
+    capsys.readouterr()
+    runpy.run_path(str(file))
+    columns = {name: ([], [], []) for name in names}
+    for line in capsys.readouterr().out.splitlines():
+        name, label, score, *box = line.split()
+        for column, value in zip(columns[name], (label, float(score), [*map(float, box)]), strict=True):
+            column.append(value)
+    return [by_name(source, *columns[name]) for name in names]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_path, monkeypatch, capsys) -> None:
+    case = Case(family, str(photos))
+    case.val = case.with_objects()
+    results, _ = case.evaluate(8)
+    assert 0.1 < results["AP"] < 0.95
+    export(case.model, case.val, case.plain, results, tmp_path / "best")
+    if family in ("rtdetr_v2", "dfine"):
+        found = by_pipeline(tmp_path / "best", photos, case.val)
+    else:
+        found = by_script(tmp_path / "best", photos, case.val, monkeypatch, capsys)
+    assert ap_of(case.val, found) == pytest.approx(results["AP"], abs=TOLERANCE)
