@@ -41,6 +41,11 @@ def option(default, *, low=None, high=None, may_change=False, check=None):
     return dataclasses.field(default=default, metadata=limits | {"may_change": may_change})
 
 
+def path_option(default: str, *, may_change=False):
+    """A field for a path, or for a name that stands in the place of one."""
+    return option(default, may_change=may_change, check=_wrong_with_path)
+
+
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
     """The numbers in a text, such as "640,672"; none if it is anything else."""
     parts = [part.strip() for part in text.split(separator)]
@@ -54,7 +59,7 @@ def steps_between(text: str) -> tuple[int, int] | None:
     return (first, last) if 1 <= first <= last else None
 
 
-def wrong_with_path(text: str) -> str:
+def _wrong_with_path(text: str) -> str:
     """What keeps `text` from being a path, "" if nothing does."""
     sizes = [len(os.fsencode(part)) for part in text.split("/")]
     if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
@@ -90,11 +95,11 @@ class RunConfig:
     """Makes the run: initial weights, order of the samples, augmentation."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights and activations; float64 is for proving that layouts agree. fp16/bf16 come from the Accelerate config."""
-    output_dir: str = option("runs", may_change=True, check=wrong_with_path)
+    output_dir: str = path_option("runs", may_change=True)
     """Folder of run folders."""
-    name: str = option("", may_change=True, check=wrong_with_path)
+    name: str = path_option("", may_change=True)
     """Name of the run folder (default: recipe and hash of the configuration, so that the same command resumes)."""
-    resume: str = option("auto", may_change=True, check=wrong_with_path)
+    resume: str = path_option("auto", may_change=True)
     """auto: go on from the newest good checkpoint of the run folder; never: start from nothing; or a checkpoint folder."""
     checkpoint_every: int = option(0, low=0, may_change=True)
     """Steps between checkpoints (0: at the end of every epoch). The last step always makes one."""
@@ -194,7 +199,7 @@ class ReadingConfig:
 
     cache: int = option(0, low=0, high=10**6)
     """Keep training images decoded, scaled to at most the area of a square with this side (0: off)."""
-    cache_folder: str = option("", may_change=True, check=wrong_with_path)
+    cache_folder: str = path_option("", may_change=True)
     """Folder with room for --cache: a file without a name there. Default: memory."""
     decode: Literal["worker", "device"] = "worker"
     """Where JPEGs are decoded, cropped and resized: by the data workers, or on the device."""

@@ -29,15 +29,7 @@ from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import (
-    AugmentationConfig,
-    OptimizationConfig,
-    ReadingConfig,
-    RunConfig,
-    option,
-    parse,
-    wrong_with_path,
-)
+from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse, path_option
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
@@ -55,9 +47,9 @@ from common.wrapping import Trial
 class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
-    data: str = option("digits", check=wrong_with_path)
+    data: str = path_option("digits")
     """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
-    model: str = option("test_resnet", check=wrong_with_path)
+    model: str = path_option("test_resnet")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
@@ -75,7 +67,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
     """Share of each target that is spread over all classes."""
-    class_weights: str = option("none", check=wrong_with_path)
+    class_weights: str = path_option("none")
     """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
     sampling: Literal["natural", "sqrt", "balanced"] = "natural"
     """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
@@ -95,7 +87,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Keep pixels of all channels together in memory: faster convolutions on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model."""
-    eval_only: str = option("", check=wrong_with_path)
+    eval_only: str = path_option("")
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 

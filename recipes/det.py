@@ -25,7 +25,7 @@ import torch
 
 from common import batch_norm, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, whole_numbers, wrong_with_path
+from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
 from common.detection import balancing, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
@@ -55,11 +55,11 @@ from common.wrapping import Trial
 class Config(OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
-    data: str = option("digits", check=wrong_with_path)
+    data: str = path_option("digits")
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
     detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
     """Family of the detector; the last two need `pip install transformers`."""
-    model: str = option("test_resnet", check=wrong_with_path)
+    model: str = path_option("test_resnet")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
@@ -118,9 +118,9 @@ class Config(OptimizationConfig, RunConfig):
     """Stochastic depth in the backbone, drawn per sample and layer."""
     compile: bool = False
     """torch.compile the backbone and its feature pyramid."""
-    init: str = option("", check=wrong_with_path)
+    init: str = path_option("")
     """Begin with the weights of this exported detector, a run's best/; what depends on the classes is new for others."""
-    eval_only: str = option("", check=wrong_with_path)
+    eval_only: str = path_option("")
     """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
