@@ -81,13 +81,12 @@ class Best:
             if self._export_again(checkpoint, recorded["results"] if evaluated is lost else _results(evaluated)):
                 ledger.best = evaluated
                 break
-        said = f"{self.path} is damaged ({wrong})"
+        said = f"{self.path} is damaged or another ({wrong})"
         if ledger.best is lost:
             self._say(f"{said}: made again from {checkpoint}")
         else:
             aside = self.path.with_suffix(".damaged")
-            remove(aside)
-            if self.path.exists():
+            if self.path.exists() and not aside.exists():  # a later start finds what this one puts there
                 self.path.rename(aside)
             self._say(
                 f"{said}, and the checkpoint of step {lost['step']} that it came from has gone: the best model, "

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from common.durable import make_folder, remove, replace_folder, sync_folder
+from common.durable import remove, replace_folder, sync, sync_folder
 from common.errors import Refused
 from common.files import MEDIUM, open_regular, read_text
 from common.state import Tensors
@@ -104,7 +104,9 @@ class Checkpoints:
         draft = self.folder / f".{final.name}.tmp"
         remove(draft)
         try:
-            make_folder(self.folder)
+            if not self.folder.is_dir():
+                self.folder.mkdir()  # without those above it: where the run folder was removed, it does not come back
+                sync(self.folder.parent)
             draft.mkdir()
             for name, tensors in files.items():
                 _save_tensors(tensors, draft / f"{name}.safetensors")

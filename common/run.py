@@ -332,9 +332,10 @@ class Run:
 
     def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
         """Make the checkpoint, and then what says that it is there; in the writer's thread."""
-        self._folder.check()
         self._folder.sync()
-        self._checkpoints.save(record | {"best": self._best.seal()}, files)
+        record = record | {"best": self._best.seal()}
+        self._folder.check()
+        self._checkpoints.save(record, files)
         self._best.place()
         self._journal.summary(summary)
         if self._folder.read("status.json").get("status") == "running":  # no rank has left word why it failed

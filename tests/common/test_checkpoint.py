@@ -91,12 +91,20 @@ def test_old_ones_go_only_when_the_new_one_is_complete(tmp_path: Path, monkeypat
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     sync, rename = durable.sync, Path.rename
-    monkeypatch.setattr(durable, "sync", lambda path: (done.append(path.name), sync(path)))
+    for module in (durable, checkpoint):
+        monkeypatch.setattr(module, "sync", lambda path: (done.append(path.name), sync(path)))
     monkeypatch.setattr(Path, "rename", lambda one, other: (done.append(f"-> {other.name}"), rename(one, other))[1])
     save(tmp_path / "checkpoints", 3)
     files = {"manifest.json", "model.safetensors", "optimizer.safetensors", "record.json"}
     assert done[0] == tmp_path.name and set(done[1:5]) == files
     assert done[5:] == [".step_00000003.tmp", "-> step_00000003", "checkpoints"]
+
+
+def test_a_run_folder_that_was_removed_does_not_come_back(tmp_path: Path) -> None:
+    """Else the next start of the same command would find another run's checkpoint there."""
+    with pytest.raises(FileNotFoundError):
+        save(tmp_path / "removed/checkpoints", 3)
+    assert not list(tmp_path.iterdir())
 
 
 def flip(path: Path, place: float) -> None:

@@ -20,6 +20,7 @@ MINE = {"lr": 0.1, "data": "3f-4a", "seed": 0}
 
 
 def save(run: Path, *steps: int, identity: dict = MINE) -> list[Path]:
+    run.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(run / "checkpoints", keep=9)
     files = {"model": {"weight": torch.zeros(2)}}
     return [checkpoints.save({"step": step, "identity": identity}, files) for step in steps]
