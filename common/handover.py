@@ -15,6 +15,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import torch
 from torch.utils.data import get_worker_info
@@ -32,7 +33,7 @@ class Handover:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self._near, self.far = socket.socketpair()  # of the process, and of its workers
-        self._came: dict[bytes, int] = {}  # open files of batches whose turn has not come
+        self._came: dict[bytes, BinaryIO] = {}  # of batches whose turn has not come
         _handovers[self.number] = self
 
     def __call__(self, batch):
@@ -44,11 +45,11 @@ class Handover:
     def memory(self, name: bytes) -> memoryview:
         """What was sent under this name."""
         while name not in self._came:
-            came, files, *_ = socket.recv_fds(self._near, _NAME.size, 1)
+            came, files, *_ = socket.recv_fds(self._near, _NAME.size, 1, socket.MSG_CMSG_CLOEXEC)
             if not files:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self._came[came] = files[0]
-        with open(self._came.pop(name), "r+b") as file:
+            self._came[came] = open(files[0], "r+b", buffering=0)
+        with self._came.pop(name) as file:
             return memoryview(mmap.mmap(file.fileno(), 0))
 
 

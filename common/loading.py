@@ -330,10 +330,9 @@ def _cores() -> int:
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
+        # It comes before multiprocessing asks them by SIGTERM, to which they are deaf, and waits for them.
         atexit.unregister(data_workers.end)
-        atexit.register(
-            data_workers.end
-        )  # before multiprocessing asks them by SIGTERM, to which they are deaf, and waits
+        atexit.register(data_workers.end)
     handover = Handover()
     return kind(
         samples,

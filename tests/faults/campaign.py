@@ -280,7 +280,8 @@ class Campaign:
 
     def _start_on_nodes(self, name: str) -> list[Started]:
         flags = ("--main_process_ip", self.nodes[0].address)
-        return [node.start("2node_cpu", self._script, *self._command(name), flags=flags) for node in self.nodes]
+        command = self._command(name)
+        return [node.start("2node_cpu", self._script, *command, flags=flags) for node in self.nodes]
 
     def _fork(self, name: str, processes: int, operation: int | None, *words: object) -> list[Fork]:
         """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
