@@ -213,8 +213,9 @@ def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Folder:
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
     """Path below `root` and size of every image; links are followed, each real folder once, and a dangling one counts."""
+    above = len(os.path.join(root, ""))
     for _, entries in walk(root / folder):
         for entry in entries:
             is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
             if is_image and (entry.is_file() or entry.is_symlink()):
-                yield os.fsencode(os.path.relpath(entry.path, root)), entry.stat().st_size if entry.is_file() else 0
+                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else 0

@@ -5,6 +5,7 @@ shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://
 """
 
 import os
+import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
     names = content["names"]
     names = dict(enumerate(names)) if isinstance(names, list) else names
     if isinstance(names, dict):
-        names = {int(place) if str(place).isdecimal() else place: name for place, name in names.items()}
+        names = {int(place) if re.fullmatch("[0-9]{1,9}", str(place)) else place: name for place, name in names.items()}
     if not isinstance(names, dict) or set(names) != set(range(len(names))):
         raise Refused(f"{file}: names must be a list, or give each class from 0 up its name")
     starts = [Path(str(content.get("path") or ".")), Path(".")]

@@ -146,19 +146,21 @@ def flag(field: dataclasses.Field, word: str) -> str:
 @pytest.mark.parametrize("recipe", CONFIGS)
 def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
     shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
-    for field in (field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared):
+    own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
+    for place, field in enumerate(own):
         means_much = field.type is str and field.name not in (
             "project",
             "image_column",
             "label_column",
             "objects_column",
         )
-        for word in NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]:
+        words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
+        for word in words[place % 2 :: 2]:  # a half for each field, for the time that it takes
             if config := one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py"):
                 if getattr(config, field.name) != field.default:
                     parsed += 1
                     plan(config, model)
-    assert parsed > 50
+    assert parsed > 25
 
 
 @pytest.mark.parametrize("recipe", CONFIGS)
