@@ -2,12 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import psutil
 
-from tests.faults.nodes import Watched
+from tests.faults.nodes import Node, Watched
 
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "wandb"),
@@ -26,22 +24,21 @@ def knock(port):
     return "open"
 print(json.dumps({port: knock(int(port)) for port in sys.argv[2:]}))
 """
-# For each port that it reads, replaces all that lies in the store there by a pickle that makes a folder; prints the keys.
+# Puts a pickle that makes a folder in the place of everything that lies in the store at address and port.
 FORGE = """
-import base64, json, os, pickle, sys
+import base64, os, pickle, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 class Payload:
     def __reduce__(self):
-        return os.mkdir, (sys.argv[2],)
+        return os.mkdir, (sys.argv[3],)
 payload = pickle.dumps(Payload())
-for line in sys.stdin:
-    store = TCPStore(sys.argv[1], int(line), timeout=timedelta(seconds=20))
-    keys = store.list_keys()
-    for key in keys:
-        of_torch = key.startswith("torch.rendezvous.") and "/" not in key
-        store.set(key, base64.b64encode(payload).decode() if of_torch else payload)
-    print(json.dumps(keys), flush=True)
+store = TCPStore(sys.argv[1], int(sys.argv[2]), timeout=timedelta(seconds=20))
+keys = store.list_keys()
+for key in keys:
+    of_torch = key.startswith("torch.rendezvous.") and "/" not in key
+    store.set(key, base64.b64encode(payload).decode() if of_torch else payload)
+print("\\n".join(keys))
 """
 
 
@@ -68,29 +65,29 @@ def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
     assert json.loads(knocked.stdout) == {str(port): "ConnectionRefusedError" for port in ports}, knocked
 
 
+def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
+    done = stranger.start_python("-c", FORGE, address, port, marker).finish()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_two_machines_listen_to_each_other_alone_and_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
     first, second, stranger = nodes(3)
-    marker, command = tmp_path / "executed", [*stranger.before, sys.executable, "-c", FORGE, first.address]
-    forging = subprocess.Popen([*command, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def forge(port: object) -> list[str]:
-        print(port, file=forging.stdin, flush=True)
-        return json.loads(forging.stdout.readline())
-
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     flags = ["--main_process_ip", first.address]
     started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE) for node in (first, second)]
-    run = Watched(tmp_path / "run", started)
+    run, marker = Watched(tmp_path / "run", started), tmp_path / "executed"
     run.until(lambda: run.step() >= 4, "both train")
     for node in (first, second):
         outside = {address for address, _, _ in node.listeners()} - LOOPBACK
         assert outside == {node.address}, (outside, node.listeners())
     rank = psutil.Process(started[0].process.pid).children()[0]
-    keys, step = forge(rank.environ()["MASTER_PORT"]), run.step()
+    keys = forge(stranger, first.address, rank.environ()["MASTER_PORT"], marker)
     assert "heartbeat/0" in keys and len(keys) > 5
-    run.until(lambda: run.step() > step + 100, "it goes on")
-    keys = forge(29500)
+    step = run.step()
+    run.until(lambda: run.step() > step + 20, "it goes on")
+    keys = forge(stranger, first.address, 29500, marker)
     assert any(re.fullmatch(r"torch\.rendezvous\.\w+", key) for key in keys), keys
     done = [each.finish(timeout=60) for each in started]
     assert not marker.exists(), "a stranger's code was executed"
