@@ -4,6 +4,7 @@ import pytest
 
 from common import launch
 from common.errors import Refused
+from common.last_word import leaving
 from common.launch import check_launch, choose_interface, processes_asked, wants_cpu
 
 pytestmark = pytest.mark.smoke
@@ -113,6 +114,21 @@ def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkey
     with pytest.raises(Refused, match="knows the main machine first as 127.0.1.1"):
         chosen(MASTER_ADDR="first")
     assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+@pytest.mark.parametrize(
+    "asked, least, leavers",
+    [
+        ({1}, 1, [1]),
+        ({2, 1}, 1, [1, 2]),
+        ({1}, 3, [0, 1, 2]),  # two are too few
+        ({0}, 1, [0, 1, 2]),  # it has the address
+        ({0, 1, 2}, 1, [0, 1, 2]),
+        (set(), 3, []),  # machines are joining
+    ],
+)
+def test_machines_that_are_asked_leave_alone_where_the_others_can_go_on(asked, least, leavers) -> None:
+    assert leaving(asked, 3, least) == leavers
 
 
 def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:
