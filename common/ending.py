@@ -17,8 +17,6 @@ from common.plan import BatchPlan
 from common.run_folder import RunFolder, read_json, write_status, writing
 from common.writer import Writer
 
-RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
-
 
 class Ending:
     """The end of one start in the run folder `path`; `folder` is None on every process but the main one."""
@@ -75,10 +73,12 @@ class Ending:
                 write_status(self._path, status, step, f"rank {rank()}: {kind}{cause}")
         return status, cause
 
-    def finish(self, status: str, cause: str, ledger: Ledger, summary: dict, draw: Callable[[], None]) -> None:
+    def finish(
+        self, status: str, cause: str, ledger: Ledger, summary: dict, draw: Callable[[], None], goes_on: bool
+    ) -> None:
         """Wait for what is being written, close the journal, and have the last word; on the main process.
 
-        `draw` makes the pictures of a finished run.
+        `draw` makes the pictures of a finished run. `goes_on`: the launcher starts this process again.
         """
         if not self._folder:
             return
@@ -104,7 +104,8 @@ class Ending:
         except OSError as error:
             say(f"{self._path}: its last word could not be written: {error}")
         if status == "resumable":
-            say(f"stopped by {cause} at step {ledger.step}: the same command goes on from the last checkpoint")
+            what = "the run goes on from there" if goes_on else "the same command goes on from the last checkpoint"
+            say(f"stopped by {cause} at step {ledger.step}: {what}")
         elif self._config.dry_run and status == "finished":
             say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it")
         elif status == "finished":

@@ -2,14 +2,16 @@
 
 import atexit
 import errno
+import multiprocessing
 import os
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -21,11 +23,11 @@ from torch.distributed import Store, rendezvous
 
 from common import heartbeat
 from common.agreement import agree, facts
-from common.collectives import is_lost_peer
+from common.collectives import gather_objects, is_lost_peer
 from common.compression import data_parallel
 from common.config import RunConfig
 from common.errors import Again, Refused, printable
-from common.last_word import leave_word
+from common.last_word import AT_LEAST, LAST_WORD, leave_word, leaving, notice
 from common.network import LOOPBACK, address_towards, await_listener, interface_of, is_loopback, keep_store, trouble
 
 # What torchrun and the MPI families call the number of processes. Accelerate reads all of them for CPU processes, but
@@ -48,6 +50,7 @@ PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
 MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
 HINDSIGHT = timedelta(minutes=1)  # how much later a collective itself gives up: who is to blame is said before
+HEARD_S = 10.0  # how long a process waits for its launcher to have heard its last word
 _PARENT = os.getppid()  # before the launcher can have gone
 
 
@@ -139,6 +142,39 @@ def orphaned() -> bool:
     Nobody waits for such a process any more, and it keeps its device and its run folder from the next start.
     """
     return os.getppid() != _PARENT and _launched(os.environ)
+
+
+def machine() -> int:
+    """The number of this machine among those of the run; 0 where no launcher has numbered them."""
+    return int(os.environ.get("GROUP_RANK", 0))
+
+
+def leavers(asked: bool) -> list[int]:
+    """The machines that leave a run whose processes have agreed to stop; `asked`: this one is to. A collective.
+
+    Those that were asked, where the others may go on without them (`--rdzv_conf at_least`), else all.
+    One process that was asked: [0]; two machines of which the second was: [1] or [0, 1], and [] if neither was.
+    """
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
+    return leaving(are_asked, machines, int(os.environ.get(AT_LEAST, machines)))
+
+
+def leave(code: int, leavers: Collection[int]) -> NoReturn:
+    """End this process with `code`, once its launcher has heard which machines leave the run.
+
+    An end that it has not heard of would be a failure, which it counts (`--max_restarts`).
+    """
+    if LAST_WORD not in os.environ:
+        sys.exit(code)
+    leave_word(code, leavers)
+    until = time.monotonic() + HEARD_S
+    while not notice() and not orphaned() and time.monotonic() < until:
+        time.sleep(0.02)
+    for child in multiprocessing.active_children():
+        child.kill()  # data workers, which would notice only seconds later
+    sys.stdout.flush()
+    os._exit(code)  # all is written and closed; gloo's threads may keep a process that ends in Python's way
 
 
 def describe(accelerator: Accelerator, dtype: str) -> str:

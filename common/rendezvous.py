@@ -7,7 +7,8 @@ to torchrun. It is torch's c10d rendezvous, and differs from it in this:
 - the machine that has the address comes first, so that no machine needs a number and the main process stays where it is;
 - a wait is said after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`);
 - it listens at the address that was given and at no other, one machine alone on its loopback; its state is JSON, no pickle;
-- with `--rdzv_conf at_least=1` and `--max_restarts` machines may go and come back;
+- with `--rdzv_conf at_least=1` and `--max_restarts` machines may go and come back: one that is asked to go leaves with a
+  checkpoint, and the others go on at once;
 - processes that refuse what they were asked, or stop because they were asked to, are not restarted;
 - when the launcher of one machine gives up, so do the others.
 """
@@ -16,6 +17,8 @@ import atexit
 import json
 import math
 import os
+import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -23,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,11 +42,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _Action,
+    _RendezvousJoinOp,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
-from common.last_word import LAST_WORD
+from common.last_word import AT_LEAST, END, LAST_WORD, RESTART, RESUMABLE, forget, notify, read_word
 from common.network import (
     LOOPBACK,
     QUIET_S,
@@ -63,6 +71,9 @@ SILENCE_S = 60  # after which a machine counts as lost; torch: 15
 ELASTIC_SILENCE_S = 15  # where the others then go on without it
 REMINDER_S = 60.0
 ANSWER = timedelta(seconds=30)  # how long the main machine may take for one, before it counts as gone
+AFTERWORD_S = 3.0  # how much later than the main machine's end the processes of this one may say that they leave, too
+ENDING_S = 10.0  # what processes that have nothing more to do may take to end
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # that ask this machine to go, sent to its launcher
 
 
 def create(parameters: RendezvousParameters) -> "Machines":
@@ -100,9 +111,19 @@ class Machines(RendezvousHandler):
         self._members: set = set()  # of the last round
         self._here: set = set()  # of the round that is being waited for
         self._lost_since, self._cut_off = math.inf, False
-        self._word = Path(tempfile.mkstemp(prefix="last_word_")[1])
-        os.environ[LAST_WORD] = str(self._word)  # the processes inherit it
-        atexit.register(self._word.unlink, missing_ok=True)
+        self._number, self._order = 0, {}  # this machine's in the last round; all machines of it by their numbers
+        self._expected: set = set()  # which a round need not wait for longer than until they are there
+        self._asked, self._asked_since, self._leaving, self._joining = "", math.inf, False, False
+        self._words = Path(tempfile.mkdtemp(prefix="last_word_"))
+        atexit.register(shutil.rmtree, self._words, ignore_errors=True)
+        # The processes inherit these.
+        os.environ |= {LAST_WORD: str(self._words), AT_LEAST: str(self._least)}
+        self._complete_promptly()
+        # Torch, which reads that list for every start of processes, would end them at once, and with a traceback.
+        handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
+        for name in SIGNALS:
+            signal.signal(signal.Signals[name], self._on_signal)
 
     def get_backend(self) -> str:
         return "machines"
@@ -114,20 +135,26 @@ class Machines(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines, and agree with them on who is which."""
         with self._in_words(), self._reminding():
-            # Processes that a launcher stops to let another machine in say the same as those that were asked to stop.
-            if (code := self._word.read_text()) and not self._inner.num_nodes_waiting():
-                sys.exit(int(code))
-            self._word.write_text("")
+            self._joining = True
+            self._go_on()
             found = self._inner.next_rendezvous()
+            self._joining = False
             store = PrefixStore("machines", found.store)  # of this round alone
             self._members = self._joined()
+            ranks = {rank: machine for machine, rank in self._inner._state_holder.state.participants.items()}
             store.set(str(found.rank), json.dumps([not self._hosting, address_towards(self._host)]))
             try:
                 machines = [json.loads(store.get(str(rank))) for rank in range(found.world_size)]
                 # The one that keeps the store, then the others as torch has sorted them.
                 order = sorted(range(found.world_size), key=lambda rank: machines[rank][0])
-                rank = order.index(found.rank)
-                place = RendezvousStoreInfo.build(rank, store, local_addr=machines[order[0]][1])
+                if is_loopback(address := machines[order[0]][1]) and found.world_size > 1:
+                    # The host knows its own name as 127.0.1.1; where it is reached is known from the way to another machine.
+                    address = address_towards(machines[order[1]][1])
+                self._number = rank = order.index(found.rank)
+                self._order = {
+                    number: ranks.get(place) for number, place in enumerate(order)
+                }  # None: gone again already
+                place = RendezvousStoreInfo.build(rank, store, local_addr=address)
             except (ValueError, TypeError, LookupError) as error:
                 raise RendezvousStateError("no launcher wrote this") from error
             return RendezvousInfo(found.store, rank, found.world_size, place)
@@ -140,19 +167,110 @@ class Machines(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many machines want to join, asked ten times a second while the processes run; more than 0 starts them anew."""
-        waiting = 1
+        why = END
         try:
-            waiting = self._waiting()
+            if self._heard() is not None:
+                waiting = 1
+            else:
+                self._pass_on()
+                waiting = self._waiting()
+            why = RESTART if waiting else ""
         finally:
-            if waiting:  # or at an end, where torch gives the processes half a minute as well
+            if why:  # torch then gives the processes half a minute
+                notify(self._words, why)
                 _kill_stopped()
+                if read_word(self._words):
+                    _await_end()
         return waiting
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
+        if self._leaving and self._least < self._most:
+            with suppress(RendezvousConnectionError, DistError):  # the main machine may be gone by now
+                self._inner._stop_heartbeats()
+                self._strike({self._inner._this_node})
+            return True
+        if self._leaving and read_word(self._words):
+            return True  # the others hear it from their own processes
         return not self._cut_off and self._inner.shutdown()  # which would tell the others
+
+    def _on_signal(self, number: int, frame) -> None:
+        """This machine is asked to go: its processes are told so by `_pass_on`, and where none run it leaves at once."""
+        self._asked = self._asked or signal.Signals(number).name
+        if self._joining and not self._leaving:
+            self._leave("this machine leaves the run")
+
+    def _pass_on(self) -> None:
+        """Ask the processes to stop if this launcher was; end them where they don't."""
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # as torch has it
+        if self._asked and self._asked_since == math.inf:
+            self._asked_since = time.monotonic()
+            _send(signal.SIGTERM)
+        elif time.monotonic() - self._asked_since > patience:
+            _send(signal.SIGKILL)
+            self._leave(f"its processes did not within {patience:.0f} s, and were killed")
+
+    def _heard(self) -> list[int] | None:
+        """The machines that leave, once the processes have agreed to stop; ends where this is one of them."""
+        code, leavers = read_word(self._words) or (0, [])
+        if code != RESUMABLE:
+            return None
+        if self._number in leavers:
+            if len(leavers) == len(self._order):
+                again = "the run stops; the same command on all machines goes on from the last checkpoint"
+                self._leave(again if self._most > 1 else "")  # of one machine the main process has said it
+            self._leave("this machine leaves, the others go on; the same command takes it back")
+        return leavers
+
+    def _go_on(self) -> None:
+        """Begin a new round as the processes of the last one have left it, or end as they did."""
+        self._expected = set()
+        if (leavers := self._heard()) is not None:
+            gone = {self._order[number] for number in leavers} - {None}
+            self._expected = {*self._order.values()} - gone | self._inner._state_holder.state.wait_list
+            if gone:
+                self._strike(gone)
+                _say(f"going on without {_names(gone)}: asked to stop")
+        elif word := read_word(self._words):
+            sys.exit(word[0])
+        if self._asked:
+            self._leave("this machine leaves the run")
+        forget(self._words)
+
+    def _leave(self, what: str) -> NoReturn:
+        """End this launcher alone: the run goes on without it, or by the same command."""
+        self._leaving = True
+        if what:
+            _say(f"asked to stop{self._asked and ' by ' + self._asked}: {what}")
+        sys.exit(RESUMABLE)
+
+    def _strike(self, machines: set) -> None:
+        """Have the rendezvous forget `machines` at once, rather than when they have been silent for long."""
+        holder = self._inner._state_holder
+        with self._inner._heartbeat_lock:
+            holder.sync()
+            while present := machines & holder.state.last_heartbeats.keys():
+                holder.state.last_heartbeats |= dict.fromkeys(present, datetime.fromtimestamp(0, UTC))
+                holder.mark_dirty()
+                holder.sync()  # which drops those that were silent for so long
+
+    def _complete_promptly(self) -> None:
+        """Let a round begin when those that are known to come are there; torch waits for others for `last_call_timeout`."""
+        run = self._inner._op_executor.run
+
+        def run_promptly(operation, *rest) -> None:
+            def step(context, deadline):
+                state = context.state
+                here = self._expected and self._expected <= state.participants.keys()
+                if here and isinstance(operation, _RendezvousJoinOp) and not (state.complete or state.closed):
+                    return _Action.MARK_RENDEZVOUS_COMPLETE
+                return operation(context, deadline)
+
+            run(step, *rest)
+
+        self._inner._op_executor.run = run_promptly
 
     def _waiting(self) -> int:
         with self._in_words():
@@ -196,6 +314,9 @@ class Machines(RendezvousHandler):
             )
         except (RendezvousConnectionError, DistError):
             self._cut_off = True
+            until = time.monotonic() + AFTERWORD_S
+            while not self._joining and self._heard() is None and time.monotonic() < until:
+                time.sleep(0.1)
             _give_up(
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
                 "all machines again, and the run goes on from its last checkpoint"
@@ -226,12 +347,30 @@ class Machines(RendezvousHandler):
         return set(self._inner._state_holder.state.participants)  # which torch tells nobody
 
 
+def _send(number: int) -> None:
+    """Send a signal to the processes of this launcher."""
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
 def _kill_stopped() -> None:
     """End the processes of this launcher that can't hear that they are to end."""
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 process.kill()
+
+
+def _await_end() -> None:
+    """Wait a moment for the processes of this launcher, which are ending: torch is not quiet where it ends them."""
+    until = time.monotonic() + ENDING_S
+    for process in psutil.Process().children() if hasattr(os, "waitid") else ():  # macOS has it from Python 3.13 on
+        with suppress(ChildProcessError):
+            while (
+                not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < until
+            ):
+                time.sleep(0.02)
 
 
 def _names(machines: set) -> str:

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +26,12 @@ from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
 from common.config import RunConfig, identity, short_hash, steps_between
-from common.ending import RESUMABLE, Ending
+from common.ending import Ending
 from common.environment import environment
 from common.errors import Refused
 from common.health import Health, Report
 from common.journal import Journal
-from common.last_word import leave_word
+from common.last_word import RESTART, RESUMABLE, notice
 from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
@@ -81,6 +80,7 @@ class Run:
         self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
+        self._asked_to_go = False  # whether it asked this machine to leave, rather than to start its processes again
         self._started = self._stopping = False
         self._plan: BatchPlan | None = None
 
@@ -100,7 +100,9 @@ class Run:
         try:
             if self._started:
                 status, cause = self._ending.outcome(self._ledger.step, stopped, self._asked_by, error)
-                self._ending.finish(status, cause, self._ledger, self._summary(), self._draw_curves)
+                leavers = launch.leavers(self._asked_to_go) if stopped else []
+                goes_on = stopped and launch.machine() not in leavers
+                self._ending.finish(status, cause, self._ledger, self._summary(), self._draw_curves, goes_on)
             elif not instead:
                 self._ending.leave_no_trace()
         finally:
@@ -113,8 +115,7 @@ class Run:
         if instead:
             raise instead
         if stopped:
-            leave_word(RESUMABLE)
-            sys.exit(RESUMABLE)
+            launch.leave(RESUMABLE, leavers)
 
     # --- before the first step
 
@@ -221,7 +222,7 @@ class Run:
         """Hand over what this rank's share of `step` made: per-sample losses [n], positions [n], seconds waited for data."""
         self._ledger.step = step
         if launch.orphaned():
-            self._asked_by = self._asked_by or "the end of its launcher"
+            self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._journal.failed or self._writer.failed
         self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
@@ -328,7 +329,14 @@ class Run:
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: at once, without saving
-        self._asked_by = signal.Signals(number).name
+        if notice() == RESTART:  # said by the launcher before it ends its processes
+            self._asked_by = self._asked_by or "a change of machines"
+        else:
+            self._ask(signal.Signals(number).name)
+
+    def _ask(self, what: str) -> None:
+        self._asked_by = self._asked_by or what
+        self._asked_to_go = True
 
     def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
         """Make the checkpoint, and then what says that it is there; in the writer's thread."""

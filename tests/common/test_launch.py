@@ -7,6 +7,7 @@ import pytest
 
 from common import launch
 from common.errors import Refused
+from common.last_word import leaving
 from common.launch import check_launch, choose_interface, processes_asked, wants_cpu
 
 pytestmark = pytest.mark.smoke
@@ -148,6 +149,21 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
     monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
     with pytest.raises(OSError, match="taken"):
         launch._listen("10.0.0.1", 5)
+
+
+@pytest.mark.parametrize(
+    "asked, least, leavers",
+    [
+        ({1}, 1, [1]),
+        ({2, 1}, 1, [1, 2]),
+        ({1}, 3, [0, 1, 2]),  # two are too few
+        ({0}, 1, [0, 1, 2]),  # it has the address
+        ({0, 1, 2}, 1, [0, 1, 2]),
+        (set(), 3, []),  # machines are joining
+    ],
+)
+def test_machines_that_are_asked_leave_alone_where_the_others_can_go_on(asked, least, leavers) -> None:
+    assert leaving(asked, 3, least) == leavers
 
 
 def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:

@@ -1,6 +1,11 @@
-"""Does a run go on, as the same run, when a process dies, a machine is lost and a machine comes back?"""
+"""Does a run go on, as the same run, when a process dies, a machine is lost or asked to go, and a machine comes back?"""
 
+import json
+import re
+import signal
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +18,7 @@ from tests.recipes.conftest import Outcome
 
 pytestmark = pytest.mark.alone
 
-STEPS = 120
+STEPS = 240
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 0, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
@@ -22,6 +27,8 @@ WORDS = (
 # A machine may beat every other second only, and is heard of a second late.
 LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
+LEAVES = "asked to stop{}: this machine leaves, the others go on; the same command takes it back"
+ALL_STOP = "the run stops; the same command on all machines goes on from the last checkpoint"
 # A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
 PACED = """
 import os, runpy, sys, time
@@ -36,6 +43,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def launcher(started: Started) -> psutil.Process:
+    return psutil.Process(started.process.pid)
+
+
+def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether `line` is there once, and no traceback; on a busy machine launchers also say for whom they wait."""
+    return done.stderr.splitlines().count(line) == 1 and "Traceback" not in done.stderr
+
+
+def resumed_without_a_loss(stdout: str, cause: str) -> None:
+    """Whether the processes that were stopped by `cause` saved their last step, and the next ones went on from there."""
+    stopped = re.findall(rf"stopped by {cause} at step (\d+): the run goes on from there", stdout)
+    resumed = re.findall(r"going on from step (\d+) of", stdout)
+    assert stopped and set(stopped) <= set(resumed), (cause, stdout)
+
+
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     path = tmp_path / "paced.py"
@@ -44,7 +67,7 @@ def recipe(tmp_path) -> Path:
 
 
 def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, recipe, tmp_path):
-    """A process killed, a machine lost, and back again: the losses are those of one process that nobody disturbed."""
+    """A process killed, a machine lost, back, asked to go, and back: the losses are those of one undisturbed process."""
     first, second = nodes(2)
     words = (*WORDS, "--output_dir", tmp_path)
 
@@ -74,9 +97,25 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     run.started.append(start(second))
     took["a machine back"] = run.until(lambda: run.beyond(before), "it is taken back")
     assert run.world_size() == 2
+
+    before = run.start_number()
+    leaver = run.started.pop()
+    launcher(leaver).terminate()
+    took["a machine asked to go"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
+    assert run.world_size() == 1
+    left = leaver.finish()
+    assert left.returncode == 75 and said_once(f"{second.name}: {LEAVES.format(' by SIGTERM')}", left), left.stderr
+    before = run.start_number()
+    run.started.append(start(second))
+    took["a machine back again"] = run.until(lambda: run.beyond(before), "it is taken back again")
+    assert run.world_size() == 2
+
     done = [each.finish() for each in run.started]
     assert [each.returncode for each in done] == [0, 0], done
-    assert "stopped by SIGTERM" in done[0].stdout, "nothing is lost where a machine comes back"
+    resumed_without_a_loss(done[0].stdout, "a change of machines")
+    resumed_without_a_loss(done[0].stdout, "SIGTERM")
+    asked = f"{first.name}: going on without {second.name} ({second.address}): asked to stop"
+    assert said_once(asked, done[0]), done[0].stderr
     print(took)
 
     one = forks(*words, "--name", "alone")
@@ -85,6 +124,70 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     assert [row["step"] for row in elastic.rows] == list(range(1, STEPS + 1))
     for key in ("train/loss", "eval/loss"):
         np.testing.assert_allclose(elastic.column(key), one.column(key), rtol=1e-8)
+
+
+@pytest.mark.long
+def test_machines_of_several_processes_are_asked_to_go_in_every_way_and_come_back(nodes, forks, recipe, tmp_path):
+    """Two processes on each; whoever is asked, all of its machine leave, and nothing of it counts as a restart."""
+    first, second = nodes(2)
+    words = (*WORDS, "--max_steps", 400, "--eval_every", 400, "--output_dir", tmp_path)
+    flags = ["--main_process_ip", first.address, "--num_processes", 4, "--max_restarts", 1, "--rdzv_conf", LEAST_ONE]
+
+    def start(node: Node) -> Started:
+        return node.start("2node_cpu", recipe, *words, "--name", "run", flags=flags)
+
+    run = Watched(tmp_path / "run", [start(first), start(second)])
+    took = {}
+    for number, way in ((signal.SIGUSR1, "launcher"), (signal.SIGTERM, "process"), (signal.SIGKILL, "launcher")):
+        run.until(lambda: run.step() >= 12 and run.world_size() == 4, "both train")
+        before, asked_at = run.start_number(), run.step()
+        leaver = run.started.pop()
+        processes = launcher(leaver).children()
+        (launcher(leaver) if way == "launcher" else processes[1]).send_signal(number)
+        took[f"{number.name} to a {way}"] = run.until(partial(run.beyond, before), "the machine that is left goes on")
+        assert run.world_size() == 2
+        left = leaver.finish()
+        psutil.wait_procs(processes, timeout=30)
+        assert not any(process.is_running() for process in processes), way
+        if number != signal.SIGKILL:
+            by = f" by {number.name}" * (way == "launcher")
+            assert left.returncode == 75 and said_once(f"{second.name}: {LEAVES.format(by)}", left), left.stderr
+        before = run.start_number()
+        run.started.append(start(second))
+        run.until(partial(run.beyond, before), "it is taken back")
+        assert run.step() > asked_at
+    done = [each.finish() for each in run.started]
+    assert [each.returncode for each in done] == [0, 0], done
+    for cause in ("SIGUSR1", "SIGTERM", "the end of its launcher", "a change of machines"):
+        resumed_without_a_loss(done[0].stdout, cause)
+    print(took)
+    assert forks(*words, "--name", "alone").code == 0
+    elastic, one = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("run", "alone"))
+    assert [row["step"] for row in elastic.rows] == list(range(1, 401))
+    np.testing.assert_allclose(elastic.column("train/loss"), one.column("train/loss"), rtol=1e-8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("asked", ["both", "first", "process of the first", "second, all needed"])
+def test_all_machines_stop_where_none_can_go_on(nodes, recipe, tmp_path, asked):
+    """All are asked, or the one with the address is, or none can be spared: a checkpoint, and one line of each launcher."""
+    first, second = nodes(2)
+    flags = ["--main_process_ip", first.address, *(() if "needed" in asked else ELASTIC)]
+    words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
+    run = Watched(tmp_path / "run", [node.start("2node_cpu", *words, flags=flags) for node in (first, second)])
+    run.until(lambda: run.step() >= 12, "both train")
+    one, two = map(launcher, run.started)
+    asked_of = {"both": [one, two], "first": [one], "process of the first": one.children()}.get(asked, [two])
+    for process in asked_of:
+        process.terminate()
+    done = [each.finish() for each in run.started]
+    for machine, process, each in zip((first, second), (one, two), done, strict=True):
+        by = " by SIGTERM" * (process in asked_of)
+        assert each.returncode == 75, each
+        assert said_once(f"{machine.name}: asked to stop{by}: {ALL_STOP}", each), each.stderr
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
+    assert (tmp_path / f"run/checkpoints/step_{status['step']:08d}").is_dir()
 
 
 @pytest.mark.long

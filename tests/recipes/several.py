@@ -30,6 +30,7 @@ import torch.distributed as dist
 from common import pictures
 from common.collectives import gather_objects
 from common.errors import Refused
+from common.last_word import LAST_WORD
 
 
 def load(recipe: Path):
@@ -60,6 +61,7 @@ def draw_nothing(*_) -> None:
 def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
         pictures.curves = pictures.confusion = pictures.mistakes = draw_nothing
+    os.environ.pop(LAST_WORD, None)  # the launcher would end all processes with the first run that says it was stopped
     module, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):
         sys.argv = [str(recipe), *map(str, words)]
