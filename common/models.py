@@ -160,10 +160,8 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
         try:
-            weights = {
-                "source": "",
-                "state_dict": model.state_dict(),
-            }  # no file: it may be larger than this disk has room
+            # Not as a file, for which the disk may have no room.
+            weights = {"source": "", "state_dict": model.state_dict()}
             loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
         except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
             raise Refused(f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}") from None
@@ -195,9 +193,8 @@ def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
 @torch.no_grad()
 def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
-    own, theirs = (
-        made.eval()(image)[-1] for made in (model, loaded)
-    )  # of a classifier the only logits, else the last map
+    # Of a classifier the logits of the only image, else the last map.
+    own, theirs = (made.eval()(image)[-1] for made in (model, loaded))
     if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
         architecture = model.pretrained_cfg["architecture"]
         raise Refused(
