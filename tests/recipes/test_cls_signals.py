@@ -101,7 +101,7 @@ def of_two(run_several, tmp_path_factory) -> dict[str, Outcome]:
     """On two processes: a whole run, one whose numbers explode, and one that is asked to stop."""
     recipe = tmp_path_factory.mktemp("two") / "asked.py"
     recipe.write_text(ASKED)
-    nan = [*WORDS[2], "--lr", 1e30, "--checkpoint_every", 1]
+    nan = [*WORDS[2], "--lr", 1e6, "--checkpoint_every", 1]
     return run_several(2, {"whole": WORDS[2], "nan": nan, "asked": WORDS[2]}, recipe=recipe)
 
 

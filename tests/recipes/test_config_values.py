@@ -122,7 +122,7 @@ def plan(config, model) -> None:
         if schedule := one_line(Schedule, config, stream, steps):
             assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
     if recipe is det and stream:
-        for augmentation in one_line(det.build_augmentation, config, stream) or ():
+        for augmentation in one_line(det.build_augmentation, config, stream, 32) or ():
             sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is cls:
