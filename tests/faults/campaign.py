@@ -309,10 +309,15 @@ class _AllBefore:
 
 
 def begin(temporary: Path, rank: int) -> None:
-    """In a fork: a folder for temporary files, and no pictures, since matplotlib would take most of the time."""
+    """In a fork: a folder for temporary files, and no pictures."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    without_pictures(rank)
+
+
+def without_pictures(rank: int) -> None:
+    """In a fork: matplotlib would take most of the time."""
     from common.run import Run
 
-    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     Run.draw = lambda *_: None
 
 
@@ -330,9 +335,9 @@ def _read_of_processes(name: str) -> Iterator[str]:
 
 
 def _files(folder: Path) -> set[Path]:
-    """Of a run, without those of its checkpoints."""
+    """Of a run, without those of its checkpoints, and without pictures, which only launched runs draw."""
     paths = {path.relative_to(folder) for path in folder.rglob("*")}
-    return {path for path in paths if path.parts[0] != "checkpoints" or len(path.parts) < 2}
+    return {path for path in paths if path.parts[0] not in ("checkpoints", "pictures")} | {Path("checkpoints")}
 
 
 def _read(folder: Path, name: str) -> dict:
