@@ -337,7 +337,7 @@ def _read_of_processes(name: str) -> Iterator[str]:
 def _files(folder: Path) -> set[Path]:
     """Of a run, without those of its checkpoints, and without pictures, which only launched runs draw."""
     paths = {path.relative_to(folder) for path in folder.rglob("*")}
-    return {path for path in paths if path.parts[0] not in ("checkpoints", "pictures")} | {Path("checkpoints")}
+    return {path for path in paths if path.parts[0] not in ("checkpoints", "pictures")}
 
 
 def _read(folder: Path, name: str) -> dict:
