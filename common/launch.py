@@ -2,7 +2,6 @@
 
 import atexit
 import errno
-import multiprocessing
 import os
 import socket
 import sys
@@ -171,8 +170,6 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
     until = time.monotonic() + HEARD_S
     while not notice() and not orphaned() and time.monotonic() < until:
         time.sleep(0.02)
-    for child in multiprocessing.active_children():
-        child.kill()  # data workers, which would notice only seconds later
     sys.stdout.flush()
     os._exit(code)  # all is written and closed; gloo's threads may keep a process that ends in Python's way
 

@@ -55,7 +55,8 @@ NODES_S = 9.0  # the same, on two machines
 GONE_S = 30.0  # what the ranks that were not killed have to end in
 LEFT_S = 10.0  # after which a person ends what is left on the other machine, such as a wait for the one that is lost
 GONE_WITH_S = 5.0  # what data workers have to end in, once their process has; it takes them some 0.1 s
-TORCHS_OWN = ("torchelastic_", "torchinductor_")  # folders that torch leaves where temporary files are, killed or not
+# Folders that torch leaves where temporary files are, killed or not, and one that a killed launcher leaves.
+IN_TMP = ("torchelastic_", "torchinductor_", "last_word_")
 FAR = 1e-8  # on other layouts, in float64
 
 
@@ -155,7 +156,7 @@ class Campaign:
             assert time.monotonic() < until, f"left behind: {left}"
             time.sleep(0.01)
         left = [path for name in ("tmp", "cache") for path in (self.scratch / name).iterdir()]
-        left = [path for path in left if not path.name.startswith(TORCHS_OWN)]
+        left = [path for path in left if not path.name.startswith(IN_TMP)]
         assert not left, f"left behind: {left}"
 
     def _processes(self) -> list[psutil.Process]:
