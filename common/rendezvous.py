@@ -151,9 +151,8 @@ class Machines(RendezvousHandler):
                     # The host knows its own name as 127.0.1.1; where it is reached is known from the way to another machine.
                     address = address_towards(machines[order[1]][1])
                 self._number = rank = order.index(found.rank)
-                self._order = {
-                    number: ranks.get(place) for number, place in enumerate(order)
-                }  # None: gone again already
+                # None for a machine that has gone again already.
+                self._order = {number: ranks.get(place) for number, place in enumerate(order)}
                 place = RendezvousStoreInfo.build(rank, store, local_addr=address)
             except (ValueError, TypeError, LookupError) as error:
                 raise RendezvousStateError("no launcher wrote this") from error

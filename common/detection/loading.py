@@ -86,7 +86,7 @@ class TrainingScenes(Dataset):
     def _most_boxes(self, count: int) -> np.ndarray:
         """int64[count]: boxes of the images that have the most, and of as many as mosaic and MixUp show in one."""
         parts = 1 + 3 * (self.augmentation.mosaic > 0) + (self.augmentation.mixup > 0)
-        if self.source.fresh:  # drawn at each position anew
+        if self.source.fresh:  # each position has an image of its own
             most = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
         else:
             most = np.sort(np.diff(self.source.offsets))[::-1]

@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.faults.nodes import Node, machines, require_namespaces
-from tests.recipes.conftest import forks, run_several, scenes, stripes
+from tests.recipes.conftest import draw_stripes, forks, run_several, scenes, stripes
 
 __all__ = ["forks", "run_several", "scenes", "stripes"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """27 + 9 images of three striped stuffs: enough for a run of a few steps."""
+    folder = tmp_path_factory.mktemp("data")
+    draw_stripes(folder / "train", (12, 9, 6))
+    draw_stripes(folder / "val", (3, 3, 3), seed=1)
+    return folder
 
 
 @pytest.fixture

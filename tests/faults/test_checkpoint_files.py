@@ -25,7 +25,7 @@ from common.checkpoint import Checkpoints, verify
 from common.optimization import build_optimizer
 from common.state import TrainingState
 from tests.faults.campaign import without_pictures
-from tests.recipes.conftest import Outcome, draw_stripes, identical
+from tests.recipes.conftest import Outcome, identical
 from tests.recipes.disks import disk, mount
 
 STEPS = 12
@@ -60,14 +60,6 @@ def train(forks, data: Path, folder: Path, *words: object, before=None):
     """A run in `folder`, of one process."""
     command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *words)
     return forks(*command, before=before or functools.partial(without_pictures, 0))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    draw_stripes(folder / "train", (12, 9, 6))
-    draw_stripes(folder / "val", (3, 3, 3), seed=1)
-    return folder
 
 
 @pytest.fixture(scope="module")

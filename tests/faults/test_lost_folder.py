@@ -11,7 +11,7 @@ import pytest
 
 from common.checkpoint import Checkpoints, verify
 from tests.faults.campaign import without_pictures
-from tests.recipes.conftest import Outcome, draw_stripes, identical
+from tests.recipes.conftest import Outcome, identical
 from tests.recipes.interrupted import Interrupted
 
 STEPS = 12
@@ -21,14 +21,6 @@ WORDS = (
     *("--log_every", 1, "--checkpoint_every", 2, "--eval_every", 3, "--ema_decay", 0.9),
 )
 SAID = "was removed, renamed or replaced while this run was at work in it: nothing more is written; put it back"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    draw_stripes(folder / "train", (12, 9, 6))
-    draw_stripes(folder / "val", (3, 3, 3), seed=1)
-    return folder
 
 
 def words(data: Path, folder: Path, *more: object) -> tuple:
