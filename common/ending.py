@@ -11,9 +11,9 @@ from common import memory
 from common.collectives import gather_objects, is_lost_peer, is_main, rank
 from common.config import RunConfig
 from common.errors import Again, Refused
-from common.journal import Journal
 from common.ledger import Ledger
 from common.plan import BatchPlan
+from common.records import Records
 from common.run_folder import RunFolder, read_json, write_status, writing
 from common.writer import Writer
 
@@ -21,9 +21,9 @@ from common.writer import Writer
 class Ending:
     """The end of one start in the run folder `path`; `folder` is None on every process but the main one."""
 
-    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, journal: Journal, writer: Writer):
+    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
         self._config, self._path, self._folder = config, path, folder
-        self._journal, self._writer = journal, writer
+        self._records, self._journal, self._writer = records, records.journal, writer
 
     def leave_no_trace(self) -> None:
         """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
@@ -73,16 +73,14 @@ class Ending:
                 write_status(self._path, status, step, f"rank {rank()}: {kind}{cause}")
         return status, cause
 
-    def finish(
-        self, status: str, cause: str, ledger: Ledger, summary: dict, draw: Callable[[], None], goes_on: bool
-    ) -> None:
+    def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
         """Wait for what is being written, close the journal, and have the last word; on the main process.
 
         `draw` makes the pictures of a finished run. `goes_on`: the launcher starts this process again.
         """
         if not self._folder:
             return
-        say, where = self._journal.say, ""
+        say, where, ledger = self._journal.say, "", self._records.ledger
         try:
             self._writer.wait()
         except Exception as error:  # where the run ends well, all ranks have waited already
@@ -95,7 +93,7 @@ class Ending:
             self._journal.flush()
             if status == "finished":
                 draw()
-            self._journal.summary(summary)
+            self._journal.summary(self._records.summary())
             where = self._journal.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
             if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why another rank was lost
                 self._folder.status(status, ledger.step, cause)

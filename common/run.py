@@ -5,7 +5,6 @@ evaluate, save and stop. Everything here is called on every rank: what writes or
 """
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -19,28 +18,26 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common import config as configuration
 from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling
 from common.best import Best
-from common.broken_images import BrokenImages
-from common.checkpoint import Checkpoint, Checkpoints, verify
+from common.checkpoint import Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
 from common.config import RunConfig, identity, short_hash, steps_between
 from common.ending import Ending
 from common.environment import environment
 from common.errors import Refused
 from common.health import Health, Report
-from common.journal import Journal
 from common.last_word import RESTART, RESUMABLE, notice
 from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
 from common.profiling import Profile
+from common.records import Records
 from common.resume import choose_together
 from common.run_folder import RunFolder, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
-from common.tracking import Tracker, require
+from common.tracking import require
 from common.wrapping import Trial, is_out_of_memory, warm_up
 from common.writer import Writer
 
@@ -70,13 +67,13 @@ class Run:
             if is_main():
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
-        self._journal = Journal(self._folder)
+        self._records = Records(config, self._folder)
+        self._journal = self._records.journal
         self.say = self._journal.say
         self._profile = Profile(*profiled, self.path, self.say) if profiled else None
-        self._ledger = Ledger()
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
-        self._ending = Ending(config, self.path, self._folder, self._journal, self._writer)
+        self._ending = Ending(config, self.path, self._folder, self._records, self._writer)
         self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
@@ -86,23 +83,23 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        heartbeat.on_end(lambda cause: self._ending.leave_word(self._ledger.step, cause))
+        heartbeat.on_end(lambda cause: self._ending.leave_word(self._step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
-        stopped = error is None and self._ledger.step < self.total_steps
+        stopped = error is None and self._step < self.total_steps
         lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
         instead = self._ending.take_less(self._plan, self.accelerator.device) if too_much else None
         error = instead or error
         try:
             if self._started:
-                status, cause = self._ending.outcome(self._ledger.step, stopped, self._asked_by, error)
+                status, cause = self._ending.outcome(self._step, stopped, self._asked_by, error)
                 leavers = launch.leavers(self._asked_to_go) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
-                self._ending.finish(status, cause, self._ledger, self._summary(), self._draw_curves, goes_on)
+                self._ending.finish(status, cause, self._draw_curves, goes_on)
             elif not instead:
                 self._ending.leave_no_trace()
         finally:
@@ -161,43 +158,43 @@ class Run:
 
         `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
-        self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
-        self._identity = identity(self.config) | {"data": fingerprint}
+        self._state, self._stream, self.total_steps = state, stream, schedule.total_steps
+        told = identity(self.config) | {"data": fingerprint}
+        records = self._records
+        records.begin(state, stream, schedule, told)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
-        if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
+        if found := choose_together(self.config.resume, self._checkpoints, told, self.say):
             with self._writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
-                    self._ledger = Ledger(**found.record["ledger"])
+                    records.ledger = Ledger(**found.record["ledger"])
                     if self._best:
-                        self._best.mend(found, self._ledger)
+                        self._best.mend(found, records.ledger)
                     state.load(found.tensors(), found.record["numbers"])
-                    self._take_over(found)
+                    records.resume(found)
                 except (KeyError, TypeError, ValueError) as error:
                     raise Refused(
                         f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
                         "go on with the version that wrote it, or give this run another --name"
                     ) from error
-            self._ledger.best = broadcast_object(self._ledger.best)
+        records.share()
         if self._profile:
-            self._profile.skip(self._ledger.step)
-        size = self.config.global_batch_size
-        self._health = Health(size, fp16=state.scaler is not None)
-        self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
+            self._profile.skip(self._step)
+        self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(self.accelerator.mixed_precision)
         with self._writing("writing the run folder"):
-            if self._folder and self._ledger.step < self.total_steps:
-                self._open_files(facts)
+            if self._folder and self._step < self.total_steps:
+                records.open(self.accelerator, facts)
         self._started = True
-        return self._ledger.step
+        return self._step
 
     # --- every step
 
     def steps(self) -> Iterator[int]:
         """The steps that are to be made, until the last, or until some rank was asked to stop."""
-        for step in range(self._ledger.step, self.total_steps):
+        for step in range(self._step, self.total_steps):
             if self._profile:
                 self._profile.before(step + 1)
             self._began = time.perf_counter()
@@ -220,7 +217,7 @@ class Run:
         broken: tuple[str, ...],
     ) -> None:
         """Hand over what this rank's share of `step` made: per-sample losses [n], positions [n], seconds waited for data."""
-        self._ledger.step = step
+        self._records.ledger.step = step
         if launch.orphaned():
             self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
@@ -248,9 +245,7 @@ class Run:
 
     def record(self, step: int, results: dict, leading: str) -> bool:
         """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
-        numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
-        self._journal.note(step, numbers)
-        return self._ledger.judge(step, numbers, f"eval/{leading}")
+        return self._records.evaluation(step, results, leading)
 
     def keep_best(self, results: dict) -> None:
         """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
@@ -277,7 +272,9 @@ class Run:
                         "a larger --checkpoint_every leaves it the time"
                     )
                 self._best.take()
-                self._writer.start(self._state.tensors(), partial(self._commit, self._record(), self._summary()))
+                self._writer.start(
+                    self._state.tensors(), partial(self._commit, self._records.checkpoint(), self._records.summary())
+                )
                 if self.config.dry_run:
                     self._writer.wait()
                     self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
@@ -288,15 +285,14 @@ class Run:
         Images with boxes that it returns go to the dashboard, too.
         """
         heartbeat.note(f"drawing {name}")
-        if self._folder and not self._folder.lost:
-            path = self.path / "pictures" / f"{name}.png"
-            try:
-                boxed_images = function(*arguments, path)
-                self._journal.pictures({name: path}, boxed_images)
-            except Exception as error:  # a picture is not worth a run
-                self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+        self._records.draw(name, function, *arguments)
 
     # --- inside
+
+    @property
+    def _step(self) -> int:
+        """Optimizer steps done."""
+        return self._records.ledger.step
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -357,85 +353,5 @@ class Run:
 
     def _take_in(self, reports: list[Report]) -> None:
         for report in reports:
-            self._ledger.take_in(report, self._seconds.pop(report.step))
-            self._broken.count(report.step, report.broken)
+            self._records.take_in(report, self._seconds.pop(report.step), self.evaluates(report.step))
             self._stopping = self._stopping or report.stop
-            if report.step % self.config.log_every == 0 or self.evaluates(report.step):
-                self._journal.note(report.step, self._row(report))
-
-    def _row(self, report: Report) -> dict[str, float]:
-        row = {
-            "epoch": self._stream.epoch(report.step),
-            "samples": report.step * self.config.global_batch_size,
-            "train/loss": report.loss,
-            "train/lr": self._schedule(report.step - 1),
-            "train/grad_norm": report.grad_norm,
-            **self._ledger.pace(self.config.global_batch_size),
-            "data/broken": self._ledger.broken,
-        }
-        if self._state.scaler:
-            row |= {"train/loss_scale": self._state.scaler.get_scale(), "train/skipped_steps": self._ledger.skipped}
-        if torch.cuda.is_available():
-            row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        return row
-
-    def _take_over(self, found: Checkpoint) -> None:
-        step, before, now = self._ledger.step, found.record["total_steps"], self.total_steps
-        if step >= now:
-            self.say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
-            return
-        self.say(f"going on from step {step} of {now} ({found.path})")
-        if before != now:
-            rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
-            self.say(
-                f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
-                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
-            )
-
-    def _record(self) -> dict:
-        return {
-            "step": self._ledger.step,
-            "total_steps": self.total_steps,
-            "identity": self._identity,
-            "numbers": self._state.numbers(),
-            "ledger": dataclasses.asdict(self._ledger),
-            "config": dataclasses.asdict(self.config),
-            "environment": self._facts,
-            "tracker": self._tracker_id,
-        }
-
-    def _summary(self) -> dict:
-        ledger = self._ledger
-        samples = ledger.step * self.config.global_batch_size
-        return {
-            "step": ledger.step,
-            "epoch": self._stream.epoch(ledger.step),
-            "samples": samples,
-            "best": ledger.best,
-            "last": ledger.last,
-            "train_seconds": round(ledger.seconds, 3),
-            "images_per_second": round(samples / ledger.seconds, 1) if ledger.seconds else None,
-            "broken": ledger.broken,
-            "skipped_steps": ledger.skipped,
-        }
-
-    def _open_files(self, facts: dict) -> None:
-        folder, config = self._folder, self.config
-        configuration.save(config, self.path / "config.yaml")
-        folder.write("environment.json", facts)
-        stood = folder.rewind(self._ledger.step)
-        folder.status("running", self._ledger.step)
-        tracker = Tracker(
-            self.accelerator,
-            "none" if config.dry_run else config.tracker,
-            folder=self.path,
-            project=config.project,
-            name=self.path.name,
-            config=dataclasses.asdict(config),
-            run_id=folder.read("tracker.json").get("id"),
-            sent_up_to=stood if self._ledger.step else 0,
-            say=self.say,
-        )
-        self._facts, self._tracker_id = facts, tracker.run_id
-        folder.write("tracker.json", {"id": tracker.run_id})
-        self._journal.open(tracker, self._ledger.step, self.total_steps)

@@ -1,0 +1,145 @@
+"""What does a run keep of itself beside its checkpoints: totals, rows, results, and where it happened?"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+
+from common import config as configuration
+from common.broken_images import BrokenImages
+from common.checkpoint import Checkpoint
+from common.collectives import broadcast_object
+from common.config import RunConfig
+from common.health import Report
+from common.journal import Journal
+from common.ledger import Ledger
+from common.optimization import Schedule
+from common.run_folder import RunFolder
+from common.state import TrainingState
+from common.stream import Stream
+from common.tracking import Tracker
+
+
+class Records:
+    """The records of one start. All ranks call it alike; only the main process, which has a `folder`, writes."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder | None):
+        self._config, self._folder = config, folder
+        self.journal = Journal(folder)
+        self.ledger = Ledger()
+
+    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict) -> None:
+        """Keep what rows, the summary and checkpoints are made of."""
+        self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
+
+    def resume(self, found: Checkpoint) -> None:
+        """Say from where the run goes on, and what its new length changes."""
+        say, step = self.journal.say, self.ledger.step
+        before, now = found.record["total_steps"], self._schedule.total_steps
+        if step >= now:
+            say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
+            return
+        say(f"going on from step {step} of {now} ({found.path})")
+        if before != now:
+            rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
+            say(
+                f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
+                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
+            )
+
+    def share(self) -> None:
+        """Give all ranks the totals that a checkpoint had, and count on from them; a collective."""
+        self.ledger.best = broadcast_object(self.ledger.best)
+        config = self._config
+        self._broken = BrokenImages(self.ledger, config.max_broken_share, config.global_batch_size, self.journal.say)
+
+    def open(self, accelerator: Accelerator, facts: dict) -> None:
+        """Write on what this start happens (`facts`), drop the rows that will be made again, and open the tracker."""
+        folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
+        configuration.save(config, folder.path / "config.yaml")
+        folder.write("environment.json", facts)
+        stood = folder.rewind(self.ledger.step)
+        folder.status("running", self.ledger.step)
+        tracker = Tracker(
+            accelerator,
+            "none" if config.dry_run else config.tracker,
+            folder=folder.path,
+            project=config.project,
+            name=folder.path.name,
+            config=dataclasses.asdict(config),
+            run_id=folder.read("tracker.json").get("id"),
+            sent_up_to=stood if self.ledger.step else 0,
+            say=self.journal.say,
+        )
+        self._facts, self._tracker_id = facts, tracker.run_id
+        folder.write("tracker.json", {"id": tracker.run_id})
+        self.journal.open(tracker, self.ledger.step, total_steps)
+
+    def take_in(self, report: Report, seconds: float, evaluated: bool) -> None:
+        """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
+        self.ledger.take_in(report, seconds)
+        self._broken.count(report.step, report.broken)
+        if report.step % self._config.log_every == 0 or evaluated:
+            self.journal.note(report.step, self._row(report))
+
+    def evaluation(self, step: int, results: dict, leading: str) -> bool:
+        """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
+        numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
+        self.journal.note(step, numbers)
+        return self.ledger.judge(step, numbers, f"eval/{leading}")
+
+    def draw(self, name: str, function: Callable, *arguments) -> None:
+        """What `Run.draw` does, on the main process."""
+        if self._folder and not self._folder.lost:
+            path = self._folder.path / "pictures" / f"{name}.png"
+            try:
+                boxed_images = function(*arguments, path)
+                self.journal.pictures({name: path}, boxed_images)
+            except Exception as error:  # a picture is not worth a run
+                self.journal.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+
+    def checkpoint(self) -> dict:
+        """What a checkpoint keeps beside tensors."""
+        return {
+            "step": self.ledger.step,
+            "total_steps": self._schedule.total_steps,
+            "identity": self._identity,
+            "numbers": self._state.numbers(),
+            "ledger": dataclasses.asdict(self.ledger),
+            "config": dataclasses.asdict(self._config),
+            "environment": self._facts,
+            "tracker": self._tracker_id,
+        }
+
+    def summary(self) -> dict:
+        """The content of summary.json."""
+        ledger = self.ledger
+        samples = ledger.step * self._config.global_batch_size
+        return {
+            "step": ledger.step,
+            "epoch": self._stream.epoch(ledger.step),
+            "samples": samples,
+            "best": ledger.best,
+            "last": ledger.last,
+            "train_seconds": round(ledger.seconds, 3),
+            "images_per_second": round(samples / ledger.seconds, 1) if ledger.seconds else None,
+            "broken": ledger.broken,
+            "skipped_steps": ledger.skipped,
+        }
+
+    def _row(self, report: Report) -> dict[str, float]:
+        row = {
+            "epoch": self._stream.epoch(report.step),
+            "samples": report.step * self._config.global_batch_size,
+            "train/loss": report.loss,
+            "train/lr": self._schedule(report.step - 1),
+            "train/grad_norm": report.grad_norm,
+            **self.ledger.pace(self._config.global_batch_size),
+            "data/broken": self.ledger.broken,
+        }
+        if self._state.scaler:
+            row |= {"train/loss_scale": self._state.scaler.get_scale(), "train/skipped_steps": self.ledger.skipped}
+        if torch.cuda.is_available():
+            row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        return row
