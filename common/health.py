@@ -7,6 +7,7 @@ a loss is not finite, how many images were broken) travels in the same few numbe
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from common.collectives import gather_objects, host_group, world_size
 from common.errors import Refused
 
 _LATE = 2  # steps between a step and its report on an accelerator
+_MOST_NAMES = 1_000  # of numbers of one's own, in a run
 _MAX_SKIPPED = 25  # fp16: from 65,536 the scale is then below 0.002, and no smaller one will help
 
 
@@ -30,6 +32,7 @@ class Report:
     broken: tuple[str, ...]  # images that could not be read, of all ranks
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
+    logged: dict[str, float] = field(default_factory=dict)  # numbers of one's own: means over all values of the step
 
 
 @dataclass
@@ -37,11 +40,14 @@ class _Posted:
     step: int
     losses: torch.Tensor  # per sample, on the device
     positions: torch.Tensor
-    device_numbers: torch.Tensor  # [2] float64: sum of losses, gradient norm
+    device_numbers: torch.Tensor  # float64: sum of losses, gradient norm, then the sum of each number of one's own
     data_wait: float
     broken: tuple[str, ...]
     stop: bool
+    counts: dict[str, int]  # of the values of each number of one's own
     copied: object = None  # CUDA event
+    logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
+    names: tuple[str, ...] = ()  # of the numbers that are summed over ranks
     summed: torch.Tensor | None = None
     grad_norm: float = 0.0
     work: object = None
@@ -55,6 +61,22 @@ class Health:
     fp16: bool = False
     skipped_in_a_row: int = 0
     _posted: deque = field(default_factory=deque)
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the step that is being made
+    _counts: dict[str, int] = field(default_factory=dict)
+    _names: tuple[str, ...] = ()  # that all ranks know
+
+    def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Add numbers of one's own, float[] or float[n], to the step that is being made; waits for no device."""
+        for name, value in values.items():
+            try:
+                value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError):
+                raise Refused(f"run.log: {name} is {value!r:.40}; give a number or a tensor") from None
+            if value.ndim > 1:
+                raise Refused(f"run.log: {name} has shape {list(value.shape)}; give one number, or one per sample, [n]")
+            total = value.sum(dtype=_exact(value.device))
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._counts[name] = self._counts.get(name, 0) + value.numel()
 
     def post(
         self,
@@ -67,9 +89,14 @@ class Health:
         stop: bool,
     ) -> None:
         """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
-        exact = torch.float32 if losses.device.type == "mps" else torch.float64
-        numbers = torch.stack([losses.sum(dtype=exact), grad_norm.to(exact)]).to("cpu", non_blocking=True)
-        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop)
+        loss = losses.sum(dtype=_exact(losses.device))
+        numbers = [loss, grad_norm.to(loss.dtype)]
+        numbers += [
+            torch.zeros_like(loss) + total.to(loss.dtype) for total in self._sums.values()
+        ]  # also of the host's
+        numbers = torch.stack(numbers).to("cpu", non_blocking=True)
+        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, self._counts)
+        self._sums, self._counts = {}, {}
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
             posted.copied.record()
@@ -96,9 +123,16 @@ class Health:
             return
         if posted.copied is not None:
             posted.copied.synchronize()
-        loss, posted.grad_norm = posted.device_numbers.tolist()
+        loss, posted.grad_norm, *totals = posted.device_numbers.tolist()
+        posted.logged = {
+            name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
+        }
+        posted.names = self._names
         bad = not (math.isfinite(loss) and (self.fp16 or math.isfinite(posted.grad_norm)))
-        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop]
+        new = not posted.logged.keys() <= set(posted.names)
+        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, new]
+        for name in posted.names:
+            shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
         if world_size() > 1:
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
@@ -107,7 +141,7 @@ class Health:
         posted = self._posted.popleft()
         if posted.work is not None:
             posted.work.wait()
-        loss, bad, wait, broken, stop = posted.summed.tolist()
+        loss, bad, wait, broken, stop, new, *sums = posted.summed.tolist()
         skipped = self.fp16 and not math.isfinite(posted.grad_norm)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if bad and not skipped:
@@ -118,8 +152,33 @@ class Health:
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
+        logged = self._means(posted, sums, new > 0, skipped)
         mean = loss / self.global_batch_size
-        return Report(posted.step, mean, posted.grad_norm, wait / world_size(), names, stop > 0, skipped)
+        return Report(posted.step, mean, posted.grad_norm, wait / world_size(), names, stop > 0, skipped, logged)
+
+    def _means(self, posted: _Posted, sums: list[float], new: bool, skipped: bool) -> dict[str, float]:
+        """Of each number of one's own the mean over all values, from `sums`: total, count and ranks of each known name."""
+        of_names = {name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)}
+        if new:  # the first time, names travel with the numbers
+            theirs = gather_objects({name: own for name, own in posted.logged.items() if name not in of_names})
+            for name in sorted({name for unknown in theirs for name in unknown}):
+                values = [unknown[name] for unknown in theirs if name in unknown]
+                of_names[name] = [*map(sum, zip(*values, strict=True)), len(values)]
+            self._names = tuple(dict.fromkeys((*self._names, *of_names)))
+        where = f"step {posted.step}: run.log"
+        if len(self._names) > _MOST_NAMES:
+            raise Refused(
+                f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log under fewer names"
+            )
+        for name, (total, _, ranks) in of_names.items():
+            if 0 < ranks < world_size():
+                raise Refused(
+                    f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it on all of them in the same "
+                    "steps, with an empty tensor where there is nothing to log"
+                )
+            if not (math.isfinite(total) or skipped):
+                raise Refused(f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it")
+        return {name: total / count for name, (total, count, _) in of_names.items() if count}
 
     def _refuse(self, posted: _Posted) -> None:
         mine = posted.positions[~torch.isfinite(posted.losses.cpu())].tolist()
@@ -129,6 +188,11 @@ class Health:
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
             "Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples"
         )
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """The type in which sums are taken: Apple's devices have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _listed(positions: list[int], most: int = 8) -> str:

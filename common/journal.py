@@ -105,12 +105,12 @@ class Journal:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, pictures: dict, boxed_images: Sequence[BoxedImage] | None = None) -> None:
-        """Send picture files (key -> path) to the dashboard, and images with boxes where there are some."""
+    def pictures(self, step: int, pictures: dict, boxed_images: Sequence[BoxedImage] | None = None) -> None:
+        """Send picture files (key -> path) of `step` to the tracker, and images with boxes if there are any."""
         if self._tracker:
-            self._tracker.images(pictures)
+            self._tracker.images(step, pictures)
             if boxed_images:
-                self._tracker.boxed_images(boxed_images)
+                self._tracker.boxed_images(step, boxed_images)
 
     def _show(self, row: dict) -> None:
         parts = [f"{name} {row[key]:.4g}" for key, name in _SHOWN.items() if row.get(key) is not None]

@@ -181,17 +181,21 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
     """
     device = accelerator.device.type
     name = torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device
-    precision = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
-    if precision == "fp32" and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        precision = "fp32 (TF32)"
     if not torch.distributed.is_initialized():
-        return f"1 process, {name}, {precision}"
+        return f"1 process, {name}, {precision(accelerator, dtype)}"
     processes = accelerator.num_processes
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     return (
         f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}, "
-        f"{name} ({torch.distributed.get_backend()}), {precision}"
+        f"{name} ({torch.distributed.get_backend()}), {precision(accelerator, dtype)}"
     )
+
+
+def precision(accelerator: Accelerator, dtype: str) -> str:
+    """What is computed in with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16 or bf16."""
+    name = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
+    tf32 = name == "fp32" and accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return f"{name} (TF32)" if tf32 else name
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

@@ -1,7 +1,10 @@
 """What does a run keep of itself beside its checkpoints: totals, rows, results, and where it happened?"""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -9,25 +12,55 @@ from accelerate import Accelerator
 from common import config as configuration
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint
-from common.collectives import broadcast_object
+from common.collectives import broadcast_object, together
 from common.config import RunConfig
+from common.errors import Refused
 from common.health import Report
 from common.journal import Journal
 from common.ledger import Ledger
 from common.optimization import Schedule
-from common.run_folder import RunFolder
+from common.plan import BatchPlan
+from common.run_folder import RunFolder, writing
 from common.state import TrainingState
 from common.stream import Stream
 from common.tracking import Tracker
+
+# The names of a row that are not free for numbers of one's own, and what they begin with.
+OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps"}
+OWN_PARTS = {"data", "eval", "objects", "perf", "run", "summary"}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `Refused` unless all `names` are free for numbers of one's own."""
+    for name in names:
+        part, _, rest = str(name).partition("/")
+        if part in OWN_PARTS or part == "train" and rest in OWN_NAMES:
+            raise Refused(
+                f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
+            )
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", str(name)):
+            raise Refused(f"run.log: {str(name)!r:.60} is no name of a number; take one such as train/aux")
 
 
 class Records:
     """The records of one start. All ranks call it alike; only the main process, which has a `folder`, writes."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder | None):
-        self._config, self._folder = config, folder
+    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
+        self._config, self._path, self._folder = config, path, folder
         self.journal = Journal(folder)
         self.ledger = Ledger()
+
+    @contextlib.contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around what the main process writes: where that fails, or the folder is lost, every rank raises `Refused`."""
+        with together(what), writing(self._path):
+            try:
+                if self._folder:
+                    self._folder.check()
+                yield
+            finally:
+                if self._folder:
+                    self._folder.check()
 
     def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict) -> None:
         """Keep what rows, the summary and checkpoints are made of."""
@@ -54,20 +87,26 @@ class Records:
         config = self._config
         self._broken = BrokenImages(self.ledger, config.max_broken_share, config.global_batch_size, self.journal.say)
 
+    def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
+        """What `Run.describe` does."""
+        self.journal.table(rows)
+        self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
+        self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
+
     def open(self, accelerator: Accelerator, facts: dict) -> None:
-        """Write on what this start happens (`facts`), drop the rows that will be made again, and open the tracker."""
+        """Write `facts`, where this start happens, drop the rows that will be made again, and open the tracker."""
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
-        configuration.save(config, folder.path / "config.yaml")
+        configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
         stood = folder.rewind(self.ledger.step)
         folder.status("running", self.ledger.step)
         tracker = Tracker(
             accelerator,
             "none" if config.dry_run else config.tracker,
-            folder=folder.path,
+            folder=self._path,
             project=config.project,
-            name=folder.path.name,
-            config=dataclasses.asdict(config),
+            name=self._path.name,
+            config=dataclasses.asdict(config) | self._of_start(facts),
             run_id=folder.read("tracker.json").get("id"),
             sent_up_to=stood if self.ledger.step else 0,
             say=self.journal.say,
@@ -92,10 +131,10 @@ class Records:
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """What `Run.draw` does, on the main process."""
         if self._folder and not self._folder.lost:
-            path = self._folder.path / "pictures" / f"{name}.png"
+            path = self._path / "pictures" / f"{name}.png"
             try:
                 boxed_images = function(*arguments, path)
-                self.journal.pictures({name: path}, boxed_images)
+                self.journal.pictures(self.ledger.step, {name: path}, boxed_images)
             except Exception as error:  # a picture is not worth a run
                 self.journal.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 
@@ -128,6 +167,18 @@ class Records:
             "skipped_steps": ledger.skipped,
         }
 
+    def _of_start(self, facts: dict) -> dict[str, int | float | str | Sequence[int] | None]:
+        """What the start table says, for comparing runs on a dashboard."""
+        values = self._sizes | {
+            "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
+            "steps": self._schedule.total_steps,
+            "peak_learning_rate": self._schedule.peak,
+            "fingerprint": self._identity["data"],
+            "device": facts["ranks"][0],
+            **{key: facts[key] for key in ("world_size", "precision", "commit")},
+        }
+        return {f"run/{key}": value for key, value in values.items()}
+
     def _row(self, report: Report) -> dict[str, float]:
         row = {
             "epoch": self._stream.epoch(report.step),
@@ -137,6 +188,7 @@ class Records:
             "train/grad_norm": report.grad_norm,
             **self.ledger.pace(self._config.global_batch_size),
             "data/broken": self.ledger.broken,
+            **report.logged,
         }
         if self._state.scaler:
             row |= {"train/loss_scale": self._state.scaler.get_scale(), "train/skipped_steps": self.ledger.skipped}

@@ -4,14 +4,13 @@ A recipe opens a `Run`, takes the first step from `start`, hands over what each 
 evaluate, save and stop. Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
-import contextlib
 import os
 import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +31,9 @@ from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
 from common.profiling import Profile
-from common.records import Records
+from common.records import Records, check_names
 from common.resume import choose_together
-from common.run_folder import RunFolder, writing
+from common.run_folder import RunFolder
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import require
@@ -67,7 +66,7 @@ class Run:
             if is_main():
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
-        self._records = Records(config, self._folder)
+        self._records = Records(config, self.path, self._folder)
         self._journal = self._records.journal
         self.say = self._journal.say
         self._profile = Profile(*profiled, self.path, self.say) if profiled else None
@@ -142,9 +141,12 @@ class Run:
         warm_up(network, model, partial(trial, network, self._plan))
         return network, optimizer
 
-    def describe(self, rows: dict[str, str]) -> None:
-        """The start table: `rows`, and what of the run depends on its layout."""
-        self._journal.table(rows | self._inexact)
+    def describe(self, rows: dict[str, str], train: Sized, val: Sized, **sizes: int | Sequence[int]) -> None:
+        """Print the start table: `rows`, and what of the run depends on its layout.
+
+        The sizes of the data `train` and `val`, and `sizes`, go into the tracker's configuration as `run/train_images` etc.
+        """
+        self._records.describe(rows | self._inexact, train, val, self._plan, sizes)
 
     def start(
         self,
@@ -165,7 +167,7 @@ class Run:
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
         if found := choose_together(self.config.resume, self._checkpoints, told, self.say):
-            with self._writing(f"loading {found.path}"):
+            with self._records.writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
                     records.ledger = Ledger(**found.record["ledger"])
@@ -183,8 +185,8 @@ class Run:
             self._profile.skip(self._step)
         self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
-        facts = environment(self.accelerator.mixed_precision)
-        with self._writing("writing the run folder"):
+        facts = environment(launch.precision(self.accelerator, self.config.dtype))
+        with self._records.writing("writing the run folder"):
             if self._folder and self._step < self.total_steps:
                 records.open(self.accelerator, facts)
         self._started = True
@@ -204,8 +206,21 @@ class Run:
                 break
         if self._profile:
             self._profile.end()
-        with self._writing("writing a checkpoint"):
+        with self._records.writing("writing a checkpoint"):
             self._writer.wait()
+
+    def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Add numbers of your own to the row of this step, as in `run.log({"train/aux": losses.detach()})`.
+
+        Call it on every rank, once per step or once per micro-batch, before `observe`. What is logged is the mean over all
+        values that all ranks gave in this step: with one value per sample, [n], the mean over the global batch, the same
+        on every layout. A number or a tensor [] counts as one value of a call. Nothing waits for the device. Calls before
+        the first step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already;
+        a value that is not finite, or a name that some ranks left out, stops the run within two steps.
+        """
+        check_names(values)
+        if self._started:
+            self._health.add(values)
 
     def observe(
         self,
@@ -250,7 +265,7 @@ class Run:
     def keep_best(self, results: dict) -> None:
         """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
         heartbeat.note("writing best/")
-        with self._writing("writing best/"):
+        with self._records.writing("writing best/"):
             if self._best:
                 self._best.export(results)
 
@@ -263,7 +278,7 @@ class Run:
         self.settle()
         self._journal.flush()
         heartbeat.note("writing a checkpoint")
-        with self._writing("writing a checkpoint"):
+        with self._records.writing("writing a checkpoint"):
             if self._folder:
                 self._journal.check()
                 if (waited := self._writer.wait()) > _LONG_WAIT:
@@ -293,18 +308,6 @@ class Run:
     def _step(self) -> int:
         """Optimizer steps done."""
         return self._records.ledger.step
-
-    @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Around what the main process writes: where that fails, or the folder is lost, every rank raises `Refused`."""
-        with together(what), writing(self.path):
-            try:
-                if self._folder:
-                    self._folder.check()
-                yield
-            finally:
-                if self._folder:
-                    self._folder.check()
 
     def _look_for_others(self) -> None:
         """Say which machines don't see the run folder; refuse them where processes may be restarted, on one of these alone."""

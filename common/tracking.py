@@ -126,13 +126,13 @@ class Tracker:
         """Queues the run's results: what a table of runs shows."""
         self._put(lambda backend, values=dict(values): backend.summary(values))
 
-    def images(self, pictures: Mapping[str, Path]) -> None:
-        """Queues picture files; they are shown at the step that was logged last."""
-        self._put(lambda backend, step=self._step, pictures=dict(pictures): backend.images(step, pictures))
+    def images(self, step: int, pictures: Mapping[str, Path]) -> None:
+        """Queues picture files of `step`."""
+        self._put(lambda backend, pictures=dict(pictures): backend.images(step, pictures))
 
-    def boxed_images(self, images: Sequence[BoxedImage]) -> None:
-        """Queues images with boxes, at the step that was logged last; shown where a tracker knows boxes: in W&B."""
-        self._put(lambda backend, step=self._step, images=tuple(images): backend.boxed_images(step, images))
+    def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
+        """Queues images with boxes of `step`; only W&B shows boxes."""
+        self._put(lambda backend, images=tuple(images): backend.boxed_images(step, images))
 
     def where(self) -> str:
         """An address, or a folder and the command that shows or uploads it; "" while there is none."""

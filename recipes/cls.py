@@ -294,7 +294,10 @@ def main() -> None:
                 "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),
-            }
+            },
+            train,
+            val,
+            input_size=data_config["input_size"],
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         export = partial(models.export, ema.module if ema else bare, val.classes, data_config)

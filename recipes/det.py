@@ -307,7 +307,9 @@ def main() -> None:
             totals = counts_of([batch]) if totals is None else totals
             drop_path.set_draws(bare, batch.drop_path)
             with accelerator.autocast():
-                return network(normalize(batch.images), batch.targets, totals)[0]
+                losses, parts = network(normalize(batch.images), batch.targets, totals)
+            run.log({f"train/loss_{name}": config.global_batch_size * part for name, part in parts.items()})
+            return losses
 
         trial = Trial(samples, losses_of, accelerator.device, whole_share=True)
         plan = run.fit(plan, bare, trial)
@@ -332,7 +334,9 @@ def main() -> None:
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
                 "run folder": str(run.path),
-            }
+            },
+            train,
+            val,
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         best = partial(export, ema.module if ema else bare, train, plain)

@@ -229,14 +229,14 @@ class DETR(nn.Module):
         weight = torch.where(hit, goal, doubt)
         classification = F.binary_cross_entropy_with_logits(found.logits, goal, weight, reduction="none").sum(-1)
         sums = {
-            "classification": config.weight_loss_vfl * classification * counted,
-            "boxes": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
-            "overlap": config.weight_loss_giou * (1 - generalised),
+            "class": config.weight_loss_vfl * classification * counted,
+            "box": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
+            "giou": config.weight_loss_giou * (1 - generalised),
         }
         if found.edges is not None:
             layers = slice(found.edges.shape[1])
             unlikely = self._unlikelihood(found.edges, found.references, edges[:, layers]) * quality[:, layers]
-            sums["edges"] = config.weight_loss_fgl * unlikely * matched[:, layers]
+            sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
         terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
         if found.edges is not None:
             layers = slice(found.students)
@@ -248,7 +248,7 @@ class DETR(nn.Module):
             # Means over both kinds of queries, weighted by the roots of their numbers.
             roots = (4 * numbers).sqrt()
             both = apart * matched / roots[0].clamp(min=1) + apart * missed / roots[1].clamp(min=1)
-            terms["distillation"] = config.weight_loss_ddf * both.sum((1, 2)) / roots.sum().clamp(min=1)
+            terms["ddf"] = config.weight_loss_ddf * both.sum((1, 2)) / roots.sum().clamp(min=1)
         return terms
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ class FCOS(nn.Module):
 
             total = totals[0].clamp(min=1).to(logits.dtype)
             terms = {
-                "classification": classification.sum((1, 2)) / total,
-                "boxes": overlap.sum(1) / total,
-                "centreness": centred.sum(1) / total,
+                "class": classification.sum((1, 2)) / total,
+                "box": overlap.sum(1) / total,
+                "centerness": centred.sum(1) / total,
             }
         return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
 

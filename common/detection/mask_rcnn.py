@@ -45,7 +45,7 @@ class MaskRCNN(FasterRCNN):
                 cost = F.binary_cross_entropy_with_logits(of_image, wanted, reduction="none").mean((1, 2))
                 foreground = label > 0
                 costs.append((cost * foreground).sum() / foreground.sum().clamp(min=1))
-        return {"masks": torch.stack(costs)}
+        return {"mask": torch.stack(costs)}
 
     def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
         """Add masks [n, 28, 28] in 0..1, each on the grid of its box; see torchvision's `paste_masks_in_image`."""

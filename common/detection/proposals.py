@@ -47,7 +47,7 @@ class Proposals(nn.Module):
     ) -> dict[str, Tensor]:
         """Cross-entropy of objectness and smooth distance of encoded boxes, [B] each. `canvas` [2]: width, height."""
         objectness, deltas, anchors = outputs
-        terms = {"objectness": [], "proposals": []}
+        terms = {"objectness": [], "proposal_box": []}
         places = torch.arange(len(anchors), device=anchors.device)
         rule = {"foreground_iou": self.foreground_iou, "background_iou": self.background_iou, "rescue": True}
         for logits, delta, target in zip(objectness, deltas, targets, strict=True):
@@ -60,7 +60,7 @@ class Proposals(nn.Module):
             wanted = self.coder.encode_single(wanted, anchors[chosen])
             distance = F.smooth_l1_loss(delta[chosen], wanted, beta=1 / 9, reduction="none").sum(1)
             terms["objectness"].append((cost * valid).sum() / self.drawn)
-            terms["proposals"].append((distance * (foreground & valid)).sum() / self.drawn)
+            terms["proposal_box"].append((distance * (foreground & valid)).sum() / self.drawn)
         return {name: torch.stack(of_images) for name, of_images in terms.items()}
 
     @torch.no_grad()

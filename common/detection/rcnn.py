@@ -133,7 +133,7 @@ class FasterRCNN(nn.Module):
         of_label = deltas.view(len(labels), -1, 4)[torch.arange(len(labels), device=labels.device), labels]
         wanted = self.coder.encode_single(drawn["boxes"], places)
         distance = F.smooth_l1_loss(of_label, wanted, beta=1 / 9, reduction="none").sum(1) * (labels > 0)
-        return {"classification": classification.sum() / self.drawn, "boxes": distance.sum() / self.drawn}
+        return {"class": classification.sum() / self.drawn, "box": distance.sum() / self.drawn}
 
     def _mask_losses(
         self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]

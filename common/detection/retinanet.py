@@ -61,7 +61,7 @@ class RetinaNet(nn.Module):
             distance = (deltas - wanted).abs() * foreground[..., None]
 
             divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
-            terms = {"classification": classification.sum((1, 2)) / divisor, "boxes": distance.sum((1, 2)) / divisor}
+            terms = {"class": classification.sum((1, 2)) / divisor, "box": distance.sum((1, 2)) / divisor}
         return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
 
     forward = losses

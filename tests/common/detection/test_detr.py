@@ -49,7 +49,7 @@ def theirs(detector, images, targets):
     whole = transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config)).train()
     whole.model = detector.model
     output = whole(images, labels=[relative(target, images.dtype) for target in targets])
-    kinds = dict(vfl="classification", bbox="boxes", giou="overlap", fgl="edges", ddf="distillation")
+    kinds = dict(vfl="class", bbox="box", giou="giou", fgl="fgl", ddf="ddf")
     terms = {}
     for name, value in output.loss_dict.items():
         kind = kinds[name.split("_")[1]]

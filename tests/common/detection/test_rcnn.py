@@ -79,14 +79,14 @@ def test_losses_are_torchvisions_on_one_whole_batch(masks):
     wanted = theirs(
         list(images), [one | {"boxes": one["boxes"].double(), "labels": one["labels"] + 1} for one in targets]
     )
-    names = {"objectness": "loss_objectness", "proposals": "loss_rpn_box_reg"}
-    names |= {"classification": "loss_classifier", "boxes": "loss_box_reg"}
+    names = {"objectness": "loss_objectness", "proposal_box": "loss_rpn_box_reg"}
+    names |= {"class": "loss_classifier", "box": "loss_box_reg"}
     for name, theirs_name in names.items():
         part = theirs.rpn if "rpn" in theirs_name or "obj" in theirs_name else theirs.roi_heads
         drawn = part.fg_bg_sampler.count / (EVERYTHING * len(images))
         torch.testing.assert_close(terms[name].sum(), wanted[theirs_name].detach().double() * drawn, rtol=1e-6, atol=0)
     if masks:
-        torch.testing.assert_close(terms["masks"].sum(), wanted["loss_mask"].detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(terms["mask"].sum(), wanted["loss_mask"].detach(), rtol=1e-6, atol=0)
 
 
 def test_detections_are_torchvisions():

@@ -40,7 +40,7 @@ def test_losses_are_torchvisions_on_one_whole_batch():
     theirs.train()
     theirs.backbone.eval()
     wanted = theirs(list(images), [{key: one[key].clone() for key in ("boxes", "labels")} for one in targets])
-    for name, theirs_name in {"classification": "classification", "boxes": "bbox_regression"}.items():
+    for name, theirs_name in {"class": "classification", "box": "bbox_regression"}.items():
         torch.testing.assert_close(terms[name].sum(), wanted[theirs_name].detach(), rtol=1e-6, atol=0)
 
 
@@ -88,7 +88,7 @@ def test_perfect_outputs_are_perfect_boxes_also_under_bf16():
     with torch.autocast("cpu", torch.bfloat16):
         _, terms = detector(images, targets, detector.counts(targets, CANVAS))
         found = detector.detect(images, torch.tensor([[192, 128]] * 3))
-    assert terms["classification"].sum() < 1e-6 and terms["boxes"].sum() < 1e-5
+    assert terms["class"].sum() < 1e-6 and terms["box"].sum() < 1e-5
     for one, wanted in zip(found, targets, strict=True):
         assert len(one["boxes"]) == len(wanted["boxes"])
         if len(one["boxes"]):
