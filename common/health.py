@@ -30,6 +30,7 @@ class Report:
     broken: tuple[str, ...]  # images that could not be read, of all ranks
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
+    ended_by: str = ""  # why the recipe ends the run, where some rank said so
 
 
 @dataclass
@@ -41,6 +42,7 @@ class _Posted:
     data_wait: float
     broken: tuple[str, ...]
     stop: bool
+    ended_by: str
     copied: object = None  # CUDA event
     summed: torch.Tensor | None = None
     grad_norm: float = 0.0
@@ -65,11 +67,12 @@ class Health:
         data_wait: float,
         broken: tuple[str, ...],
         stop: bool,
+        ended_by: str = "",
     ) -> None:
         """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
         exact = torch.float32 if losses.device.type == "mps" else torch.float64
         numbers = torch.stack([losses.sum(dtype=exact), grad_norm.to(exact)]).to("cpu", non_blocking=True)
-        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop)
+        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by)
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
             posted.copied.record()
@@ -98,7 +101,7 @@ class Health:
             posted.copied.synchronize()
         loss, posted.grad_norm = posted.device_numbers.tolist()
         bad = not (math.isfinite(loss) and (self.fp16 or math.isfinite(posted.grad_norm)))
-        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop]
+        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, bool(posted.ended_by)]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
         if world_size() > 1:
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
@@ -107,7 +110,7 @@ class Health:
         posted = self._posted.popleft()
         if posted.work is not None:
             posted.work.wait()
-        loss, bad, wait, broken, stop = posted.summed.tolist()
+        loss, bad, wait, broken, stop, ended = posted.summed.tolist()
         skipped = self.fp16 and not math.isfinite(posted.grad_norm)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if bad and not skipped:
@@ -118,8 +121,9 @@ class Health:
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
+        ended_by = first_said(posted.ended_by) if ended else ""
         mean = loss / self.global_batch_size
-        return Report(posted.step, mean, posted.grad_norm, wait / world_size(), names, stop > 0, skipped)
+        return Report(posted.step, mean, posted.grad_norm, wait / world_size(), names, stop > 0, skipped, ended_by)
 
     def _refuse(self, posted: _Posted) -> None:
         mine = posted.positions[~torch.isfinite(posted.losses.cpu())].tolist()
@@ -129,6 +133,11 @@ class Health:
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
             "Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples"
         )
+
+
+def first_said(text: str) -> str:
+    """What the first rank says that says something, on every rank; a collective. Two ranks, "" and "b": "b" on both."""
+    return next(filter(None, gather_objects(text)), "")
 
 
 def _listed(positions: list[int], most: int = 8) -> str:

@@ -347,7 +347,7 @@ def _meet(environ: MutableMapping[str, str], config) -> Store | None:
         await_listener(main, port, MEETING.total_seconds())
     store = store or next(rendezvous("env://", timeout=MEETING))[0]
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    agree(store, rank, world_size, facts(Path(sys.argv[0]), config) | computing, MEETING)
+    agree(store, rank, world_size, facts(config) | computing, MEETING)
     return store
 
 

@@ -17,6 +17,7 @@ class Ledger:
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
     leading: str = ""  # the result that decides which is best
+    ended_by: str = ""  # why the recipe ended the run before its length, if it did
 
     def __post_init__(self):
         for name, value in vars(self).items():  # they come from a file

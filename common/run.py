@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
-from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling
+from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling, source
 from common.best import Best
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint, Checkpoints, verify
@@ -29,7 +29,7 @@ from common.config import RunConfig, identity, short_hash, steps_between
 from common.ending import Ending
 from common.environment import environment
 from common.errors import Refused
-from common.health import Health, Report
+from common.health import Health, Report, first_said
 from common.journal import Journal
 from common.last_word import RESTART, RESUMABLE, notice
 from common.ledger import Ledger
@@ -41,7 +41,7 @@ from common.run_folder import RunFolder, writing
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import Tracker, require
-from common.wrapping import Trial, is_out_of_memory, warm_up
+from common.wrapping import Trial, check_losses, is_out_of_memory, warm_up
 from common.writer import Writer
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
@@ -51,14 +51,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Run:
     """One start of a run, from the claim on its folder to its last word."""
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, recipe: str):
+    def __init__(self, config: RunConfig, accelerator: Accelerator):
         self.config, self.accelerator = config, accelerator
         if config.dtype == "float64" and accelerator.mixed_precision != "no":
             raise Refused(
                 f"--dtype float64 would be computed in {accelerator.mixed_precision}, as the launch says: "
                 "launch with --mixed_precision no, or leave out --dtype"
             )
-        name = config.name or f"{recipe}-{short_hash(identity(config))}"
+        name = config.name or f"{source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
         profiled = steps_between(config.profile)
@@ -80,6 +80,7 @@ class Run:
         self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
+        self._ended_by = self._agreed = ""  # what was said to `stop`: on this rank; on some rank, as all know
         self._asked_to_go = False  # whether it asked this machine to leave, rather than to start its processes again
         self._started = self._stopping = False
         self._plan: BatchPlan | None = None
@@ -90,16 +91,25 @@ class Run:
         return self
 
     def __exit__(self, _, error, trace) -> None:
+        try:
+            if error is None and self._started and not self._stopping and self._ledger.step < self.last:
+                self._leave_early()
+        except Exception as failure:
+            self._close(failure)
+            raise
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
-        stopped = error is None and self._ledger.step < self.total_steps
+        stopped = error is None and self._ledger.step < self.last
         lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
         instead = self._ending.take_less(self._plan, self.accelerator.device) if too_much else None
         error = instead or error
         try:
             if self._started:
-                status, cause = self._ending.outcome(self._ledger.step, stopped, self._asked_by, error)
+                status, cause = self._ending.outcome(self._ledger, stopped, self._asked_by, error)
                 leavers = launch.leavers(self._asked_to_go) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
                 self._ending.finish(status, cause, self._ledger, self._summary(), self._draw_curves, goes_on)
@@ -162,10 +172,15 @@ class Run:
         `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
+        self.last = self.total_steps  # the step after which the run ends
         self._identity = identity(self.config) | {"data": fingerprint}
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
-        if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
+        self._source = source.read(self.config)
+        options = self._source, self.config.allow_changed_source
+        if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say, *options):
+            nothing = {"status": "", "step": 0, "cause": ""}
+            said = broadcast_object(nothing | self._folder.read("status.json") if self._folder else None)
             with self._writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
@@ -173,7 +188,7 @@ class Run:
                     if self._best:
                         self._best.mend(found, self._ledger)
                     state.load(found.tensors(), found.record["numbers"])
-                    self._take_over(found)
+                    self._take_over(found, said)
                 except (KeyError, TypeError, ValueError) as error:
                     raise Refused(
                         f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
@@ -186,9 +201,9 @@ class Run:
         self._health = Health(size, fp16=state.scaler is not None)
         self._broken = BrokenImages(self._ledger, self.config.max_broken_share, size, self.say)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
-        facts = environment(self.accelerator.mixed_precision)
+        facts = environment(self.accelerator.mixed_precision, self.config)
         with self._writing("writing the run folder"):
-            if self._folder and self._ledger.step < self.total_steps:
+            if self._folder and self._ledger.step < self.last:
                 self._open_files(facts)
         self._started = True
         return self._ledger.step
@@ -196,14 +211,17 @@ class Run:
     # --- every step
 
     def steps(self) -> Iterator[int]:
-        """The steps that are to be made, until the last, or until some rank was asked to stop."""
-        for step in range(self._ledger.step, self.total_steps):
+        """The steps that are to be made, until the last, or until some rank was asked to stop.
+
+        To end the run earlier call `stop`, which a `break` would not.
+        """
+        for step in range(self._ledger.step, self.last):
             if self._profile:
                 self._profile.before(step + 1)
             self._began = time.perf_counter()
             heartbeat.note("training", step + 1)
             yield step
-            if self._stopping:
+            if self._stopping or self._ledger.step >= self.last:
                 break
         if self._profile:
             self._profile.end()
@@ -225,16 +243,38 @@ class Run:
             self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._journal.failed or self._writer.failed
-        self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
+        check_losses(losses, len(positions))
+        self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop, self._ended_by)
         reports = self._health.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._journal.advance(step)
         self._take_in(reports)
+        self._end(step)
         if self._profile:
             self._profile.after()
 
+    def stop(self, why: str) -> None:
+        """End the run as well as at its last step, such as by `run.stop("patience")`; on one rank or on all.
+
+        Said after an evaluation, it ends there; else within three steps, with an evaluation. It is remembered: the same command
+        does not train on, but a larger --epochs or --max_steps does.
+        """
+        self._ended_by = self._ended_by or why or "the recipe"
+
+    def ends(self, step: int) -> bool:
+        """Whether `step` is the run's last: by its length, or since some rank said `stop`. A collective, after evaluations."""
+        if step < self.last:
+            self._agreed = self._agreed or first_said(self._ended_by)
+            self._end(step)
+        return step == self.last
+
+    @property
+    def best_step(self) -> int:
+        """Step of the best evaluation so far, over all starts; 0 before the first."""
+        return self._ledger.best.get("step", 0)
+
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after `step`: a function of the step alone."""
+        """Whether an evaluation is due after `step`: by the cadence, or because the run ends there."""
         return self._due(self.config.eval_every, step)
 
     def saves(self, step: int) -> bool:
@@ -353,13 +393,31 @@ class Run:
         self.draw("curves", pictures.curves, self.path)
 
     def _due(self, every: int, step: int) -> bool:
-        return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
+        return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
+
+    def _end(self, step: int) -> None:
+        """Let `step` be the run's last, if all ranks know that it is to end; before its evaluation and its checkpoint."""
+        if self._agreed and step < self.last:
+            self.last, self._ledger.ended_by = step, self._agreed
+
+    def _leave_early(self) -> None:
+        """The recipe has left its loop: keep what it has trained, as if it had said `stop`."""
+        self.say(
+            f"the loop was left at step {self._ledger.step} of {self.total_steps}, as by `break`: no last evaluation; "
+            'run.stop("why") ends a run with one'
+        )
+        self._agreed = "the recipe, which left its loop"
+        self._end(self._ledger.step)
+        if self._ledger.step:
+            self.save(self._ledger.step)
+            self._writer.wait()
 
     def _take_in(self, reports: list[Report]) -> None:
         for report in reports:
             self._ledger.take_in(report, self._seconds.pop(report.step))
             self._broken.count(report.step, report.broken)
             self._stopping = self._stopping or report.stop
+            self._agreed = self._agreed or report.ended_by
             if report.step % self.config.log_every == 0 or self.evaluates(report.step):
                 self._journal.note(report.step, self._row(report))
 
@@ -379,8 +437,20 @@ class Run:
             row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return row
 
-    def _take_over(self, found: Checkpoint) -> None:
-        step, before, now = self._ledger.step, found.record["total_steps"], self.total_steps
+    def _take_over(self, found: Checkpoint, said: dict) -> None:
+        ledger, before, now = self._ledger, found.record["total_steps"], self.total_steps
+        step, is_here = ledger.step, found.path.resolve().parent == self._checkpoints.folder.resolve()
+        if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
+            ledger.ended_by = ledger.ended_by or str(said["cause"])
+        goes_on = now > before or not is_here or source.difference(found.record["source"], self._source)
+        if ledger.ended_by and not goes_on:
+            self.say(
+                f"this run was ended at step {step} of {before} by {ledger.ended_by}; a larger --epochs or --max_steps takes "
+                "it further"
+            )
+            self.last = step
+            return
+        ledger.ended_by = ""
         if step >= now:
             self.say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return
@@ -397,6 +467,7 @@ class Run:
             "step": self._ledger.step,
             "total_steps": self.total_steps,
             "identity": self._identity,
+            "source": self._source,
             "numbers": self._state.numbers(),
             "ledger": dataclasses.asdict(self._ledger),
             "config": dataclasses.asdict(self.config),
@@ -423,6 +494,7 @@ class Run:
         folder, config = self._folder, self.config
         configuration.save(config, self.path / "config.yaml")
         folder.write("environment.json", facts)
+        source.keep(self._source, self.path)
         stood = folder.rewind(self._ledger.step)
         folder.status("running", self._ledger.step)
         tracker = Tracker(

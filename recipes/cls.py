@@ -248,7 +248,7 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator, recipe="cls") as run:
+    with Run(config, accelerator) as run:
         plan = build_plan(config, run.max_micro_batch_size)
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
@@ -298,7 +298,7 @@ def main() -> None:
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         export = partial(models.export, ema.module if ema else bare, val.classes, data_config)
-        first, last = run.start(state, stream, schedule, fingerprint, export), schedule.total_steps
+        first, last = run.start(state, stream, schedule, fingerprint, export), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
@@ -335,7 +335,7 @@ def main() -> None:
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
                     run.keep_best(results)
-                if done == last:
+                if run.ends(done):
                     draw(run, val, counts, mistakes)
             if run.saves(done):
                 run.save(done)
