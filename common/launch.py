@@ -69,6 +69,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
     settings = config or RunConfig()
+    torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     accelerator = Accelerator(

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from common.checkpoint import Checkpoint, Checkpoints, Damaged, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
 from common.errors import Refused
+from common.files import check_regular
 from common.source import FOLDER, Source, difference
 from common.state import TrainingState
 
@@ -90,10 +92,17 @@ def choose_together(
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's."""
-    found = _whole(path)
-    TrainingState(model).check(found.shapes(), str(path))
-    files = found.tensors()
+    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's.
+
+    `path` may also be what was exported of a module of one's own.
+    """
+    if (path / "config.json").is_file():
+        check_regular(path)
+        files = {"model": load_file(path / "model.safetensors")}
+    else:
+        files = _whole(path).tensors()
+    shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
+    TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
 
 

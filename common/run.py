@@ -147,13 +147,19 @@ class Run:
             self._inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
         return self._plan
 
-    def wrap(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Trial
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """`model` and `optimizer` as Accelerate prepares them for the processes of this run, in the state of a run's middle."""
-        network, optimizer = self.accelerator.prepare(model, optimizer)
+    def wrap(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, trial: Trial) -> list:
+        """`model` and each optimizer as Accelerate prepares them for the processes of this run, in the state of a run's middle.
+
+        Several optimizers have parameters of their own each, and are all stepped in every step.
+        """
+        if len(optimizers) > 1 and self.accelerator.scaler:
+            raise Refused(
+                f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
+                "launch in bf16 or fp32, or take parameter groups of one optimizer"
+            )
+        network, *optimizers = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(trial, network, self._plan))
-        return network, optimizer
+        return [network, *optimizers]
 
     def describe(self, rows: dict[str, str]) -> None:
         """The start table: `rows`, and what of the run depends on its layout."""

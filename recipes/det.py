@@ -312,7 +312,7 @@ def main() -> None:
         trial = Trial(samples, losses_of, accelerator.device, whole_share=True)
         plan = run.fit(plan, bare, trial)
         val_loader = build_val_loader(config, val_samples, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial)
+        model, optimizer = run.wrap(bare, optimizer, trial=trial)
 
         run.describe(
             {
