@@ -46,7 +46,7 @@ class Ledger:
     def judge(self, step: int, results: dict[str, float], leading: str) -> bool:
         """Keep an evaluation's results; whether `results[leading]` (larger is better) is the best so far."""
         self.last, self.leading = {"step": step} | results, leading
-        better = not self.best or (results[leading] or 0) > (self.best[leading] or 0)
+        better = not self.best or (results[leading] or 0) > (self.best.get(leading) or 0)
         if better:
             self.best = self.last
         return better

@@ -64,6 +64,11 @@ def create(
         raise Refused(
             f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
         )
+    if local and not is_of_timm(Path(name)):
+        raise Refused(
+            f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
+            "--eval_only, or load its model.safetensors there"
+        )
     if not (local or name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
         raise Refused(
             f"--model {name}: not a model of timm {timm.__version__}{nearest(name.lower(), timm.list_models())}"

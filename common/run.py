@@ -229,10 +229,7 @@ class Run:
             yield step
             if self._stopping or self._ledger.step >= self.last:
                 break
-        if self._profile:
-            self._profile.end()
-        with self._writing("writing a checkpoint"):
-            self._writer.wait()
+        self._end_steps()
 
     def observe(
         self,
@@ -406,6 +403,12 @@ class Run:
         if self._agreed and step < self.last:
             self.last, self._ledger.ended_by = step, self._agreed
 
+    def _end_steps(self) -> None:
+        if self._profile:
+            self._profile.end()
+        with self._writing("writing a checkpoint"):
+            self._writer.wait()
+
     def _leave_early(self) -> None:
         """The recipe has left its loop: keep what it has trained, as if it had said `stop`."""
         self.say(
@@ -416,7 +419,7 @@ class Run:
         self._end(self._ledger.step)
         if self._ledger.step:
             self.save(self._ledger.step)
-            self._writer.wait()
+        self._end_steps()
 
     def _take_in(self, reports: list[Report]) -> None:
         for report in reports:

@@ -69,7 +69,8 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         if texts[0] != texts[1]:
             plain = [_plain(text).splitlines() for text in texts]
             wrapped = [[part for line in of_text for part in textwrap.wrap(line, _WIDTH)] for of_text in plain]
-            lines += difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
+            found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
+            lines += [line for line in found if not line.startswith("@@")]  # these count lines without comments
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 
