@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
+from common import source
 from common.environment import packages
 from common.errors import Refused
 
@@ -17,18 +18,19 @@ NAMED = 5  # differences that a message lists
 LAST_LOOK = timedelta(seconds=10)
 
 
-def facts(recipe: Path, config=None) -> dict[str, str]:
+def facts(config=None) -> dict[str, str]:
     """What must be the same everywhere, by the name under which a difference is reported.
 
-    Versions of Python and packages, hashes of the recipe and of common/, and the settings, if there are any.
+    Versions of Python and packages, hashes of the recipe's source and of common/, and the settings, if there are any.
     """
     common = Path(__file__).parent
-    files = {recipe.name: recipe} | {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
+    files = {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
     settings = dataclasses.asdict(config) if config is not None else {}
     return {
         "Python": platform.python_version(),
         **{name: str(version) for name, version in packages().items()},
-        **{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()},
+        **source.digests(source.read(config)),
+        **{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
         **{f"--{name}": str(value) for name, value in settings.items()},
     }
 

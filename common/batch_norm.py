@@ -176,6 +176,17 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     return len(layers)
 
 
+def freeze(*modules: nn.Module) -> None:
+    """Freeze parts of a model, such as its first stages, after `convert`: neither weights nor running statistics move."""
+    for module in modules:
+        module.requires_grad_(False)
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, StepBatchNorm):
+                raise Refused("batch_norm.freeze was called before batch_norm.convert: call it after that")
+            if isinstance(layer, StepBatchNorm):
+                layer.mode = "frozen"
+
+
 def describe(mode: str) -> str:
     """The mode and what it means, for people."""
     return f"{mode}: {DESCRIPTIONS[mode]}"

@@ -98,9 +98,11 @@ class RunConfig:
     output_dir: str = path_option("runs", may_change=True)
     """Folder of run folders."""
     name: str = path_option("", may_change=True)
-    """Name of the run folder (default: recipe and hash of the configuration, so that the same command resumes)."""
+    """Name of the run folder (default: the recipe's file and a hash of the configuration; the same command resumes)."""
     resume: str = path_option("auto", may_change=True)
     """auto: go on from the newest good checkpoint of the run folder; never: start from nothing; or a checkpoint folder."""
+    allow_changed_source: bool = option(False, may_change=True)
+    """Resume although the recipe's source is not the one that the checkpoint was made with."""
     checkpoint_every: int = option(0, low=0, may_change=True)
     """Steps between checkpoints (0: at the end of every epoch). The last step always makes one."""
     keep_checkpoints: int = option(2, low=1, may_change=True)

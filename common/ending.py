@@ -48,15 +48,16 @@ class Ending:
         """For programs, why all processes are ended at `step`; by whichever has the word."""
         write_status(self._path, "failed", step, cause)
 
-    def outcome(self, step: int, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
-        """How this start ends at `step`, and why: status and cause for status.json.
+    def outcome(self, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
+        """How this start ends, and why: status and cause for status.json.
 
         `asked_by` is what asked this process to stop, "" if nothing did. Where all ranks have `stopped`, a collective.
         """
+        ledger = self._records.ledger
         if stopped:
             return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(asked_by))))
         if error is None:
-            return "finished", ""
+            return "finished", ledger.ended_by
         cause = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return "resumable", asked_by or cause
@@ -64,13 +65,13 @@ class Ending:
             cause = "the loss of another process"
             if not is_main() and not read_json(self._path / "status.json").get("cause"):  # it may be the main process
                 with contextlib.suppress(OSError):
-                    write_status(self._path, "resumable", step, cause)
+                    write_status(self._path, "resumable", ledger.step, cause)
             return "resumable", cause
         status = "resumable" if isinstance(error, Again) else "failed"
         if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
             kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
             with contextlib.suppress(OSError):
-                write_status(self._path, status, step, f"rank {rank()}: {kind}{cause}")
+                write_status(self._path, status, ledger.step, f"rank {rank()}: {kind}{cause}")
         return status, cause
 
     def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
@@ -111,7 +112,8 @@ class Ending:
 
     def _say_results(self, ledger: Ledger, where: str) -> None:
         config, path = self._config, self._path
-        rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training"}
+        ended_by = f", ended by {ledger.ended_by}" * bool(ledger.ended_by)
+        rows = {"finished": f"{ledger.step:,} steps in {ledger.seconds:.0f} s of training{ended_by}"}
         if ledger.best:
             rows["best"] = f"{ledger.headline(ledger.best)} at step {ledger.best['step']}: {path / 'best'}"
             rows["last"] = (

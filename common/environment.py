@@ -8,17 +8,24 @@ from pathlib import Path
 
 import torch
 
+from common import source
 from common.collectives import gather_objects, local_world_size, world_size
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
 
 
-def environment(precision: str) -> dict:
-    """Versions, commit, command, layout and devices of this start; every rank calls it, a device a rank is listed."""
+def environment(precision: str, config: object = None) -> dict:
+    """Versions, commit, command, layout and devices of this start; every rank calls it, a device a rank is listed.
+
+    Of the recipe, whose configuration is `config`, the path and a hash of each file of its source.
+    """
+    recipe = source.started(config)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "command": " ".join(sys.argv),
-        "commit": _commit(Path(sys.argv[0]).resolve().parent),
+        "recipe": str(recipe.resolve()) if recipe else "a notebook",
+        "source": source.digests(source.read(config)),
+        "commit": _commit(recipe.resolve()) if recipe else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages(),
@@ -43,14 +50,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(folder: Path) -> str | None:
-    """The git commit that `folder` is at, with `+changes` where files differ from it; None outside git."""
+def _commit(file: Path) -> str | None:
+    """The git commit that the folder of `file` is at, with `+changes` where files differ from it or `file` is not in it.
+
+    None outside git.
+    """
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+        command = ["git", "-C", str(file.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        commit = git("rev-parse", "HEAD")
+        is_in_it = git("ls-files", "--", file.name) and not git("status", "--porcelain", "--untracked-files=no")
+        return commit + "+changes" * (not is_in_it)
     except (OSError, subprocess.SubprocessError):
         return None

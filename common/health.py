@@ -32,6 +32,7 @@ class Report:
     broken: tuple[str, ...]  # images that could not be read, of all ranks
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
+    ended_by: str = ""  # why the recipe ends the run, where some rank said so
     logged: dict[str, float] = field(default_factory=dict)  # numbers of one's own: means over all values of the step
 
 
@@ -44,6 +45,7 @@ class _Posted:
     data_wait: float
     broken: tuple[str, ...]
     stop: bool
+    ended_by: str
     counts: dict[str, int]  # of the values of each number of one's own
     copied: object = None  # CUDA event
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
@@ -87,6 +89,7 @@ class Health:
         data_wait: float,
         broken: tuple[str, ...],
         stop: bool,
+        ended_by: str = "",
     ) -> None:
         """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
         loss = losses.sum(dtype=_exact(losses.device))
@@ -95,7 +98,7 @@ class Health:
             torch.zeros_like(loss) + total.to(loss.dtype) for total in self._sums.values()
         ]  # also of the host's
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, self._counts)
+        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by, self._counts)
         self._sums, self._counts = {}, {}
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
@@ -130,7 +133,7 @@ class Health:
         posted.names = self._names
         bad = not (math.isfinite(loss) and (self.fp16 or math.isfinite(posted.grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
-        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, new]
+        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, bool(posted.ended_by), new]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
@@ -141,7 +144,7 @@ class Health:
         posted = self._posted.popleft()
         if posted.work is not None:
             posted.work.wait()
-        loss, bad, wait, broken, stop, new, *sums = posted.summed.tolist()
+        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
         skipped = self.fp16 and not math.isfinite(posted.grad_norm)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if bad and not skipped:
@@ -152,9 +155,11 @@ class Health:
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
+        ended_by = first_said(posted.ended_by) if ended else ""
         logged = self._means(posted, sums, new > 0, skipped)
         mean = loss / self.global_batch_size
-        return Report(posted.step, mean, posted.grad_norm, wait / world_size(), names, stop > 0, skipped, logged)
+        wait /= world_size()
+        return Report(posted.step, mean, posted.grad_norm, wait, names, stop > 0, skipped, ended_by, logged)
 
     def _means(self, posted: _Posted, sums: list[float], new: bool, skipped: bool) -> dict[str, float]:
         """Of each number of one's own the mean over all values, from `sums`: total, count and ranks of each known name."""
@@ -193,6 +198,11 @@ class Health:
 def _exact(device: torch.device) -> torch.dtype:
     """The type in which sums are taken: Apple's devices have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def first_said(text: str) -> str:
+    """What the first rank says that says something, on every rank; a collective. Two ranks, "" and "b": "b" on both."""
+    return next(filter(None, gather_objects(text)), "")
 
 
 def _listed(positions: list[int], most: int = 8) -> str:

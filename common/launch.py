@@ -69,6 +69,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
     settings = config or RunConfig()
+    torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     accelerator = Accelerator(
@@ -351,7 +352,7 @@ def _meet(environ: MutableMapping[str, str], config) -> Store | None:
         await_listener(main, port, MEETING.total_seconds())
     store = store or next(rendezvous("env://", timeout=MEETING))[0]
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    agree(store, rank, world_size, facts(Path(sys.argv[0]), config) | computing, MEETING)
+    agree(store, rank, world_size, facts(config) | computing, MEETING)
     return store
 
 

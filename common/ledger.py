@@ -17,6 +17,7 @@ class Ledger:
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
     leading: str = ""  # the result that decides which is best
+    ended_by: str = ""  # why the recipe ended the run before its length, if it did
 
     def __post_init__(self):
         for name, value in vars(self).items():  # they come from a file
@@ -45,7 +46,7 @@ class Ledger:
     def judge(self, step: int, results: dict[str, float], leading: str) -> bool:
         """Keep an evaluation's results; whether `results[leading]` (larger is better) is the best so far."""
         self.last, self.leading = {"step": step} | results, leading
-        better = not self.best or (results[leading] or 0) > (self.best[leading] or 0)
+        better = not self.best or (results[leading] or 0) > (self.best.get(leading) or 0)
         if better:
             self.best = self.last
         return better

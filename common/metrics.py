@@ -30,7 +30,9 @@ class ClassificationCounts:
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
         self.classes, self.multi_label = classes, multi_label
-        vectors = ("true_positive", "false_positive", "false_negative") if multi_label else ("hits", "images")
+        vectors = (
+            ("true_positive", "false_positive", "false_negative") if multi_label else ("hits", "images", "predicted")
+        )
         shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(vectors, (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
@@ -76,6 +78,7 @@ class ClassificationCounts:
         counts["top5"] += (sound & (ahead < 5)).sum()
         counts["hits"].index_add_(0, true, hit.long())
         counts["images"].index_add_(0, true, (labels >= 0).long())
+        counts["predicted"].index_add_(0, predicted, sound.long())
         if self.confusion is not None:
             self.confusion.view(-1).index_add_(0, true * self.classes + predicted, sound.long())
         return F.cross_entropy(logits, true, reduction="none")
@@ -100,8 +103,9 @@ class ClassificationCounts:
     def results(self) -> dict[str, float | int | None | list[float | None]]:
         """Fractions, and None where there is nothing to divide by.
 
-        One label an image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur).
-        Several: f1 (over all decisions), f1_macro (mean over classes that are true or predicted anywhere), exact_match.
+        One label an image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
+        Several: f1 (over all decisions), f1_macro, exact_match.
+        f1_macro is the mean over classes that are true or predicted anywhere.
         Both: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
         """
         counts = {name: count.tolist() for name, count in self._counts.items() if name != "confusion"}
@@ -117,6 +121,8 @@ class ClassificationCounts:
             per_class = [_share(hits, images) for hits, images in zip(counts["hits"], counts["images"], strict=True)]
             named = {"top1": _share(counts["top1"], count), "top5": _share(counts["top5"], count)}
             named["mean_class_accuracy"] = _mean(per_class)
+            decisions = zip(counts["hits"], counts["images"], counts["predicted"], strict=True)
+            named["f1_macro"] = _mean([_share(2 * hits, images + predicted) for hits, images, predicted in decisions])
         return named | results | {"per_class": per_class}
 
 

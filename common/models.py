@@ -18,7 +18,7 @@ from timm.models._hub import save_config_for_hf
 from common.collectives import is_main
 from common.config import nearest
 from common.errors import Refused
-from common.files import check_regular
+from common.files import SMALL, check_regular, read_text
 from common.images import MAX_PIXELS
 
 # What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
@@ -63,6 +63,11 @@ def create(
     if local and not (Path(name) / "config.json").is_file():
         raise Refused(
             f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
+        )
+    if local and not is_of_timm(Path(name)):
+        raise Refused(
+            f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
+            "--eval_only, or load its model.safetensors there"
         )
     if not (local or name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
         raise Refused(
@@ -119,9 +124,30 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
 
 
 def freeze_backbone(model: torch.nn.Module) -> None:
-    """Leave only the classifier trainable."""
+    """Leave only the classifier trainable. Of some stages do so with `batch_norm.freeze`."""
     model.requires_grad_(False)
-    model.get_classifier().requires_grad_(True)
+    classifier(model).requires_grad_(True)
+
+
+def classifier(model: torch.nn.Module) -> torch.nn.Module:
+    """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
+    if not hasattr(model, "get_classifier"):
+        raise Refused(
+            f"--freeze_backbone, --backbone_lr_factor: {type(model).__name__} does not say which part is its head; give it a "
+            "method get_classifier() that returns it"
+        )
+    return model.get_classifier()
+
+
+def is_of_timm(model: torch.nn.Module | Path) -> bool:
+    """Whether timm made a model, or what was exported to a folder; a module of one's own has nothing that tells timm how."""
+    if not isinstance(model, Path):
+        return hasattr(model, "pretrained_cfg")
+    file = model / "config.json"
+    try:
+        return file.is_file() and "module" not in json.loads(read_text(file, SMALL))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return True  # as which it is refused
 
 
 def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
@@ -132,13 +158,19 @@ def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
         raise Refused(f"--grad_checkpointing: {name} does not offer it; lower --max_micro_batch_size instead") from None
 
 
+def title(name: str, model: torch.nn.Module) -> str:
+    """What a model is called: its name for timm, or the class of a module of one's own."""
+    return name if is_of_timm(model) else type(model).__name__
+
+
 def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results: dict, folder: Path) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 
     `results.json` beside it says what it reached. The folder must not exist.
     """
     folder.mkdir(parents=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    # Copies: safetensors refuses memory that two names share, as of tied weights.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
     _save_config(model, classes, config, folder)
@@ -146,6 +178,10 @@ def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results
 
 
 def _save_config(model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path) -> None:
+    if not is_of_timm(model):  # what its weights mean, for whoever has the class
+        names = {"module": type(model).__name__, "num_classes": len(classes), "label_names": list(classes)}
+        (folder / "config.json").write_text(json.dumps(names | {"pretrained_cfg": config}, indent=2) + "\n")
+        return
     save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
 
 
@@ -154,7 +190,7 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
 
     Which weights it has makes no difference to that, so it is asked once. Raises `Refused`.
     """
-    if not is_main():
+    if not is_main() or not is_of_timm(model):
         return
     model = _without_zeros(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +200,10 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
             weights = {"source": "", "state_dict": model.state_dict()}
             loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
         except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
-            raise Refused(f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}") from None
+            raise Refused(
+                f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}; put a model with parts of "
+                "your own into a torch.nn.Module of your own, which is exported as it is"
+            ) from None
     _refuse_another(model, loaded, config["input_size"])
 
 

@@ -13,6 +13,7 @@ from timm.utils.agc import adaptive_clip_grad
 
 from common.config import OptimizationConfig, nearest
 from common.errors import Refused
+from common.models import classifier
 from common.stream import Stream
 
 # torch's own in timm's factory: 6 times as fast, and no host sync under fp16.
@@ -70,7 +71,7 @@ def _backbone(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Of a detector the features without a pyramid over them, of a classifier all but its head."""
     if hasattr(model, "backbone"):
         return list(getattr(model.backbone, "features", model.backbone).parameters())
-    head = {id(parameter) for parameter in model.get_classifier().parameters()}
+    head = {id(parameter) for parameter in classifier(model).parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in head]
 
 
@@ -125,9 +126,16 @@ class Schedule:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set `rate` in every parameter group, times the group's `lr_scale` (layer-wise decay)."""
+    """Set `rate` in every parameter group, times the group's `lr_scale`.
+
+    A group without one, but with a rate of its own as in `{"params": ..., "lr": 1e-4}`, keeps the ratio of that to the
+    optimizer's rate.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        if "lr_scale" not in group:  # in the first step, when the group still has the rate it was built with
+            common = optimizer.defaults.get("lr")
+            group["lr_scale"] = float(group["lr"] / common) if common else 1.0
+        group["lr"] = rate * group["lr_scale"]
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode: str) -> torch.Tensor:

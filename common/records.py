@@ -21,6 +21,7 @@ from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
 from common.run_folder import RunFolder, writing
+from common.source import Source, difference, keep
 from common.state import TrainingState
 from common.stream import Stream
 from common.tracking import Tracker
@@ -62,17 +63,32 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict) -> None:
+    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
         """Keep what rows, the summary and checkpoints are made of."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
+        self._source = recipe
 
-    def resume(self, found: Checkpoint) -> None:
-        """Say from where the run goes on, and what its new length changes."""
-        say, step = self.journal.say, self.ledger.step
+    def resume(self, found: Checkpoint, said: dict) -> int:
+        """Say from where the run goes on, and what its new length changes; returns the step after which it ends.
+
+        `said` is the status.json that was found.
+        """
+        say, ledger, step = self.journal.say, self.ledger, self.ledger.step
         before, now = found.record["total_steps"], self._schedule.total_steps
+        is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
+        if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
+            ledger.ended_by = ledger.ended_by or str(said["cause"])
+        goes_on = now > before or not is_here or difference(found.record.get("source") or self._source, self._source)
+        if ledger.ended_by and not goes_on:
+            say(
+                f"this run was ended at step {step} of {before} by {ledger.ended_by}; a larger --epochs or --max_steps takes "
+                "it further"
+            )
+            return step
+        ledger.ended_by = ""
         if step >= now:
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
-            return
+            return now
         say(f"going on from step {step} of {now} ({found.path})")
         if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
@@ -80,6 +96,7 @@ class Records:
                 f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
                 f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
             )
+        return now
 
     def share(self) -> None:
         """Give all ranks the totals that a checkpoint had, and count on from them; a collective."""
@@ -98,6 +115,7 @@ class Records:
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
+        keep(self._source, self._path)
         stood = folder.rewind(self.ledger.step)
         folder.status("running", self.ledger.step)
         tracker = Tracker(
@@ -144,6 +162,7 @@ class Records:
             "step": self.ledger.step,
             "total_steps": self._schedule.total_steps,
             "identity": self._identity,
+            "source": self._source,
             "numbers": self._state.numbers(),
             "ledger": dataclasses.asdict(self.ledger),
             "config": dataclasses.asdict(self._config),

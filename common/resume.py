@@ -5,18 +5,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from common.checkpoint import Checkpoint, Checkpoints, Damaged, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
 from common.errors import Refused
+from common.files import check_regular
+from common.source import FOLDER, Source, difference
 from common.state import TrainingState
 
 
-def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str], None]) -> Checkpoint | None:
+def choose(
+    resume: str,
+    checkpoints: Checkpoints,
+    mine: dict,
+    say: Callable[..., None],
+    recipe: Source | None = None,
+    allow_changed_source: bool = False,
+) -> Checkpoint | None:
     """The verified checkpoint that `--resume` means, or None for a new start; the main process decides for all.
 
-    `mine` is the run's identity: its configuration and the fingerprint of its data. Raises `Refused` for `never` where there
-    are checkpoints, for a path that is no whole checkpoint or an older one of this folder, and for another identity.
+    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` the source that is running.
+    Raises `Refused` for `never` where there are checkpoints, for a path that is no whole checkpoint or an older one of this
+    folder, for another identity, and for another source unless `allow_changed_source`.
     """
     checkpoints.sweep()
     there, run = checkpoints.paths(), checkpoints.folder.parent
@@ -40,10 +51,18 @@ def choose(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str
         ]
         if differing:
             raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
+        _check_source(found, recipe or {}, allow_changed_source, say)
     return found
 
 
-def choose_together(resume: str, checkpoints: Checkpoints, mine: dict, say: Callable[[str], None]) -> Checkpoint | None:
+def choose_together(
+    resume: str,
+    checkpoints: Checkpoints,
+    mine: dict,
+    say: Callable[..., None],
+    recipe: Source | None = None,
+    allow_changed_source: bool = False,
+) -> Checkpoint | None:
     """What `choose` says on the main process, on every rank, once all have it. A collective.
 
     Raises `Refused` on every rank where a machine lacks that checkpoint, has another of that name, or has a newer one.
@@ -58,7 +77,7 @@ def choose_together(resume: str, checkpoints: Checkpoints, mine: dict, say: Call
                 f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an --output_dir that all machines "
                 f"see, start with the address of one that has it, or copy it to {main_host}"
             )
-        found = choose(resume, checkpoints, mine, say) if is_main() else None
+        found = choose(resume, checkpoints, mine, say, recipe, allow_changed_source) if is_main() else None
     chosen = broadcast_object(found and (str(found.path), found.record, found.manifest()))
     if not chosen:
         return None
@@ -73,14 +92,39 @@ def choose_together(resume: str, checkpoints: Checkpoints, mine: dict, say: Call
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's."""
-    found = _whole(path)
-    TrainingState(model).check(found.shapes(), str(path))
-    files = found.tensors()
+    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's.
+
+    `path` may also be what was exported of a module of one's own.
+    """
+    if (path / "config.json").is_file():
+        check_regular(path)
+        files = {"model": load_file(path / "model.safetensors")}
+    else:
+        files = _whole(path).tensors()
+    shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
+    TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
 
 
-def _named(path: Path, checkpoints: Checkpoints, say: Callable[[str], None]) -> Checkpoint:
+def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
+    """Refuse to resume with a source that is not the one `found` was made with, unless that is allowed; say what changed."""
+    theirs = found.record.get("source")
+    if not isinstance(theirs, dict):  # of before sources were recorded
+        return
+    changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
+    if not changes:
+        return
+    say(*changes)
+    if not allowed:
+        raise Refused(
+            f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see the changes above: give this "
+            "run another --name, add --allow_changed_source if they are meant, or put the source back "
+            f"({found.path.parent.parent / FOLDER} has that of its newest start)"
+        )
+    say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
+
+
+def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint:
     found, there = _whole(path), checkpoints.paths()
     if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
         return found

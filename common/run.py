@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling
+from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling, source
 from common.best import Best
 from common.checkpoint import Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
@@ -25,7 +25,7 @@ from common.config import RunConfig, identity, short_hash, steps_between
 from common.ending import Ending
 from common.environment import environment
 from common.errors import Refused
-from common.health import Health, Report
+from common.health import Health, Report, first_said
 from common.last_word import RESTART, RESUMABLE, notice
 from common.ledger import Ledger
 from common.optimization import Schedule
@@ -37,7 +37,7 @@ from common.run_folder import RunFolder
 from common.state import Tensors, TrainingState
 from common.stream import Stream
 from common.tracking import require
-from common.wrapping import Trial, is_out_of_memory, warm_up
+from common.wrapping import Trial, check_losses, is_out_of_memory, warm_up
 from common.writer import Writer
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
@@ -47,14 +47,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Run:
     """One start of a run, from the claim on its folder to its last word."""
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, recipe: str):
+    def __init__(self, config: RunConfig, accelerator: Accelerator):
         self.config, self.accelerator = config, accelerator
         if config.dtype == "float64" and accelerator.mixed_precision != "no":
             raise Refused(
                 f"--dtype float64 would be computed in {accelerator.mixed_precision}, as the launch says: "
                 "launch with --mixed_precision no, or leave out --dtype"
             )
-        name = config.name or f"{recipe}-{short_hash(identity(config))}"
+        name = config.name or f"{source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
         profiled = steps_between(config.profile)
@@ -76,6 +76,7 @@ class Run:
         self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
+        self._ended_by = self._agreed = ""  # what was said to `stop`: on this rank; on some rank, as all know
         self._asked_to_go = False  # whether it asked this machine to leave, rather than to start its processes again
         self._started = self._stopping = False
         self._plan: BatchPlan | None = None
@@ -86,16 +87,25 @@ class Run:
         return self
 
     def __exit__(self, _, error, trace) -> None:
+        try:
+            if error is None and self._started and not self._stopping and self._step < self.last:
+                self._leave_early()
+        except Exception as failure:
+            self._close(failure)
+            raise
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         heartbeat.end()  # from here on the main process alone has long work: pictures, the dashboard
-        stopped = error is None and self._step < self.total_steps
+        stopped = error is None and self._step < self.last
         lasting = self._plan and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
         instead = self._ending.take_less(self._plan, self.accelerator.device) if too_much else None
         error = instead or error
         try:
             if self._started:
-                status, cause = self._ending.outcome(self._step, stopped, self._asked_by, error)
+                status, cause = self._ending.outcome(stopped, self._asked_by, error)
                 leavers = launch.leavers(self._asked_to_go) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
                 self._ending.finish(status, cause, self._draw_curves, goes_on)
@@ -133,13 +143,19 @@ class Run:
             self._inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
         return self._plan
 
-    def wrap(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Trial
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """`model` and `optimizer` as Accelerate prepares them for the processes of this run, in the state of a run's middle."""
-        network, optimizer = self.accelerator.prepare(model, optimizer)
+    def wrap(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, trial: Trial) -> list:
+        """`model` and each optimizer as Accelerate prepares them for the processes of this run, in the state of a run's middle.
+
+        Several optimizers have parameters of their own each, and are all stepped in every step.
+        """
+        if len(optimizers) > 1 and self.accelerator.scaler:
+            raise Refused(
+                f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
+                "launch in bf16 or fp32, or take parameter groups of one optimizer"
+            )
+        network, *optimizers = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(trial, network, self._plan))
-        return network, optimizer
+        return [network, *optimizers]
 
     def describe(self, rows: dict[str, str], train: Sized, val: Sized, **sizes: int | Sequence[int]) -> None:
         """Print the start table: `rows`, and what of the run depends on its layout.
@@ -161,12 +177,16 @@ class Run:
         `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self.total_steps = state, stream, schedule.total_steps
-        told = identity(self.config) | {"data": fingerprint}
+        self.last = self.total_steps  # the step after which the run ends
+        told, recipe = identity(self.config) | {"data": fingerprint}, source.read(self.config)
         records = self._records
-        records.begin(state, stream, schedule, told)
+        records.begin(state, stream, schedule, told, recipe)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
-        if found := choose_together(self.config.resume, self._checkpoints, told, self.say):
+        options = recipe, self.config.allow_changed_source
+        if found := choose_together(self.config.resume, self._checkpoints, told, self.say, *options):
+            nothing = {"status": "", "step": 0, "cause": ""}
+            said = broadcast_object(nothing | self._folder.read("status.json") if self._folder else None)
             with self._records.writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
@@ -174,7 +194,7 @@ class Run:
                     if self._best:
                         self._best.mend(found, records.ledger)
                     state.load(found.tensors(), found.record["numbers"])
-                    records.resume(found)
+                    self.last = records.resume(found, said)
                 except (KeyError, TypeError, ValueError) as error:
                     raise Refused(
                         f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
@@ -185,9 +205,9 @@ class Run:
             self._profile.skip(self._step)
         self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
-        facts = environment(launch.precision(self.accelerator, self.config.dtype))
+        facts = environment(launch.precision(self.accelerator, self.config.dtype), self.config)
         with self._records.writing("writing the run folder"):
-            if self._folder and self._step < self.total_steps:
+            if self._folder and self._step < self.last:
                 records.open(self.accelerator, facts)
         self._started = True
         return self._step
@@ -195,19 +215,19 @@ class Run:
     # --- every step
 
     def steps(self) -> Iterator[int]:
-        """The steps that are to be made, until the last, or until some rank was asked to stop."""
-        for step in range(self._step, self.total_steps):
+        """The steps that are to be made, until the last, or until some rank was asked to stop.
+
+        To end the run earlier call `stop`, which a `break` would not.
+        """
+        for step in range(self._step, self.last):
             if self._profile:
                 self._profile.before(step + 1)
             self._began = time.perf_counter()
             heartbeat.note("training", step + 1)
             yield step
-            if self._stopping:
+            if self._stopping or self._step >= self.last:
                 break
-        if self._profile:
-            self._profile.end()
-        with self._records.writing("writing a checkpoint"):
-            self._writer.wait()
+        self._end_steps()
 
     def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Add numbers of your own to the row of this step, as in `run.log({"train/aux": losses.detach()})`.
@@ -237,16 +257,38 @@ class Run:
             self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._journal.failed or self._writer.failed
-        self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop)
+        check_losses(losses, len(positions))
+        self._health.post(step, losses, positions, grad_norm, data_wait, broken, stop, self._ended_by)
         reports = self._health.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._journal.advance(step)
         self._take_in(reports)
+        self._end(step)
         if self._profile:
             self._profile.after()
 
+    def stop(self, why: str) -> None:
+        """End the run as well as at its last step, such as by `run.stop("patience")`; on one rank or on all.
+
+        Said after an evaluation, it ends there; else within three steps, with an evaluation. It is remembered: the same command
+        does not train on, but a larger --epochs or --max_steps does.
+        """
+        self._ended_by = self._ended_by or why or "the recipe"
+
+    def ends(self, step: int) -> bool:
+        """Whether `step` is the run's last: by its length, or since some rank said `stop`. A collective, after evaluations."""
+        if step < self.last:
+            self._agreed = self._agreed or first_said(self._ended_by)
+            self._end(step)
+        return step == self.last
+
+    @property
+    def best_step(self) -> int:
+        """Step of the best evaluation so far, over all starts; 0 before the first."""
+        return self._records.ledger.best.get("step", 0)
+
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after `step`: a function of the step alone."""
+        """Whether an evaluation is due after `step`: by the cadence, or because the run ends there."""
         return self._due(self.config.eval_every, step)
 
     def saves(self, step: int) -> bool:
@@ -352,9 +394,33 @@ class Run:
         self.draw("curves", pictures.curves, self.path)
 
     def _due(self, every: int, step: int) -> bool:
-        return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
+        return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
+
+    def _end(self, step: int) -> None:
+        """Let `step` be the run's last, if all ranks know that it is to end; before its evaluation and its checkpoint."""
+        if self._agreed and step < self.last:
+            self.last, self._records.ledger.ended_by = step, self._agreed
+
+    def _end_steps(self) -> None:
+        if self._profile:
+            self._profile.end()
+        with self._records.writing("writing a checkpoint"):
+            self._writer.wait()
+
+    def _leave_early(self) -> None:
+        """The recipe has left its loop: keep what it has trained, as if it had said `stop`."""
+        self.say(
+            f"the loop was left at step {self._step} of {self.total_steps}, as by `break`: no last evaluation; "
+            'run.stop("why") ends a run with one'
+        )
+        self._agreed = "the recipe, which left its loop"
+        self._end(self._step)
+        if self._step:
+            self.save(self._step)
+        self._end_steps()
 
     def _take_in(self, reports: list[Report]) -> None:
         for report in reports:
             self._records.take_in(report, self._seconds.pop(report.step), self.evaluates(report.step))
             self._stopping = self._stopping or report.stop
+            self._agreed = self._agreed or report.ended_by

@@ -10,6 +10,7 @@ import gc
 import sys
 from pathlib import Path
 
+from common import source
 from common.config import parse
 
 
@@ -62,4 +63,5 @@ def _is_light(node: ast.stmt) -> bool:
 
 
 answer_help()
+source.read()  # before it can be edited: imports take seconds
 import_soon()

@@ -4,6 +4,7 @@ Tensors by name and plain numbers: the model, its moving average, the optimizer 
 state and no data position beyond the step, because both are pure functions of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,18 @@ _NAMED = 5  # how many differing keys an error names
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds. `model` is the bare module, not its DDP wrapper."""
+    """What a checkpoint holds. `model` is the bare module, not its DDP wrapper.
+
+    Of several optimizers each has parameters of its own.
+    """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None = None  # None where only the model is looked at
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()  # none where only the model is looked at
     ema: torch.nn.Module | None = None
     scaler: Any = None  # torch.amp.GradScaler under fp16
+
+    def __post_init__(self):
+        self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
 
     @property
     def exported(self) -> torch.nn.Module:
@@ -45,7 +52,7 @@ class TrainingState:
             if not isinstance(value, torch.Tensor)
         }
         # LAMB and Adan count steps in their parameter groups.
-        group_steps = [int(group["step"]) if "step" in group else None for group in self.optimizer.param_groups]
+        group_steps = [int(group["step"]) if "step" in group else None for group in self._groups()]
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"optimizer": kept, "group_steps": group_steps, "scaler": scaler}
 
@@ -76,28 +83,37 @@ class TrainingState:
                 # In the parameter's memory layout (channels_last): fused optimizers take it for granted.
                 value = torch.empty_like(parameters[name], dtype=value.dtype, device=value.device).copy_(value)
             states.setdefault(name, {})[key] = value
-        current = self.optimizer.state_dict()
-        for group, steps in zip(current["param_groups"], numbers["group_steps"], strict=True):
+        currents = [optimizer.state_dict() for optimizer in self._optimizers]
+        groups = [group for current in currents for group in current["param_groups"]]
+        for group, steps in zip(groups, numbers["group_steps"], strict=True):
             if steps is not None:
                 group["step"] = steps
-        index = {name: number for number, name in self._optimizer_names().items()}
-        current["state"] = {index[name]: values for name, values in states.items()}
-        self.optimizer.load_state_dict(current)
+        for optimizer, current in zip(self._optimizers, currents, strict=True):
+            names = self._optimizer_names(optimizer)
+            current["state"] = {index: states.pop(name) for index, name in names.items() if name in states}
+        if states:
+            raise KeyError(next(iter(states)))
+        for optimizer, current in zip(self._optimizers, currents, strict=True):
+            optimizer.load_state_dict(current)
         self.model.load_state_dict(files["model"])
         if self.ema is not None:
             self.ema.load_state_dict(files["ema"])
         if self.scaler and scaler:
             self.scaler.load_state_dict(scaler)
 
-    def _optimizer_names(self) -> dict[int, str]:
+    def _groups(self) -> list[dict]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
         """The index that the optimizer's state dict gives a parameter -> the parameter's name in the model."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
 
     def _optimizer_states(self):
-        names = self._optimizer_names()
-        return [(names[index], values) for index, values in self.optimizer.state_dict()["state"].items()]
+        for optimizer in self._optimizers:
+            names = self._optimizer_names(optimizer)
+            yield from ((names[index], values) for index, values in optimizer.state_dict()["state"].items())
 
     def _optimizer_tensors(self) -> Tensors:
         return {

@@ -37,7 +37,22 @@ class Trial:
         count = plan.micro_steps if self.whole_share else 1
         feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self.device)
         batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
-        (self.losses_of(model, batches[0]).sum() * scale).backward()
+        losses = self.losses_of(model, batches[0])
+        check_losses(losses, plan.micro_batch_sizes[0])
+        (losses.sum() * scale).backward()
+
+
+def check_losses(losses: torch.Tensor, samples: int) -> None:
+    """Raise `Refused` unless there is one loss per sample, [samples]: a mean would train with too small gradients.
+
+    It looks at the shape alone, so that the device is not waited for.
+    """
+    shape = list(losses.shape) if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
+    if shape != [samples]:
+        raise Refused(
+            f"the losses of {samples} samples are {shape}, not [{samples}]: one loss per sample; take reduction='none', and "
+            "the mean over what else a sample has"
+        )
 
 
 def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[], None]) -> None:

@@ -219,7 +219,7 @@ def evaluate(model, loader, accelerator, normalize, val):
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
     path = Path(config.eval_only)
-    exported = (path / "config.json").is_file()
+    exported = models.is_of_timm(path)
     train, val, _ = build_data(config)
     config = dataclasses.replace(config, model=str(path)) if exported else config
     model, _, data_config = build_model(config, len(val.classes))
@@ -248,7 +248,7 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator, recipe="cls") as run:
+    with Run(config, accelerator) as run:
         plan = build_plan(config, run.max_micro_batch_size)
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
@@ -279,13 +279,13 @@ def main() -> None:
         trial = Trial(samples, losses_of, accelerator.device)
         plan = run.fit(plan, bare, trial)
         val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial)
+        model, optimizer = run.wrap(bare, optimizer, trial=trial)
 
         run.describe(
             {
                 "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
                 "fingerprint": f"{fingerprint}, the same on all ranks",
-                "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                "model": f"{models.title(config.model, bare)}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
@@ -301,7 +301,7 @@ def main() -> None:
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         export = partial(models.export, ema.module if ema else bare, val.classes, data_config)
-        first, last = run.start(state, stream, schedule, fingerprint, export), schedule.total_steps
+        first, last = run.start(state, stream, schedule, fingerprint, export), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
@@ -338,7 +338,7 @@ def main() -> None:
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
                     run.keep_best(results)
-                if done == last:
+                if run.ends(done):
                     draw(run, val, counts, mistakes)
             if run.saves(done):
                 run.save(done)

@@ -283,7 +283,7 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator, recipe="det") as run:
+    with Run(config, accelerator) as run:
         plan = build_plan(config, run.max_micro_batch_size)
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
@@ -314,7 +314,7 @@ def main() -> None:
         trial = Trial(samples, losses_of, accelerator.device, whole_share=True)
         plan = run.fit(plan, bare, trial)
         val_loader = build_val_loader(config, val_samples, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial)
+        model, optimizer = run.wrap(bare, optimizer, trial=trial)
 
         run.describe(
             {
@@ -340,7 +340,7 @@ def main() -> None:
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         best = partial(export, ema.module if ema else bare, train, plain)
-        first, last = run.start(state, stream, schedule, fingerprint, best), schedule.total_steps
+        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 
@@ -379,7 +379,7 @@ def main() -> None:
                     results |= {f"ema_{key}": value for key, value in of_ema.items()}
                 if run.record(done, results, f"{'ema_' if ema else ''}AP"):
                     run.keep_best(results)
-                if done == last:
+                if run.ends(done):
                     draw(run, val, found)
             if run.saves(done):
                 run.save(done)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from common import agreement
 from common.agreement import agree, differences, facts
 from common.errors import Refused
 
@@ -52,16 +51,27 @@ def test_many_differences_are_counted() -> None:
     assert differences({str(number): "a" for number in range(9)}, {}).endswith("4 a instead of (absent), and 4 more")
 
 
-def test_code_packages_and_settings_are_facts(tmp_path: Path) -> None:
+def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> None:
     @dataclasses.dataclass
     class Config:
         lr: float = 0.1
 
-    recipe = tmp_path / "mine.py"
-    recipe.write_text("1")
-    before = facts(recipe, Config())
+    def of(folder: str, loss: str, lr: float) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("import loss\nfrom common import plan\n")
+        (tmp_path / folder / "loss.py").write_text(loss)
+        monkeypatch.setattr("sys.argv", [str(tmp_path / folder / "mine.py")])
+        return facts(Config(lr))
+
+    before = of("here", "a = 1", 0.1)
     assert before["--lr"] == "0.1"
-    assert {"Python", "torch", "timm", "mine.py", "common/plan.py", "common/detection/fcos.py"} <= before.keys()
-    recipe.write_text("2")
-    assert differences(facts(recipe, Config(0.2)), before) == "--lr 0.2 instead of 0.1, mine.py is another file"
-    assert agreement.facts(Path("no such file")).keys() == before.keys() - {"--lr", "mine.py"}
+    assert {
+        "Python",
+        "torch",
+        "timm",
+        "mine.py",
+        "loss.py",
+        "common/plan.py",
+        "common/detection/fcos.py",
+    } <= before.keys()
+    assert differences(of("there", "a = 2", 0.2), before) == "--lr 0.2 instead of 0.1, loss.py is another file"

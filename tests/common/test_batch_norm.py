@@ -197,6 +197,21 @@ def test_a_batch_norm_that_is_not_known_is_refused() -> None:
             convert(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
 
 
+def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -> None:
+    model = small_model()
+    with pytest.raises(Refused, match="before batch_norm.convert"):
+        batch_norm.freeze(model)
+    convert(model.requires_grad_(True), "group", group_size=2)
+    layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
+    before = [copy.deepcopy(layer.state_dict()) for layer in layers]
+    batch_norm.freeze(layers[0])
+    loss_of(model.train()(samples(4)), 0).backward()
+    update_running_statistics(model)
+    assert_equal(layers[0].state_dict(), before[0], 0)
+    assert layers[0].weight.grad is None and not layers[0].weight.requires_grad
+    assert not torch.equal(layers[-1].running_mean, before[-1]["running_mean"]) and layers[-1].weight.grad is not None
+
+
 def test_frozen_keeps_running_statistics_and_trains_weight_and_bias() -> None:
     model, plain = small_model(), small_model().eval()
     convert(model, "frozen")

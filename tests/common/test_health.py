@@ -25,6 +25,7 @@ def post(state: Health, step: int, losses: list[float], norm: float = 1.0, stop:
         options.get("wait", 0.0),
         options.get("broken", ()),
         stop,
+        options.get("ended_by", ""),
     )
 
 
@@ -121,8 +122,9 @@ def healthy_steps() -> list[dict]:
     for step in range(1, 5):
         mine = [100.0 * step + rank(), 1.0]
         broken = (f"{rank()}.png: torn",) * ((step == 2) + (step == 3 and rank() == 1))
+        ended_by = "enough" * (step == 3 and rank() == world_size() - 1)
         stop = step == 3 and rank() == world_size() - 1
-        post(state, step, mine, norm=0.5 * step, stop=stop, wait=float(rank()), broken=broken)
+        post(state, step, mine, norm=0.5 * step, stop=stop, wait=float(rank()), broken=broken, ended_by=ended_by)
         reports += [asdict(report) for report in state.read()]
     return reports + [asdict(report) for report in state.settle()]
 
@@ -133,6 +135,7 @@ def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, 
     assert answers == [answers[0]] * ranks
     reports = [Report(**report) for report in answers[0]]
     assert [report.step for report in reports] == [1, 2, 3, 4]
+    assert [report.ended_by for report in reports] == ["", "", "enough", ""]
     others = sum(range(ranks))
     for report in reports:
         assert report.loss == pytest.approx((100 * report.step * ranks + others + ranks) / (2 * ranks))

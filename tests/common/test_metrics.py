@@ -35,6 +35,7 @@ def test_single_label_results_agree_with_scikit_learn() -> None:
     assert results["top1"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
     assert results["top5"] == pytest.approx(sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=every))
     assert results["mean_class_accuracy"] == pytest.approx(sklearn.metrics.balanced_accuracy_score(labels, predicted))
+    assert results["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
     assert results["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item())
     assert (results["count"], results["broken"]) == (203, 0)
     assert results["per_class"][6] is None

@@ -139,6 +139,15 @@ def test_the_rate_of_a_step_reaches_every_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.25] * len(optimizer.param_groups)
 
 
+def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
+    """As torch's own optimizers take it, in every step; a rate of a step that replaced it would be another training."""
+    (one, *_), (*_, other) = (network().parameters() for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [one], "lr": 1e-4}, {"params": [other]}], lr=1e-2)
+    for rate in (1e-2, 5e-3, 0.0, 1e-2):
+        set_learning_rate(optimizer, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rate / 100), rate]
+
+
 @pytest.mark.parametrize("scaling, expected", [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_rate_follows_the_global_batch_as_asked(scaling: str, expected: float) -> None:
     config = Config(lr=0.1, lr_batch_size=64, global_batch_size=256, lr_scaling=scaling)

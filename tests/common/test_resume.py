@@ -39,6 +39,33 @@ def refusal(resume: object, run: Path, mine: dict = MINE) -> str:
     return str(raised.value)
 
 
+def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    record = {"step": 3, "identity": MINE, "source": {"hard.py": "loss = 1"}}
+    Checkpoints(tmp_path / "checkpoints").save(record, {"model": {"weight": torch.zeros(2)}})
+
+    def chosen_by(code: str, allowed: bool = False) -> list[str]:
+        said: list[str] = []
+        take = (
+            Checkpoints(tmp_path / "checkpoints"),
+            MINE,
+            lambda *lines: said.extend(lines),
+            {"hard.py": code},
+            allowed,
+        )
+        for resume in ("auto", str(tmp_path / "checkpoints/step_00000003")):
+            assert choose(resume, *take).step == 3
+        return said
+
+    assert chosen_by("loss = 1") == chosen_by("loss   =  1  # words") == []
+    with pytest.raises(
+        Refused, match="was made by another source of hard.py.*--name.*--allow_changed_source.*put the source back"
+    ):
+        chosen_by("loss = 2")
+    said = chosen_by("loss = 2", allowed=True)
+    assert said[:4] == ["--- hard.py before", "+++ hard.py now", "-loss = 1", "+loss = 2"]
+    assert "with a changed source, as --allow_changed_source says" in said[4]
+
+
 @pytest.mark.smoke
 def test_auto_takes_the_newest_good_one_or_starts_anew(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (None, [])

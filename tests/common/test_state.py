@@ -1,6 +1,7 @@
 """What comes back from a checkpoint trains on bit by bit as if nothing had happened."""
 
 import copy
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,6 +139,42 @@ def test_a_resumed_run_is_bit_equal_also_with(options: dict, others: dict, tmp_p
     assert_equal(whole.train(4, 9), resumed.train(4, 9))
     if whole.fp16:
         assert whole.state.scaler.get_scale() == 2.0**13 == resumed.state.scaler.get_scale()  # it has grown three times
+
+
+def test_several_optimizers_with_parameters_of_their_own_resume_bit_equal() -> None:
+    """Each finds its own state again, also LAMB the steps that it counts in its groups."""
+
+    def begin() -> TrainingState:
+        model = Network()
+        stem, rest = [*model.stem.parameters()], [model.head.weight, model.first.weight]
+        lamb = build_optimizer(Config(opt="lamb"), model.stem)
+        return TrainingState(
+            model, [torch.optim.SGD(rest, lr=0.1, momentum=0.9), lamb, torch.optim.Adam([model.scale])]
+        ), stem
+
+    def train(state: TrainingState) -> TrainingState:
+        state.model(torch.ones(2, 3, 7, 7)).square().sum().backward()
+        for optimizer in state.optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+        return state
+
+    whole, _ = begin()
+    train(train(whole))
+    resumed, stem = begin()
+    resumed.load(copy.deepcopy(whole.tensors()), json.loads(json.dumps(whole.numbers())))
+    before = copy.deepcopy(stem)
+    for one, other in zip(train(whole).tensors().items(), train(resumed).tensors().items(), strict=True):
+        assert one[0] == other[0] and one[1].keys() == other[1].keys()
+        assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    assert whole.numbers() == resumed.numbers() and any(map(bool, whole.numbers()["group_steps"]))
+    assert not any(torch.equal(was, now) for was, now in zip(before, stem, strict=True) if was.ndim > 1), (
+        "nothing moved"
+    )
+    with pytest.raises(KeyError, match="scale"):
+        TrainingState(whole.model, whole.optimizer[:2]).load(
+            resumed.tensors(), resumed.numbers() | {"group_steps": resumed.numbers()["group_steps"][:-1]}
+        )
 
 
 def test_a_start_can_be_saved_before_the_first_step(tmp_path: Path) -> None:

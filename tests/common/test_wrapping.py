@@ -1,6 +1,8 @@
 """After the warm-up a model is as it was, and every later step sums in the order of an uninterrupted run."""
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common import batch_norm
 from common.collectives import rank
 from common.errors import Refused
-from common.wrapping import warm_up
+from common.plan import BatchPlan
+from common.wrapping import Trial, warm_up
 from tests.common.processes import Processes
 
 
@@ -92,3 +95,26 @@ def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None
     with pytest.raises(Refused, match="the model can't make a step: .*; look at --image_size") as raised:
         warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.smoke
+def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() -> None:
+    """Also a mean of shape [1], which torch would take: its gradients are too small by the number of samples."""
+    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch, broken=(), encoded=None))
+    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), encoded=None)
+    model = nn.Linear(2, 1)
+
+    def attempt(change: Callable) -> None:
+        trial = Trial(samples, lambda network, batch: change(network(batch.images)[:, 0]), torch.device("cpu"))
+        warm_up(model, model, lambda: trial(model, BatchPlan(6, 1, 6)))
+
+    attempt(lambda losses: losses)
+    for change, shape in (
+        (lambda losses: losses.mean(0, keepdim=True), r"\[1\]"),
+        (torch.mean, r"\[\]"),
+        (lambda losses: losses[:, None], r"\[6, 1\]"),
+        (lambda losses: (losses, losses), "a tuple"),
+    ):
+        told = f"the losses of 6 samples are {shape}, not .6.: one loss per sample; take reduction='none'"
+        with pytest.raises(Refused, match=told):
+            attempt(change)

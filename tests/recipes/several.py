@@ -2,9 +2,9 @@
 
     accelerate launch --config_file <file> tests/recipes/several.py recipes/cls.py CASES.json [without_pictures]
 
-CASES.json is a list of command lines (lists of words, without the program's name). On every rank the recipe's own `main`
-runs once for each, in one process group that lives to the end. OUTCOMES.json beside CASES.json is rewritten after each
-case, a list of
+CASES.json is a list of command lines (lists of words, without the program's name; or with that of another recipe, such as a
+copy). On every rank the recipe's own `main` runs once for each, in one process group that lives to the end. OUTCOMES.json
+beside CASES.json is rewritten after each case, a list of
 
     {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the traceback,
      "stdout": what the main process printed, "seconds": how long it took}
@@ -62,9 +62,11 @@ def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
         pictures.curves = pictures.confusion = pictures.mistakes = draw_nothing
     os.environ.pop(LAST_WORD, None)  # the launcher would end all processes with the first run that says it was stopped
-    module, outcomes = load(recipe), []
+    original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):
-        sys.argv = [str(recipe), *map(str, words)]
+        other = Path(words[0]) if words[0].endswith(".py") else None
+        module = load(other) if other else original
+        sys.argv = [*([] if other else [str(recipe)]), *map(str, words)]
         printed, start = io.StringIO(), time.perf_counter()
         with contextlib.redirect_stdout(printed):
             outcome, text = run(module.main)

@@ -1,0 +1,241 @@
+"""Does a copied recipe with a change of a few lines train, as the same run on any layout, and never as another one?"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.recipes.conftest import Outcome
+from tests.recipes.copied import COPIES, apply, change, changed_lines, copy
+
+ROOT = Path(__file__).parents[2]
+EXACT = "--dtype float64 --global_batch_size 50 --max_steps 8 --eval_every 4 --checkpoint_every 4 --log_every 1".split()
+EXACT += "--schedule constant --workers 2".split()
+# Which changes are made together, and the flags of the run; groups of 10 leave three processes unequal shares: 20, 20 and 10.
+DAYS = {
+    "focal": (("focal", "second_head"), "--model test_vit --lr 2e-3"),
+    "stages": (("frozen_stages",), "--batch_norm group --norm_batch_size 10 --lr 2e-3"),
+    "optimizers": (("two_optimizers", "patience"), "--batch_norm group --norm_batch_size 10 --lr 2e-3 --ema_decay 0.9"),
+    "module": (("own_module", "patience"), "--batch_norm group --norm_batch_size 10 --lr 2e-3"),
+}
+STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
+@@
++            if done == 3 and rank() == world_size() - 1:
++                run.stop("enough")
+             if run.saves(done):
+"""
+BREAK = """The loop is left behind the checkpoint of the fourth step.
+@@
+                 run.save(done)
++            if done == 4:
++                break
+"""
+DRAWS = """Says when it draws.
+@@
++                    launch.say(f"draws at step {done}")
+                     draw(run, val, counts, mistakes)
+"""
+MEAN = """A mean as loss, of shape [1] or [].
+@@
+-            return loss_fn(logits, targets)
++            return loss_fn(logits, targets).mean(0, keepdim=len(targets) > 1)
+"""
+MEAN_OF_BOXES = """A mean as loss, of shape [].
+@@
+-                return network(normalize(batch.images), batch.targets, totals)[0]
++                return network(normalize(batch.images), batch.targets, totals)[0].mean()
+"""
+COMMENTS = """Words, and no other code.
+@@
+-def build_batch_norm(config: Config) -> str:
+-    \"\"\"The mode of batch norm: a frozen backbone keeps its statistics, too.\"\"\"
+-    return "frozen" if config.freeze_backbone else config.batch_norm
++# Other words.
++def build_batch_norm(
++    config: Config,
++) -> str:
++    return "frozen" if config.freeze_backbone else config.batch_norm  # and more
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", sorted(path.stem for path in COPIES.glob("*.diff")))
+def test_a_change_is_small_and_applies_to_the_recipe_as_it_is(name: str) -> None:
+    compile(apply(change(name), (ROOT / "recipes/cls.py").read_text()), name, "exec")
+    assert changed_lines(change(name)) <= 15
+
+
+@pytest.mark.smoke
+def test_a_change_that_no_longer_applies_fails() -> None:
+    with pytest.raises(AssertionError, match="0 times"):
+        apply("Gone.\n@@\n-no such line\n", "another\n")
+
+
+@pytest.fixture(scope="module")
+def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
+    """By number of processes and name: two launches."""
+    folder, outcomes = tmp_path_factory.mktemp("copies"), {}
+    data, short = ["--data", stripes], "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split()
+    for processes in (1, 3):
+        cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
+        for name, (changes, flags) in DAYS.items():
+            recipe = copy(folder / f"{name}.py", *map(change, changes), DRAWS)
+            cases[name] = [recipe, *data, *EXACT, *flags.split(), *output]
+        one_rank, mean, broken = (
+            copy(folder / f"{name}.py", diff)
+            for name, diff in (("one_rank", STOP_ON_ONE_RANK), ("mean", MEAN), ("broken", BREAK))
+        )
+        cases["one_rank"] = [one_rank, *data, *short, *output]
+        cases["mean"] = [mean, *data, *short, *output]
+        cases["broken"] = [broken, *data, *short, "--checkpoint_every", 4, *output]
+        stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--patience", 8]
+        stopped += ["--lr", 1e-9, *output, "--name", "stopped"]  # nothing gets better than the first evaluation
+        cases |= {"stopped": stopped, "stopped again": stopped}
+        if processes == 1:
+            cases |= {
+                "broken again": [*cases["broken"], "--name", "broken"],
+                "stopped, longer": [*stopped, "--max_steps", 44],
+            }
+            module = cases["module"]
+            cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
+            cases["resumed, longer"] = [*module, "--name", "resumed"]
+            for what in ("best", "checkpoints/step_00000008"):
+                cases[f"module's {what}"] = [*module, "--eval_only", folder / "runs_1/module" / what]
+            scenes = "--max_steps 2 --global_batch_size 4".split()
+            cases["mean of boxes"] = [copy(folder / "boxes.py", MEAN_OF_BOXES, recipe="det"), *scenes, *output]
+            same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
+            cases["original"] = same
+            cases["finished by the original"] = [copy(folder / "focal/cls.py", change("focal")), *same]
+            cases["other words"] = [copy(folder / "words/cls.py", COMMENTS), *same, "--max_steps", 5]
+            allowed = ["--max_steps", 6, "--allow_changed_source"]
+            cases["allowed"] = [folder / "focal/cls.py", *same, *allowed]
+            cases["as before"] = [*same, "--max_steps", 7]
+        outcomes[processes] = run_several(processes, cases, timeout=600)
+    return outcomes
+
+
+@pytest.mark.parametrize("name", DAYS)
+def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str, dict[str, Outcome]]) -> None:
+    one, three = runs[1][name], runs[3][name]
+    assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
+    losses = one.column("train/loss")
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/f1_macro"):
+        np.testing.assert_allclose(three.column(key), one.column(key), rtol=1e-8, atol=1e-8, err_msg=key)
+    for file in ("model", "optimizer"):
+        whole, cut = one.tensors(file), three.tensors(file)
+        assert whole.keys() == cut.keys()
+        for key, tensor in whole.items():
+            torch.testing.assert_close(cut[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
+    focal, stages, optimizers = (runs[1][name] for name in ("focal", "stages", "optimizers"))
+    assert (
+        focal.rows[-1]["eval/f1_macro"]
+        == json.loads((focal.folder / "summary.json").read_text())["last"]["eval/f1_macro"]
+    )
+    assert "best      f1_macro" in focal.stdout
+    assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
+    assert json.loads((focal.folder / "best/config.json").read_text())["module"] == "TwoHeads"
+
+    first, last = (load_file(stages.folder / f"checkpoints/step_0000000{step}/model.safetensors") for step in (4, 8))
+    moved = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
+    assert {name.split(".")[0] for name in moved} == {"layer4", "fc"}
+    assert any(name.endswith("running_mean") for name in moved)
+
+    states = optimizers.tensors("optimizer")
+    assert {name for name in states if name.startswith("fc.")} == set() and any("exp_avg" in name for name in states)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_run_that_its_recipe_stops_ends_well_and_stays_ended(processes: int, runs) -> None:
+    """Where all ranks say so after an evaluation, it ends there; pictures, results and best/ are those of a run's end."""
+    first, again = runs[processes]["stopped"], runs[processes]["stopped again"]
+    why = "patience: no better result since step 4"
+    for run in (first, again):
+        assert run.outcome == "ok" and re.search(f"12 steps in [0-9]+ s of training, ended by {why}", run.stdout)
+    assert processes == 1 or status(again) == ("finished", 12, why)  # of one process it has gone on since
+    assert (
+        f"this run was ended at step 12 of 40 by {why}; a larger --epochs or --max_steps takes it further"
+        in again.stdout
+    )
+    assert processes == 1 or first.column("eval/top1").size == 3
+    assert (first.folder / "best/model.safetensors").is_file()
+    assert "draws at step 12" in first.stdout
+
+
+def test_one_rank_can_stop_a_run(runs) -> None:
+    """All end at one step soon after, with an evaluation and a checkpoint."""
+    run = runs[3]["one_rank"]
+    assert run.outcome == "ok" and status(run) == ("finished", 5, "enough")
+    assert run.checkpoint.name == "step_00000005"
+    assert "eval/top1" in run.rows[-1] and run.rows[-1]["step"] == 5
+
+
+def test_a_longer_run_goes_on_where_it_was_stopped(runs) -> None:
+    run = runs[1]["stopped, longer"]
+    assert run.outcome == "ok" and "going on from step 12 of 44" in run.stdout
+    assert status(run)[:2] == ("finished", 16), "its patience ends it again"
+
+
+def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:
+    why = "the recipe, which left its loop"
+    for processes in (1, 3):
+        run = runs[processes]["broken"]
+        assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
+        assert status(run) == ("finished", 4, why) and run.checkpoint.name == "step_00000004"
+    again = runs[1]["broken again"]
+    assert again.outcome == "ok" and f"this run was ended at step 4 of 8 by {why}" in again.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_mean_as_loss_is_refused_before_the_first_step(processes: int, runs) -> None:
+    refused = [runs[processes]["mean"]] + [runs[1]["mean of boxes"]] * (processes == 1)
+    for run in refused:
+        assert run.outcome == "refused" and not run.folder.exists()
+        assert "one loss per sample; take reduction='none'" in run.text and "\n" not in run.text
+
+
+def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
+    run, longer = runs[1]["module"], runs[1]["resumed, longer"]
+    assert "model          Small: " in run.stdout
+    assert "going on from step 4 of 8" in longer.stdout
+    for name, tensor in run.tensors().items():
+        assert torch.equal(longer.tensors()[name], tensor), name
+    exported = json.loads((run.folder / "best/config.json").read_text())
+    assert exported["label_names"] == [f"stuff_{number}" for number in range(5)]
+    last = json.loads((run.folder / "summary.json").read_text())["last"]
+    for what in ("best", "checkpoints/step_00000008"):
+        evaluated = runs[1][f"module's {what}"]
+        assert evaluated.outcome == "ok", evaluated.text
+        results = json.loads(evaluated.stdout.splitlines()[-1])
+        if what != "best" or last["step"] == 8:
+            assert results["loss"] == pytest.approx(last["eval/loss"], rel=1e-9)
+
+
+def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
+    """Also one that is finished; comments and formatting aside, or if it is allowed. The source is kept with the run."""
+    refused = runs[1]["finished by the original"]
+    assert refused.outcome == "refused" and "finished" not in refused.stdout
+    assert "was made by another source of cls.py" in refused.text
+    for way_out in ("--name", "--allow_changed_source", "put the source back"):
+        assert way_out in refused.text
+    assert "+        log_probabilities = logits.log_softmax(1)" in refused.stdout
+    assert "going on from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
+    allowed = runs[1]["allowed"]
+    assert allowed.outcome == "ok" and "as --allow_changed_source says" in allowed.stdout
+    assert runs[1]["as before"].outcome == "refused", "it was made by the changed one since"
+    focal = (allowed.folder.parents[1] / "focal/cls.py").read_text()
+    assert (allowed.folder / "source/cls.py").read_text() == focal
+    facts = json.loads((allowed.folder / "environment.json").read_text())
+    assert facts["recipe"].endswith("focal/cls.py") and set(facts["source"]) == {"cls.py"} and facts["commit"] is None
+
+
+def status(run: Outcome) -> tuple[str, int, str]:
+    content = json.loads((run.folder / "status.json").read_text())
+    return content["status"], content["step"], content["cause"]
