@@ -24,6 +24,7 @@ import yaml
 from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
+from common.origin import read_origin
 
 C = TypeVar("C")
 
@@ -208,18 +209,22 @@ class ReadingConfig:
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
     """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
 
+    With `--eval_only` the configuration of the run that made the weights takes the place of the defaults.
     `argv` is without the program's name (default: the command line).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_config(argv)
     program = program or Path(sys.argv[0]).name
-    default = None
-    if path:
-        where = f"--config {path}: "
-        default = _parse(config_class, _flags(_read(path), config_class, where), None, program, where)
+    layers = [(f"--config {path}: ", _read(path))] if path else []
+    default = _layered(config_class, layers, program)
     if {"-h", "--help"} & set(argv):
         _help(config_class, default, program)
     config = _parse(config_class, argv, default, program)
+    if weights := getattr(config, "eval_only", ""):
+        of_run = _of_run(config_class, weights, program)
+        config = _parse(config_class, argv, _layered(config_class, [of_run, *layers], program), program)
+        if not config.data:
+            raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -294,6 +299,28 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
             )
         flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
     return flags
+
+
+def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str) -> C | None:
+    """What `layers` (where they are from, and their values) make of the defaults; a later one wins over those before it."""
+    config = None
+    for where, content in layers:
+        config = _parse(config_class, _flags(content, config_class, where), config, program, where)
+    return config
+
+
+def _of_run(config_class: type, weights: str, program: str) -> tuple[str, dict]:
+    """The layer that the run of these weights is. Raises `Refused` where that was one of another recipe."""
+    found = read_origin(weights)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    mine = {name for name in config_class.__annotations__ if not fields[name].metadata.get("may_change")}
+    if found.run and found.config.keys() - fields and mine - found.config.keys():
+        unknown = ", ".join(f"--{name}" for name in list(found.config) if name not in fields)
+        raise Refused(
+            f"--eval_only {weights}: {program} does not have all flags of its run ({unknown:.200}); evaluate it with the "
+            f"recipe that trained it, {found.run.get('recipe') or 'another one'}"
+        )
+    return f"--eval_only {weights}: ", {name: value for name, value in found.config.items() if name in fields}
 
 
 def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:

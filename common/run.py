@@ -10,9 +10,10 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -146,8 +147,8 @@ class Run:
         return network, optimizer
 
     def describe(self, rows: dict[str, str]) -> None:
-        """The start table: `rows`, and what of the run depends on its layout."""
-        self._journal.table(rows | self._inexact)
+        """The start table: `rows` that have a value, and what of the run depends on its layout."""
+        self._journal.table({name: value for name, value in (rows | self._inexact).items() if value})
 
     def start(
         self,
@@ -155,14 +156,15 @@ class Run:
         stream: Stream,
         schedule: Schedule,
         fingerprint: str,
+        classes: Sequence[str],
         export: Callable[[dict, Path], None],
     ) -> int:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done.
 
-        `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
+        `classes` are the names by class id, which checkpoints record. `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
-        self._identity = identity(self.config) | {"data": fingerprint}
+        self._identity, self._classes = identity(self.config) | {"data": fingerprint}, list(classes)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
         if found := choose_together(self.config.resume, self._checkpoints, self._identity, self.say):
@@ -257,7 +259,7 @@ class Run:
         heartbeat.note("writing best/")
         with self._writing("writing best/"):
             if self._best:
-                self._best.export(results)
+                self._best.export(results, self._record())
 
     def save(self, step: int) -> None:
         """Make a checkpoint of `step`, once it is known that all its steps were finite.
@@ -394,7 +396,10 @@ class Run:
 
     def _record(self) -> dict:
         return {
+            "name": self.path.name,
+            "recipe": Path(sys.argv[0]).stem,
             "step": self._ledger.step,
+            "classes": self._classes,
             "total_steps": self.total_steps,
             "identity": self._identity,
             "numbers": self._state.numbers(),
