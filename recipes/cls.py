@@ -57,12 +57,8 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(1.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     label_column: str = ""
-    """Hugging Face data: column of the labels (default: found by its type)."""
+    """Tables: column of the labels (default: found by its type)."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -98,6 +94,7 @@ def build_data(config: Config):
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             label_column=config.label_column,
         )

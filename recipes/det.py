@@ -102,14 +102,10 @@ class Config(OptimizationConfig, RunConfig):
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
     """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     objects_column: str = ""
-    """Hugging Face data: column of the objects (default: found by its type)."""
+    """Tables: column of the objects (default: found by its type)."""
     box_format: str = ""
-    """Hugging Face data: xywh, xyxy or cxcywh."""
+    """Tables: xywh, xyxy or cxcywh."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
     """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
     norm_batch_size: int = option(2, low=2)
@@ -131,6 +127,7 @@ def build_data(config: Config):
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             objects_column=config.objects_column,
             box_format=config.box_format,
