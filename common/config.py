@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
@@ -24,7 +25,7 @@ import yaml
 from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
-from common.origin import read_origin
+from common.origin import OF_DATA, read_origin
 
 C = TypeVar("C")
 
@@ -228,10 +229,7 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         _help(config_class, default, program)
     config = _parse(config_class, argv, default, program)
     if weights := getattr(config, "eval_only", ""):
-        of_run = _of_run(config_class, weights, program)
-        config = _parse(config_class, argv, _layered(config_class, [of_run, *layers], program), program)
-        if not config.data:
-            raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
+        config = _for_evaluation(config_class, weights, layers, argv, program)
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -316,18 +314,32 @@ def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str
     return config
 
 
-def _of_run(config_class: type, weights: str, program: str) -> tuple[str, dict]:
-    """The layer that the run of these weights is. Raises `Refused` where that was one of another recipe."""
-    found = read_origin(weights)
+def _for_evaluation(
+    config_class: type[C], weights: str, layers: list[tuple[str, dict]], argv: list[str], program: str
+) -> C:
+    """What `layers` and the flags in `argv` make of the configuration that the run of these weights had.
+
+    Raises `Refused` where that was a run of another recipe, or where neither it nor a flag says what to evaluate on.
+    """
+    origin = read_origin(weights)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     mine = {name for name in config_class.__annotations__ if not fields[name].metadata.get("may_change")}
-    if found.run and found.config.keys() - fields and mine - found.config.keys():
-        unknown = ", ".join(f"--{name}" for name in list(found.config) if name not in fields)
+    unknown = [name for name in origin.config if name not in fields]
+    if origin.run and unknown and mine - origin.config.keys():
         raise Refused(
-            f"--eval_only {weights}: {program} does not have all flags of its run ({unknown:.200}); evaluate it with the "
-            f"recipe that trained it, {found.run.get('recipe') or 'another one'}"
+            f"--eval_only {weights}: {program} does not know all flags of its run (--{', --'.join(unknown):.100}); evaluate it "
+            f"with the recipe that trained it, {origin.run['recipe'] or 'another one'}"
         )
-    return f"--eval_only {weights}: ", {name: value for name, value in found.config.items() if name in fields}
+
+    def given(but: Sequence[str] = ()) -> C:
+        of_run = {name: value for name, value in origin.config.items() if name in fields and name not in but}
+        bottom = _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], program)
+        return _parse(config_class, argv, bottom, program)
+
+    config = given()
+    if not config.data:
+        raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
+    return config if origin.trained_on(config.data) else given(but=OF_DATA)
 
 
 def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:

@@ -21,7 +21,6 @@ from common.config import nearest
 from common.errors import Refused
 from common.files import check_regular
 from common.images import MAX_PIXELS
-from common.labelled import Source
 from common.origin import by_name
 from common.state import Tensors
 
@@ -102,29 +101,6 @@ def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequ
         for name, tensor in head.items():
             tensor[mine] = trained[name][theirs]
     return len(names) - len(mine)
-
-
-class Columns(torch.nn.Module):
-    """A classifier with some of the classes of `model`, in the order of `places`: images -> logits [B, len(places)]."""
-
-    def __init__(self, model: torch.nn.Module, places: Sequence[int]):
-        super().__init__()
-        self.model, self.places = model, list(places)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.model(images)[:, self.places]
-
-
-def in_order_of(val: Source, model: torch.nn.Module, names: Sequence[str], places: Sequence[int]):
-    """`val` and `model` with the same classes in the same order: those of `val`, then the others that the model knows.
-
-    `names` are the model's, `places` its class ids of those of `val`. What is taken for one of the others is wrong. Of several
-    labels an image each is a decision of its own: then the others, of which `val` says nothing, are left out.
-    """
-    others = () if val.multi_label else sorted(set(range(len(names))) - set(places))
-    whole = copy.copy(val)
-    object.__setattr__(whole, "classes", (*val.classes, *(names[place] for place in others)))  # sources are frozen
-    return whole, Columns(model, [*places, *others])
 
 
 def _head(model: torch.nn.Module) -> Tensors:
@@ -223,7 +199,6 @@ def export(
     config: dict,
     results: dict,
     folder: Path,
-    *,
     multi_label: bool = False,
 ) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.

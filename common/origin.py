@@ -5,6 +5,7 @@ wrote has no more than a `config.json`, which may leave out the names of the cla
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from common.files import MEDIUM, check_regular, read_text
 
 RUN_FILE = "run.json"
 _NAMED = 5  # how many names a message has
-_OF_THE_EVALUATION = ("eval_only", "split")  # what no run that trains has a value of its own for
+# What a run has only for the data that it was trained on.
+OF_DATA = ("split", "val_share", "image_column", "label_column", "objects_column", "box_format")
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,18 @@ class Origin:
         if not self.run:
             return f"evaluating {self.path}, which names no run: flags that are not given have their defaults"
         parts = [f"evaluating {self.path} of the run {self.run['name']}, step {self.run['step']}"]
+        unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA))
         for key, value in self.config.items():
             if key not in config:
                 parts.append(f"without --{key} {value} of the run, a flag that is not known here")
-            elif config[key] != value and key not in _OF_THE_EVALUATION:
+            elif config[key] != value and key not in unsaid:
                 parts.append(f"--{key} {config[key]}, where the run had {value}")
         return "; ".join(parts)
+
+    def trained_on(self, data: str) -> bool:
+        """Whether `data` is what the run was trained on, so that only what it held out may be evaluated."""
+        theirs = self.config.get("data", "")
+        return bool(theirs) and _place(theirs) == _place(data)
 
     def places(self, classes: Sequence[str], data: str) -> list[int]:
         """The model's class ids of `classes`, the names of those of `data`.
@@ -62,13 +70,12 @@ class Origin:
         return [known[name] for name in classes]
 
     def matched(self, classes: Sequence[str]) -> str:
-        """How the classes of the data belong to those of the model, in words."""
+        """What the classes of the data are to the model, in words."""
         if not self.classes:
-            return f"classes: the model does not name its {len(classes)}; taken to be those of the data, in this order"
+            return "taken to be the model's, which have no names, in this order"
         if len(classes) < len(self.classes):
-            return f"classes: {len(classes)} of the {len(self.classes)} of the model, matched by name"
-        order = "" if tuple(classes) == self.classes else ", in another order than the model's, matched by name"
-        return f"classes: {len(classes)}, those of the model{order}"
+            return f"of the {len(self.classes)} that the model knows"
+        return "those of the model" + ("" if tuple(classes) == self.classes else ", which has them in another order")
 
 
 def read_origin(path: str) -> Origin:
@@ -138,13 +145,18 @@ def _names(content: dict) -> Sequence[str]:
 
 def _own(content: dict) -> dict:
     """Of a folder that names no run: its own sizes; its data have to be named."""
-    config = {"data": "", "image_size": 0, "crop_pct": 0.0}
+    config = {"data": "", "image_size": 0, "crop_pct": 0.0, "model": content.get("architecture", "")}
     if "family" in content:  # a detector of this project
         config |= {"detector": content["family"], "model": content["model"], "width": content["width"]}
         config |= {"levels": f"{content['levels'][0]}-{content['levels'][-1]}", "long_side": content["long_side"]}
         config |= {"convolutions": content["convolutions"]} if content["convolutions"] else {}
         config |= {"short_sides": str(content["short_side"])}
     return config
+
+
+def _place(data: str) -> str:
+    """A path in one spelling; a name that is no path stays."""
+    return os.path.realpath(os.path.expanduser(data)) if os.path.exists(os.path.expanduser(data)) else data
 
 
 def _some(names: Sequence[str]) -> str:

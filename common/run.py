@@ -161,7 +161,8 @@ class Run:
     ) -> int:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done.
 
-        `classes` are the names by class id, which checkpoints record. `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
+        `classes`, the names by class id, are recorded. `export(results, folder)` writes a folder of the model that is
+        evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self._schedule, self.total_steps = state, stream, schedule, schedule.total_steps
         self._identity, self._classes = identity(self.config) | {"data": fingerprint}, list(classes)

@@ -12,8 +12,8 @@ This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as
 
 import contextlib
 import dataclasses
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, drop_path, evaluation, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
@@ -87,10 +87,10 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 
-def build_data(config: Config):
+def build_data(config: Config, load=sources.load):
     """Training and validation images, and the fingerprint of both, which all ranks must share."""
     with main_process_first("reading the data", local=True):  # it may download and convert
-        train, val = sources.load(
+        train, val = load(
             config.data,
             seed=config.seed,
             val_share=config.val_share,
@@ -108,12 +108,13 @@ def build_batch_norm(config: Config) -> str:
     return "frozen" if config.freeze_backbone else config.batch_norm
 
 
-def build_model(config: Config, classes: int):
-    """The model, its number of drop path layers, and what it wants to see."""
+def build_model(config: Config, classes: Sequence[str]):
+    """The model, its number of drop path layers, what it wants to see, and what it begins with."""
     with together("building the model"):
         model = models.build_classifier(
             config.model,
-            classes,
+            len(classes),
+            names=classes,
             pretrained=config.pretrained,
             image_size=config.image_size,
             drop=config.drop,
@@ -131,7 +132,7 @@ def build_model(config: Config, classes: int):
     model.to(dtype=getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model, drop_path.convert(model), data_config
+    return model, drop_path.convert(model), data_config, model.begins_with
 
 
 def build_plan(config: Config, most: int) -> BatchPlan:
@@ -215,18 +216,18 @@ def evaluate(model, loader, accelerator, normalize, val):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
-    path = Path(config.eval_only)
-    exported = (path / "config.json").is_file()
-    train, val, _ = build_data(config)
-    config = dataclasses.replace(config, model=str(path)) if exported else config
-    model, _, data_config = build_model(config, len(val.classes))
-    if not exported:
+    origin = evaluation.begin(config)
+    config = dataclasses.replace(config, model=evaluation.model_of(config, origin), pretrained=False)
+    val, names, places = evaluation.read(config, origin, build_data, sources.load_part)
+    model, _, data_config, _ = build_model(config, names)
+    if origin.is_checkpoint:
         with together("loading the checkpoint"):
-            load_model(model, path)
-    normalize, _ = build_inputs(config, train, data_config, accelerator.device)
+            load_model(model, Path(config.eval_only))
+    normalize, _ = build_inputs(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
-    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
-    launch.say(json.dumps({"eval_only": str(path)} | results))
+    model, matched = evaluation.match(model, val, names, places)
+    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, matched)
+    evaluation.report(config, results, val.classes)
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
@@ -250,7 +251,7 @@ def main() -> None:
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers, data_config = build_model(config, len(train.classes))
+        bare, drop_path_layers, data_config, begins = build_model(config, train.classes)
         normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
@@ -283,6 +284,7 @@ def main() -> None:
                 "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
                 "fingerprint": f"{fingerprint}, the same on all ranks",
                 "model": f"{config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                "begins with": begins,
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
@@ -294,8 +296,10 @@ def main() -> None:
             }
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        export = partial(models.export, ema.module if ema else bare, val.classes, data_config)
-        first, last = run.start(state, stream, schedule, fingerprint, export), schedule.total_steps
+        best = partial(
+            models.export, ema.module if ema else bare, val.classes, data_config, multi_label=val.multi_label
+        )
+        first, last = run.start(state, stream, schedule, fingerprint, val.classes, best), schedule.total_steps
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 

@@ -72,7 +72,9 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
 
 @pytest.mark.parametrize("architecture", ["test_resnet", "test_vit", "test_nfnet"])
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(architecture, multi_label, tmp_path) -> None:
+def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
+    architecture, multi_label, tmp_path
+) -> None:
     """Of a size that is not the model's own; of several labels an image each has a probability of its own."""
     pipeline = pytest.importorskip("transformers").pipeline
     model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
