@@ -4,6 +4,7 @@ It is exported beside `best/`. The next checkpoint records the size and hash of 
 so `best/` is that of the newest checkpoint, and a start knows what has to be there.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from common.checkpoint import Checkpoint, Damaged, compare, stamps, verify
 from common.durable import remove, replace_folder, sync_folder
 from common.ledger import Ledger
+from common.origin import RUN_FILE, made_by
 from common.state import TrainingState
 
 _NOTHING = {"results": {}, "files": {}}
@@ -32,11 +34,15 @@ class Best:
         self._drafted = False
         self._record: dict = _NOTHING
 
-    def export(self, results: dict) -> None:
-        """Export the model as it is now, beside `best/`; also while a checkpoint is being written."""
+    def export(self, results: dict, record: dict) -> None:
+        """Export the model as it is now, beside `best/`; also while a checkpoint is being written.
+
+        `record` is what a checkpoint of this step records.
+        """
         remove(self._new)
         try:
             self._export(results, self._new)
+            (self._new / RUN_FILE).write_text(json.dumps(made_by(record), indent=2) + "\n")
         except BaseException:
             remove(self._new)
             raise
@@ -121,11 +127,12 @@ class Best:
     def _export_again(self, checkpoint: Path, results: dict) -> bool:
         """Export the model of a checkpoint; False where that is not there or not whole."""
         try:
-            files = verify(checkpoint).tensors()
+            found = verify(checkpoint)
+            files = found.tensors()
         except Damaged:
             return False
         self._state.exported.load_state_dict(files.get("ema", files["model"]))
-        self.export(results)
+        self.export(results, found.record)
         self.take()
         return True
 

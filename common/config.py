@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
@@ -24,6 +25,7 @@ import yaml
 from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
+from common.origin import OF_DATA, read_origin
 
 C = TypeVar("C")
 
@@ -81,8 +83,15 @@ def _wrong_with_profile(text: str) -> str:
 
 @dataclass
 class RunConfig:
-    """What every recipe needs to know about a run: how long, how spread, where to, how often."""
+    """What every recipe needs to know about a run: on which part of the data, how long, how spread, where to, how often."""
 
+    val_share: float = option(0.2, low=0, high=1)
+    """Share of the images that is held out for evaluation if the data has no part to validate on."""
+    split: str = ""
+    """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; for --eval_only also
+    train or all. Default: val, or if there is none the held-out share."""
+    image_column: str = ""
+    """Tables: column of the images (default: found by its type)."""
     global_batch_size: int = option(64, low=1, high=2**20)
     """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)
@@ -210,18 +219,19 @@ class ReadingConfig:
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
     """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
 
+    With `--eval_only` the configuration of the run that made the weights takes the place of the defaults.
     `argv` is without the program's name (default: the command line).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_config(argv)
     program = program or Path(sys.argv[0]).name
-    default = None
-    if path:
-        where = f"--config {path}: "
-        default = _parse(config_class, _flags(_read(path), config_class, where), None, program, where)
+    layers = [(f"--config {path}: ", _read(path))] if path else []
+    default = _layered(config_class, layers, program)
     if {"-h", "--help"} & set(argv):
         _help(config_class, default, program)
     config = _parse(config_class, argv, default, program)
+    if weights := getattr(config, "eval_only", ""):
+        config = _for_evaluation(config_class, weights, layers, argv, program)
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -296,6 +306,42 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
             )
         flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
     return flags
+
+
+def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str) -> C | None:
+    """What `layers` (where they are from, and their values) make of the defaults; a later one wins over those before it."""
+    config = None
+    for where, content in layers:
+        config = _parse(config_class, _flags(content, config_class, where), config, program, where)
+    return config
+
+
+def _for_evaluation(
+    config_class: type[C], weights: str, layers: list[tuple[str, dict]], argv: list[str], program: str
+) -> C:
+    """What `layers` and the flags in `argv` make of the configuration that the run of these weights had.
+
+    Raises `Refused` where that was a run of another recipe, or where neither it nor a flag says what to evaluate on.
+    """
+    origin = read_origin(weights)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    mine = {name for name in config_class.__annotations__ if not fields[name].metadata.get("may_change")}
+    unknown = [name for name in origin.config if name not in fields]
+    if origin.run and unknown and mine - origin.config.keys():
+        raise Refused(
+            f"--eval_only {weights}: {program} does not know all flags of its run (--{', --'.join(unknown):.100}); evaluate it "
+            f"with the recipe that trained it, {origin.run['recipe'] or 'another one'}"
+        )
+
+    def given(but: Sequence[str] = ()) -> C:
+        of_run = {name: value for name, value in origin.config.items() if name in fields and name not in but}
+        bottom = _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], program)
+        return _parse(config_class, argv, bottom, program)
+
+    config = given()
+    if not config.data:
+        raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
+    return config if origin.trained_on(config.data) else given(but=OF_DATA)
 
 
 def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:

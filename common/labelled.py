@@ -10,8 +10,6 @@ from PIL import Image
 
 from common.images import open_rgb
 
-VAL_NAMES = ("val", "validation", "valid", "test")  # parts to evaluate on: the first that is there is taken
-
 
 class Source(Protocol):
     """A fixed list of labelled images; can be pickled and survives a fork."""
@@ -19,6 +17,7 @@ class Source(Protocol):
     classes: tuple[str, ...]  # names, by class id
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] where an image may show several classes
     fingerprint: str  # hex; equal for the same list of images (names, sizes) with the same labels and classes
+    origin: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
 
     def name(self, index: int) -> str:
         """The image in words for people, such as its path or `digits[17]`."""

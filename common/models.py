@@ -4,7 +4,8 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -20,6 +21,8 @@ from common.config import nearest
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.images import MAX_PIXELS
+from common.origin import by_name
+from common.state import Tensors
 
 # What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
@@ -34,11 +37,13 @@ def build_classifier(
     drop: float = 0.0,
     drop_path: float = 0.0,
     seed: int = 0,
+    names: Sequence[str] = (),
 ) -> torch.nn.Module:
     """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
 
-    Initial weights are a function of `seed`. A local folder brings its weights; with `pretrained` a name does. A head of
-    another number of classes is replaced by a new one. `image_size` 0 is the model's own.
+    Initial weights are a function of `seed`. A local folder brings its weights; with `pretrained` a name does. What their head
+    knows of classes of the same `names` is taken over, the rest of it is new; without names on either side a head of the same
+    number of classes is kept. `image_size` 0 is the model's own. What it begins with is its `begins_with`, in words.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
@@ -46,7 +51,63 @@ def build_classifier(
     default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
     if image_size and default and default.fixed_input_size:
         options["img_size"] = image_size
-    return create(name, pretrained=pretrained, seed=seed, wishes=options, num_classes=classes)
+    make = partial(create, name, pretrained=pretrained, seed=seed, wishes=options)
+    model = make(num_classes=classes)
+    if not (pretrained or Path(name).is_dir()):
+        model.begins_with = ""
+        return model
+    known, theirs = label_names(model.pretrained_cfg), model.pretrained_cfg["num_classes"]
+    fresh = classes if theirs != classes else 0  # classes that the head does not know
+    if names and known and list(names) != known:
+        trained = model if theirs == classes else make(num_classes=theirs)
+        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps a head of as many
+        fresh = take_rows(_head(model), _head(trained), names, known)
+    everything = len(model.state_dict())
+    model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, classes)
+    if names and not known and not fresh:
+        model.begins_with += ", its head as it is: it does not name its classes"
+    return model
+
+
+def label_names(content: Mapping) -> list[str]:
+    """The class names in a configuration, by class id; none where it has none, or two are the same."""
+    names = content.get("label_names") or ()
+    if isinstance(names, Mapping):
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    return [*names] if None not in names and len(set(names)) == len(names) else []
+
+
+def begins_with(taken: int, everything: int, source: str, fresh: int, classes: int) -> str:
+    """What a model begins with, in words; `fresh` of its `classes` classes are new to its head."""
+    new = f"for {fresh} of {classes} classes" if fresh < classes else "for all classes"
+    return f"{taken} of {everything} tensors of {source}" + (f", head new {new}" if fresh else "")
+
+
+def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
+    """The same of a model of which only the backbone has weights of `source`, which may be a name or a folder."""
+    loaded, everything = len(backbone.state_dict()), len(model.state_dict())
+    return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
+
+
+def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> int:
+    """Take over what `trained` knows of the classes in `names` it knows, and return how many it does not.
+
+    Both are tensors [classes, ...] by name, of `names` and of `known`.
+    """
+    places = {name: number for number, name in enumerate(known)}
+    mine = [number for number, name in enumerate(names) if name in places]
+    theirs = [places[names[number]] for number in mine]
+    with torch.no_grad():
+        for name, tensor in head.items():
+            tensor[mine] = trained[name][theirs]
+    return len(names) - len(mine)
+
+
+def _head(model: torch.nn.Module) -> Tensors:
+    """The tensors of the classifiers, as timm names these."""
+    heads = model.pretrained_cfg.get("classifier") or ()
+    heads = (heads,) if isinstance(heads, str) else heads
+    return {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] in heads}
 
 
 def create(
@@ -158,31 +219,48 @@ def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
         raise Refused(f"--grad_checkpointing: {name} does not offer it; lower --max_micro_batch_size instead") from None
 
 
-def title(name: str, model: torch.nn.Module) -> str:
-    """What a model is called: its name for timm, or the class of a module of one's own."""
-    return name if is_of_timm(model) else type(model).__name__
+def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
+    """Rows of the start table. A module of one's own is called by its class."""
+    title = name if is_of_timm(model) else type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
 
 
-def export(model: torch.nn.Module, classes: Sequence[str], config: dict, results: dict, folder: Path) -> None:
+def export(
+    model: torch.nn.Module,
+    classes: Sequence[str],
+    config: dict,
+    results: dict,
+    folder: Path,
+    multi_label: bool = False,
+) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 
-    `results.json` beside it says what it reached. The folder must not exist.
+    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` beside it says what it reached.
+    The folder must not exist.
     """
     folder.mkdir(parents=True)
     # Copies: safetensors refuses memory that two names share, as of tied weights.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
-    _save_config(model, classes, config, folder)
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    _save_config(model, classes, config, folder, multi_label)
+    (folder / "results.json").write_text(json.dumps(by_name(results, classes), indent=2) + "\n")
 
 
-def _save_config(model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path) -> None:
-    if not is_of_timm(model):  # what its weights mean, for whoever has the class
-        names = {"module": type(model).__name__, "num_classes": len(classes), "label_names": list(classes)}
-        (folder / "config.json").write_text(json.dumps(names | {"pretrained_cfg": config}, indent=2) + "\n")
-        return
-    save_config_for_hf(model, folder / "config.json", model_config={"label_names": list(classes)}, data_config=config)
+def _save_config(
+    model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
+) -> None:
+    file, labels = folder / "config.json", {"label_names": list(classes)}
+    if multi_label:  # transformers then gives each class a probability of its own
+        labels["problem_type"] = "multi_label_classification"
+    if is_of_timm(model):
+        save_config_for_hf(model, file, model_config=labels, data_config=config)
+        content = json.loads(file.read_text())
+        content["model_args"].pop("num_classes", None)  # it stands beside them, and transformers would give it twice
+    else:  # what its weights mean, for whoever has the class
+        content = {"module": type(model).__name__, "num_classes": len(classes), **labels, "pretrained_cfg": config}
+    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def check_export(model: torch.nn.Module, config: dict) -> None:

@@ -21,7 +21,7 @@ from common.ledger import Ledger
 from common.optimization import Schedule
 from common.plan import BatchPlan
 from common.run_folder import RunFolder, writing
-from common.source import Source, difference, keep
+from common.source import Source, difference, keep, stem
 from common.state import TrainingState
 from common.stream import Stream
 from common.tracking import Tracker
@@ -63,10 +63,18 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
+    def begin(
+        self,
+        state: TrainingState,
+        stream: Stream,
+        schedule: Schedule,
+        identity: dict,
+        recipe: Source,
+        classes: Sequence[str],
+    ) -> None:
         """Keep what rows, the summary and checkpoints are made of."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
-        self._source = recipe
+        self._source, self._classes = recipe, list(classes)
 
     def resume(self, found: Checkpoint, said: dict) -> int:
         """Say from where the run goes on, and what its new length changes; returns the step after which it ends.
@@ -106,7 +114,7 @@ class Records:
 
     def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
         """What `Run.describe` does."""
-        self.journal.table(rows)
+        self.journal.table({name: value for name, value in rows.items() if value})
         self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
 
@@ -159,7 +167,10 @@ class Records:
     def checkpoint(self) -> dict:
         """What a checkpoint keeps beside tensors."""
         return {
+            "name": self._path.name,
+            "recipe": stem(self._config),
             "step": self.ledger.step,
+            "classes": self._classes,
             "total_steps": self._schedule.total_steps,
             "identity": self._identity,
             "source": self._source,

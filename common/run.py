@@ -158,7 +158,7 @@ class Run:
         return [network, *optimizers]
 
     def describe(self, rows: dict[str, str], train: Sized, val: Sized, **sizes: int | Sequence[int]) -> None:
-        """Print the start table: `rows`, and what of the run depends on its layout.
+        """Print the start table: `rows` that have a value, and what of the run depends on its layout.
 
         The sizes of the data `train` and `val`, and `sizes`, go into the tracker's configuration as `run/train_images` etc.
         """
@@ -170,17 +170,19 @@ class Run:
         stream: Stream,
         schedule: Schedule,
         fingerprint: str,
+        classes: Sequence[str],
         export: Callable[[dict, Path], None],
     ) -> int:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done.
 
-        `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
+        `classes`, the names by class id, are recorded. `export(results, folder)` writes a folder of the model that is
+        evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self.total_steps = state, stream, schedule.total_steps
         self.last = self.total_steps  # the step after which the run ends
         told, recipe = identity(self.config) | {"data": fingerprint}, source.read(self.config)
         records = self._records
-        records.begin(state, stream, schedule, told, recipe)
+        records.begin(state, stream, schedule, told, recipe, classes)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
         options = recipe, self.config.allow_changed_source
@@ -309,7 +311,7 @@ class Run:
         heartbeat.note("writing best/")
         with self._records.writing("writing best/"):
             if self._best:
-                self._best.export(results)
+                self._best.export(results, self._records.checkpoint())
 
     def save(self, step: int) -> None:
         """Make a checkpoint of `step`, once it is known that all its steps were finite.

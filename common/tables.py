@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 from common.errors import Refused
 from common.files import check_regular
 from common.images import BrokenImage
-from common.labelled import VAL_NAMES, Source, fingerprint_of
+from common.labelled import Source, fingerprint_of
+from common.partition import kind_of, start_of
 
 if TYPE_CHECKING:
     import datasets  # imported late below: it takes a second, and most runs don't need it
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
-_SPLIT = re.compile(rf"(train|{'|'.join(sorted(VAL_NAMES, key=len, reverse=True))})(?![a-z])")
 _HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
 
 
@@ -39,6 +39,7 @@ class Table(Source):
     classes: tuple[str, ...]
     title: str
     folder: str  # that relative paths start from
+    origin: str = ""
 
     def name(self, index: int) -> str:
         return f"{self.title}[{self.rows[index]}]"
@@ -82,42 +83,65 @@ def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
     return (lambda: _open_hub(hub["name"], hub["config"])) if hub else None
 
 
-def read_table(
-    data: str, opener: Callable[[], dict[str, Any]], image_column: str, label_column: str
-) -> tuple[Table, Table | None]:
-    """The training split, and the one to evaluate on if there is one. Raises `Refused`."""
+class TableParts:
+    """The splits of a data set. The first that is read decides on columns and classes. Raises `Refused`."""
+
+    def __init__(
+        self,
+        data: str,
+        opener: Callable[[], dict[str, Any]],
+        image_column: str,
+        label_column: str,
+        least_classes: int = 2,
+    ):
+        self._data, self._named, self._least = data, (image_column, label_column), least_classes
+        self._splits = open_splits(data, opener)
+        self._first: tuple | None = None
+        self.labels = split_labels(self._splits)
+
+    def read(self, name: str, first: Table | None = None) -> Table:
+        """The split of this name, with the columns and classes of `first` where one was read before."""
+        split, title = self._splits[name], f"{self._data} {name}"
+        if first is None:
+            image = find_column(self._data, split, "image", self._named[0], exclude="")
+            label = find_column(self._data, split, "label", self._named[1], exclude=image)
+            self._first = name, image, label, *_vocabulary(split, label)
+        first_name, image, label, classes, values = self._first
+        if missing := {image, label} - set(split.column_names):
+            raise Refused(f"--data {self._data}: split {name} has no column {missing.pop()}, which {first_name} has")
+        if _names_of(split.features[label]) != _names_of(self._splits[first_name].features[label]):
+            raise Refused(
+                f"--data {self._data}: splits {first_name} and {name} name other classes in {label}; make them the same"
+            )
+        labels = _labels(title, split, label, classes, values, self._least)
+        column = split.select_columns([image])
+        if hasattr(split.features[image], "decode"):
+            column = column.cast_column(image, replace(split.features[image], decode=False))
+        return Table(column, np.arange(split.num_rows), labels, classes, title, folder_of(self._data))
+
+
+def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The splits of a data set by name. Raises `Refused`."""
     try:
         with _quiet():
-            splits = opener()
+            return opener()
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}") from error
-    if "train" not in splits:
-        raise Refused(f"--data {data}: no split named train, only {', '.join(splits)}; rename one, or load it alone")
-    train = splits["train"]
-    image = find_column(data, train, "image", image_column, exclude="")
-    label = find_column(data, train, "label", label_column, exclude=image)
-    classes, values = _vocabulary(train, label)
-    folder = Path(data).expanduser()
-    folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
-    val_name = next((name for name in VAL_NAMES if name in splits), None)
 
-    def part(name: str) -> Table:
-        split, title = splits[name], f"{data} {name}"
-        if missing := {image, label} - set(split.column_names):
-            raise Refused(f"--data {data}: split {name} has no column {missing.pop()}, which train has")
-        if _names_of(split.features[label]) != _names_of(train.features[label]):
-            raise Refused(f"--data {data}: splits train and {name} name other classes in {label}; make them the same")
-        labels = _labels(title, split, label, classes, values)
-        column = split.select_columns([image])
-        if hasattr(split.features[image], "decode"):
-            column = column.cast_column(image, replace(split.features[image], decode=False))
-        return Table(column, np.arange(split.num_rows), labels, classes, title, folder)
 
-    return part("train"), part(val_name) if val_name else None
+def split_labels(splits: dict[str, Any]) -> dict[str, str]:
+    """What people call the splits."""
+    return {name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows" for name in splits}
+
+
+def folder_of(data: str) -> str:
+    """The folder that relative paths in a table start from."""
+    path = Path(data).expanduser()
+    return os.path.abspath(path if path.is_dir() else path.parent)
 
 
 # ---- opening
@@ -155,8 +179,8 @@ def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
     for file in files:
         check_regular(file)
         parts = (file.stem, *file.relative_to(folder).parts[:-1]) if len(files) > 1 else ()
-        found = next((found for part in parts if (found := _SPLIT.match(part))), None)
-        splits.setdefault(found[0] if found else "train", []).append(str(file.absolute()))
+        found = next(filter(None, map(start_of, parts)), "train")
+        splits.setdefault(found, []).append(str(file.absolute()))
     return datasets.load_dataset("parquet", data_files=splits)
 
 
@@ -272,14 +296,14 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
 
 
 def _labels(
-    title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array
+    title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array, least: int
 ) -> np.ndarray:
     """int64[N] class ids, or bool[N, C] of a column of lists. Every label must be one of `values`."""
     cells = cells_of(split, column)
     several = is_list(cells.type)
-    if len(classes) < (1 if several else 2):
+    if len(classes) < (least := 1 if several else least):
         found = f"only the class {classes[0]}" if classes else "no class"
-        raise Refused(f"--data {title}: {found} in column {column}; needs {1 if several else 2} or more")
+        raise Refused(f"--data {title}: {found} in column {column}; needs {least} or more")
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()
         raise Refused(f"--data {title}: row {row} has no label in column {column} (null); remove the row or label it")

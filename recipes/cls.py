@@ -12,8 +12,8 @@ This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as
 
 import contextlib
 import dataclasses
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, drop_path, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, drop_path, evaluation, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
@@ -57,12 +57,8 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(1.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     label_column: str = ""
-    """Hugging Face data: column of the labels (default: found by its type)."""
+    """Tables: column of the labels (default: found by its type)."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -91,13 +87,14 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 
-def build_data(config: Config):
+def build_data(config: Config, load=sources.load):
     """Training and validation images, and the fingerprint of both, which all ranks must share."""
     with main_process_first("reading the data", local=True):  # it may download and convert
-        train, val = sources.load(
+        train, val = load(
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             label_column=config.label_column,
         )
@@ -111,12 +108,13 @@ def build_batch_norm(config: Config) -> str:
     return "frozen" if config.freeze_backbone else config.batch_norm
 
 
-def build_model(config: Config, classes: int):
+def build_model(config: Config, classes: Sequence[str]):
     """The model, its number of drop path layers, and what it wants to see."""
     with together("building the model"):
         model = models.build_classifier(
             config.model,
-            classes,
+            len(classes),
+            names=classes,
             pretrained=config.pretrained,
             image_size=config.image_size,
             drop=config.drop,
@@ -218,18 +216,18 @@ def evaluate(model, loader, accelerator, normalize, val):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
-    path = Path(config.eval_only)
-    exported = models.is_of_timm(path)
-    train, val, _ = build_data(config)
-    config = dataclasses.replace(config, model=str(path)) if exported else config
-    model, _, data_config = build_model(config, len(val.classes))
-    if not exported:
-        with together("loading the checkpoint"):
-            load_model(model, path)
-    normalize, _ = build_inputs(config, train, data_config, accelerator.device)
+    origin = evaluation.begin(config)
+    config = dataclasses.replace(config, model=evaluation.model_of(config, origin), pretrained=False)
+    val, names, places = evaluation.read(config, origin, build_data, sources.load_part)
+    model, _, data_config = build_model(config, names)
+    if origin.is_alone:
+        with together("loading the weights"):
+            load_model(model, Path(config.eval_only))
+    normalize, _ = build_inputs(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
-    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
-    launch.say(json.dumps({"eval_only": str(path)} | results))
+    model, matched = evaluation.match(model, val, names, places)
+    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, matched)
+    evaluation.report(config, results, val.classes)
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
@@ -253,7 +251,7 @@ def main() -> None:
         train, val, fingerprint = build_data(config)
         stream = build_stream(config, train)
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers, data_config = build_model(config, len(train.classes))
+        bare, drop_path_layers, data_config = build_model(config, train.classes)
         normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
@@ -285,7 +283,7 @@ def main() -> None:
             {
                 "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
                 "fingerprint": f"{fingerprint}, the same on all ranks",
-                "model": f"{models.title(config.model, bare)}: {sum(p.numel() for p in bare.parameters()):,} parameters",
+                **models.describe(config.model, bare),
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
@@ -300,8 +298,10 @@ def main() -> None:
             input_size=data_config["input_size"],
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        export = partial(models.export, ema.module if ema else bare, val.classes, data_config)
-        first, last = run.start(state, stream, schedule, fingerprint, export), run.last
+        best = partial(
+            models.export, ema.module if ema else bare, val.classes, data_config, multi_label=val.multi_label
+        )
+        first, last = run.start(state, stream, schedule, fingerprint, val.classes, best), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 

@@ -12,7 +12,6 @@ This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as
 
 import contextlib
 import dataclasses
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import numpy as np
 import torch
 
-from common import batch_norm, drop_path, launch, loading
+from common import batch_norm, drop_path, evaluation, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
 from common.detection import balancing, detectors, pictures, sources
@@ -102,14 +101,10 @@ class Config(OptimizationConfig, RunConfig):
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
     """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     objects_column: str = ""
-    """Hugging Face data: column of the objects (default: found by its type)."""
+    """Tables: column of the objects (default: found by its type)."""
     box_format: str = ""
-    """Hugging Face data: xywh, xyxy or cxcywh."""
+    """Tables: xywh, xyxy or cxcywh."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
     """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
     norm_batch_size: int = option(2, low=2)
@@ -124,13 +119,14 @@ class Config(OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
-def build_data(config: Config):
+def build_data(config: Config, load=sources.load):
     """Training and validation images with boxes, and the fingerprint of both, which all ranks must share."""
     with main_process_first("reading the data", local=True):
-        train, val = sources.load(
+        train, val = load(
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             objects_column=config.objects_column,
             box_format=config.box_format,
@@ -163,7 +159,7 @@ def build_model(config: Config, classes: tuple[str, ...]):
             drop_path=config.drop_path,
             seed=config.seed,
         )
-        begins = begin_with(model, Path(config.init)) if config.init else "pretrained weights" * config.pretrained
+        begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model), begins
 
@@ -256,16 +252,17 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
-    path = Path(config.eval_only)
-    train, val, _ = build_data(config)
-    model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), train.classes)
+    origin = evaluation.begin(config)
+    val, names, places = evaluation.read(config, origin, build_data, sources.load_part)
+    model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names)
     with together("loading the weights"):
-        load(model, val.classes, path)
-    _, plain = build_augmentation(config, build_stream(config, train), model.stride)
+        load(model, Path(config.eval_only))
+    _, plain = build_augmentation(config, build_stream(config, val), model.stride)
     normalize, fill = build_normalize(config, model, accelerator.device)
     loader = build_val_loader(config, EvaluationScenes(val, plain, model.stride, fill), config.max_micro_batch_size)
+    model = detectors.Matched(model, places)
     results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
-    launch.say(json.dumps({"eval_only": str(path)} | results))
+    evaluation.report(config, results, val.classes)
 
 
 def draw(run: Run, val: Annotated, found: Detections) -> None:
@@ -326,7 +323,7 @@ def main() -> None:
                     if part.notes
                 },
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
-                **({"begins with": begins} if begins else {}),
+                "begins with": begins,
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
                 "batch norm": batch_norm.describe(config.batch_norm),
@@ -340,7 +337,7 @@ def main() -> None:
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         best = partial(export, ema.module if ema else bare, train, plain)
-        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
+        first, last = run.start(state, stream, schedule, fingerprint, val.classes, best), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 

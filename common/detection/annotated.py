@@ -80,6 +80,7 @@ class Annotated(Protocol):
     areas: np.ndarray
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
+    origin: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
     has_masks: bool  # whether samples do
     fresh: bool  # whether each position of the stream has a scene of its own, instead of an image of the list
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from common.detection.detr import build_detr
 from common.detection.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.fcos import FCOS
-from common.detection.fpn import build_backbone
+from common.detection.fpn import SimplePyramid, build_backbone
 from common.detection.mask_rcnn import MaskRCNN
 from common.detection.rcnn import FasterRCNN
 from common.detection.retinanet import RetinaNet
 from common.errors import Refused
+from common.models import begins_with_backbone
 
 
 class Detector(Protocol):
@@ -44,6 +45,22 @@ class Detector(Protocol):
         """
 
 
+class Matched(nn.Module):
+    """A detector that calls classes as data do: `places` are its class ids of theirs. What is of no such class is left out."""
+
+    def __init__(self, detector: Detector, places: Sequence[int]) -> None:
+        super().__init__()
+        self.detector, self.places = detector, list(places)
+
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        places = torch.tensor(self.places, device=images.device)
+        found = []
+        for of_image in self.detector.detect(images, sizes):
+            owner, number = (of_image["labels"][:, None] == places).nonzero(as_tuple=True)
+            found.append({name: column[owner] for name, column in of_image.items()} | {"labels": number})
+        return found
+
+
 def build_detector(
     family: str,
     backbone: str,
@@ -58,7 +75,7 @@ def build_detector(
     names: Sequence[str] = (),
     **options,
 ) -> Detector:
-    """A detector on a timm backbone; its initial weights are a function of `seed`.
+    """A detector on a timm backbone; its initial weights are a function of `seed`, or loaded: `begins_with` says it in words.
 
     Args:
         family: one of `FAMILIES` or of `detr_models.FAMILIES`, for which `detr_models.build_model` says the rest.
@@ -97,6 +114,8 @@ def build_detector(
     # What images are normalised with. The mean is a whole pixel value, so that padding with it becomes 0, as torchvision pads.
     mean = tuple(round(255 * value) / 255 for value in built.pretrained_cfg["mean"])
     detector.pretrained_cfg = built.pretrained_cfg | {"mean": mean}
+    features = built.features.features if isinstance(built.features, SimplePyramid) else built.features
+    detector.begins_with = begins_with_backbone(features, detector, backbone, pretrained)
     return detector
 
 

@@ -32,6 +32,7 @@ class DETR(nn.Module):
 
         super().__init__()
         self.model, self.config, self.pretrained_cfg, self.seed = model, model.config, normalization, seed
+        self.begins_with = model.begins_with
         self.classes, self.queries = model.config.num_labels, model.config.num_queries
         self.stride = max(model.config.feat_strides)
         self.matcher = RTDetrHungarianMatcher(model.config)

@@ -100,7 +100,8 @@ def build_model(
         Refused: without transformers, and for a name of no model, of another family, or of weights out of reach.
     """
     transformers = _transformers()
-    if name in ARCHITECTURES or not _is_timm(name):
+    is_timm = name not in ARCHITECTURES and _is_timm(name)
+    if not is_timm:
         if drop_path:
             raise Refused(f"--drop_path {drop_path}: {name} has none; a timm backbone under --detector {family} has")
         whole, normalization = _whole(transformers, family, name, pretrained, seed)
@@ -111,8 +112,17 @@ def build_model(
     for name_of_heads in ("class_embed", "bbox_embed"):
         heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
         setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
-    _set_classes(model, classes, names, seed)
+    fresh = _set_classes(model, classes, names, seed)
     model.config.tie_word_embeddings = False
+    if is_timm:
+        model.begins_with = models.begins_with_backbone(model.backbone.model._backbone, model, name, pretrained)
+    elif pretrained or Path(name).is_dir():
+        everything = model.state_dict().keys()
+        heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
+        taken = len(everything) - len(heads) * bool(fresh)
+        model.begins_with = models.begins_with(taken, len(everything), name, fresh, classes)
+    else:
+        model.begins_with = ""
     return model, normalization
 
 
@@ -268,14 +278,14 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     return whole
 
 
-def _set_classes(model: nn.Module, classes: int, names: Sequence[str], seed: int) -> None:
-    """Layers for `classes` classes; those that the model knows by name are kept."""
+def _set_classes(model: nn.Module, classes: int, names: Sequence[str], seed: int) -> int:
+    """Layers for `classes` classes; those that the model knows by name are kept. Returns how many are new."""
     known, names = (
         {name.lower(): number for number, name in model.config.id2label.items()},
         [name.lower() for name in names],
     )
     if model.config.num_labels == classes and list(known) == (names or list(known)):
-        return
+        return 0
     kept = [(new, known[name]) for new, name in enumerate(names) if name in known]
     new, old = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
     width = model.config.d_model
@@ -298,3 +308,4 @@ def _set_classes(model: nn.Module, classes: int, names: Sequence[str], seed: int
             fresh.weight[new] = model.denoising_class_embed.weight[old]
         model.denoising_class_embed = fresh
     model.config.num_labels = classes
+    return classes - len(kept)

@@ -20,6 +20,8 @@ from common.detection.fpn import SimplePyramid
 from common.detection.selection import MOST
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
+from common.models import begins_with, take_rows
+from common.origin import by_name
 from common.resume import load_model
 
 # What makes two detectors the same but for their classes, and the flag that says it.
@@ -49,7 +51,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
         config |= {"classes": list(source.classes), "category_ids": source.category_ids.tolist()}
         config["options"] |= {"min_size": config["short_side"], "max_size": config["long_side"]}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / "results.json").write_text(json.dumps(by_name(results, source.classes), indent=2) + "\n")
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
 
@@ -84,43 +86,52 @@ def describe(detector: Detector) -> dict:
     }
 
 
-def load(detector: Detector, classes: Sequence[str], folder: Path) -> None:
+def load(detector: Detector, folder: Path) -> None:
     """Load the weights of an exported folder, or of a checkpoint's moving average or model, to evaluate them.
 
-    Raises `Refused` where they are of another detector or of other classes.
+    Raises `Refused` where they are of another detector.
     """
     if not (folder / "config.json").is_file():
         return load_model(detector, folder)
-    config, tensors = _read(detector, folder)
-    if config["classes"] != list(classes):
-        theirs, mine = set(config["classes"]), set(classes)
-        differing = [f"{name} only there" for name in sorted(theirs - mine)]
-        differing += [f"{name} only here" for name in sorted(mine - theirs)]
-        raise Refused(
-            f"{folder} is of other classes: {', '.join(differing[:5]) or 'another order'}; evaluate on its data"
-        )
+    _, tensors = _read(detector, folder)
     _refuse_others(folder, detector.state_dict(), tensors, same_shapes=True)
     detector.load_state_dict(tensors)
 
 
-def begin_with(detector: Detector, folder: Path) -> str:
-    """Load what an exported folder of the same architecture has for `detector`; what depends on the classes stays new
-    where their number is another, as `ignore_mismatched_sizes` of transformers has it.
+def begin_with(detector: Detector, folder: Path, names: Sequence[str]) -> str:
+    """Load what an exported folder of the same architecture has for `detector`, whose classes have these names.
 
-    Returns in words what was taken over. Raises `Refused` for another architecture.
+    What its heads know of classes of the same names is taken over; what they learn of others is new.
+    Returns in words what it begins with. Raises `Refused` for another architecture.
     """
     if _is_transformers(detector):
         raise Refused(f"--init {folder}: detectors of transformers begin with a folder that is given as --model")
     if not (folder / "config.json").is_file():
         found = "no config.json is in it" if folder.exists() else "nothing is there"
         raise Refused(f"--init {folder}: no exported detector, {found}; name a run's best/")
-    _, tensors = _read(detector, folder)
+    config, tensors = _read(detector, folder)
     mine = detector.state_dict()
     _refuse_others(folder, mine, tensors, same_shapes=False)
-    fitting = {name: tensor for name, tensor in tensors.items() if tensor.shape == mine[name].shape}
-    detector.load_state_dict(fitting, strict=False)
-    new = sorted({name.rpartition(".")[0] for name in tensors.keys() - fitting.keys()})
-    return f"{len(fitting)} of {len(mine)} tensors of {folder}" + (f"; new: {', '.join(new)}" if new else "")
+    # An R-CNN has a first class for the background, which all data have.
+    background = [None] if "roi_heads" in dict(detector.named_children()) else []
+    new, known = [*background, *names], [*background, *config["classes"]]
+    head, trained = _of_classes(mine, len(new)), _of_classes(tensors, len(known))
+    for name in mine.keys() - head.keys():
+        mine[name].copy_(tensors[name])
+    fresh = take_rows(head, trained, new, known)
+    return begins_with(len(mine) - len(head) * bool(fresh), len(mine), str(folder), fresh, len(names))
+
+
+def _of_classes(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
+    """Of a detector's tensors those that have a part for each class, by name: views [classes, ...]."""
+    views = {}
+    for name, tensor in tensors.items():
+        layer = name.split(".")[-2]
+        if layer == "cls_logits" and not name.startswith("rpn."):
+            views[name] = tensor.unflatten(0, (-1, classes)).transpose(0, 1)  # each anchor has one
+        elif layer in ("cls_score", "bbox_pred", "mask_fcn_logits") and not name.startswith("rpn."):
+            views[name] = tensor.unflatten(0, (classes, -1))
+    return views
 
 
 def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import huggingface_hub.constants
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
 
 from common import batch_norm, drop_path, models
@@ -67,6 +68,73 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
     head = {name for name, _ in other.get_classifier().named_parameters(prefix=other.default_cfg["classifier"])}
     assert set(kept) == other.state_dict().keys() - head
+
+
+@pytest.mark.parametrize("architecture", ["test_resnet", "test_vit", "test_nfnet"])
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
+    architecture, multi_label, tmp_path
+) -> None:
+    """Of a size that is not the model's own; of several labels an image each has a probability of its own."""
+    pipeline = pytest.importorskip("transformers").pipeline
+    model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
+    with torch.no_grad():
+        model.get_classifier().weight.mul_(5)
+    models.export(model, CLASSES[:3], models.data_config(model, SIZE, 0.9), {}, folder, multi_label=multi_label)
+    noise = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+
+    plain = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    look = timm.data.create_transform(**timm.data.resolve_model_data_config(plain), is_training=False)
+    with torch.no_grad():
+        logits = plain(look(image)[None])[0]
+    probabilities = logits.sigmoid() if multi_label else logits.softmax(0)
+    assert probabilities.max() - probabilities.min() > 0.01
+    found = {one["label"]: one["score"] for one in pipeline("image-classification", str(folder), device="cpu")(image)}
+    assert found == pytest.approx(dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "crossvit_9_240"])
+def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
+    model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
+    models.export(model, CLASSES, models.data_config(model), {}, folder)
+    trained, heads = model.state_dict(), models._head(model)
+    number, size = len(trained), len(heads)
+    assert size == (4 if architecture.startswith("cross") else 2)
+
+    def check(names: str, said: str) -> None:
+        names = names.split(", ")
+        again = build_classifier(str(folder), len(names), seed=1, names=names)
+        fresh = build_classifier(architecture, len(names), seed=1)
+        for key, tensor in again.state_dict().items():
+            if key not in heads:
+                assert torch.equal(tensor, trained[key]), key
+                continue
+            for row, name in enumerate(names):
+                expected = trained[key][CLASSES.index(name)] if name in CLASSES else fresh.state_dict()[key][row]
+                assert torch.equal(tensor[row], expected), (key, name)
+        assert again.begins_with == said.format(f"of {number} tensors of {folder}")
+
+    check("daisy, rose, 007, tulip & co, no", f"{number} {{}}")
+    check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
+    check("tulip & co, rose", f"{number} {{}}")
+    check("cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes")  # as many as before
+    check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes")
+    check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
+    assert build_classifier(architecture, 3).begins_with == ""
+
+
+def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said(tmp_path: Path) -> None:
+    model = build_classifier("test_resnet", 3)
+    models.export(model, CLASSES[:3], models.data_config(model), {}, tmp_path / "best")
+    content = json.loads((tmp_path / "best/config.json").read_text())
+    del content["label_names"]
+    (tmp_path / "best/config.json").write_text(json.dumps(content))
+    again = build_classifier(str(tmp_path / "best"), 3, names=["cat", "dog", "elk"])
+    assert torch.equal(again.fc.weight, model.fc.weight)
+    assert again.begins_with.endswith(", its head as it is: it does not name its classes")
+    other = build_classifier(str(tmp_path / "best"), 2, names=["cat", "dog"])
+    assert other.begins_with.endswith(", head new for all classes")
 
 
 def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_step(monkeypatch) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 from common import tables
 from common.errors import Refused
 from common.images import BrokenImage
-from common.sources import load
+from common.sources import load, load_part
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +104,109 @@ def test_train_and_val_folders(tmp_path):
     assert val.image(np.int64(3)).getpixel((0, 0)) == (101, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["validation", "valid", "test"])
-def test_the_second_folder_may_have_another_name_but_val_wins(tmp_path, name):
-    for part in ("train", name):
-        pets(tmp_path / part, cats=2, dogs=2)
-    assert names(read(tmp_path)[1], tmp_path)[0] == f"{name}/cat/0.png"
-    pets(tmp_path / "val", cats=1, dogs=1)
-    assert names(read(tmp_path)[1], tmp_path) == ["val/cat/0.png", "val/dog/0.png"]
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [
+        ("train", "val", "test"),
+        ("Train", "Val", "Test"),
+        ("TRAIN", "VALID", "TESTING"),
+        ("training", "validation", "testing"),
+        ("training_set", "validation_set", "test_set"),
+        ("train_images", "dev", "test_images"),
+        ("Train Data", "Validation Data", "Test Data"),
+        ("train2017", "val2017", "test2017"),
+        ("seg_train", "eval", "seg_test"),
+    ],
+)
+def test_parts_are_known_by_their_usual_names_and_test_is_for_those_who_ask(tmp_path, train, val, test):
+    for count, part in enumerate((train, val, test), 4):
+        pets(tmp_path / part, cats=count, dogs=count)
+    trained, evaluated = read(tmp_path)
+    assert trained.classes == evaluated.classes == ("cat", "dog")
+    assert (len(trained), len(evaluated), trained.origin, evaluated.origin) == (8, 10, f"{train}/", f"{val}/")
+    for split in ("test", test, test.upper()):
+        trained, evaluated = read(tmp_path, split=split)
+        assert (len(trained), len(evaluated), evaluated.origin) == (8, 12, f"{test}/")
+    assert "no such part; there is" in refusal(tmp_path, split="tests of mine")
+
+
+def test_without_a_part_to_validate_on_a_share_is_held_out_and_test_never_chooses_a_model(tmp_path):
+    pets(tmp_path / "train")
+    alone = read(tmp_path)
+    pets(tmp_path / "Test", cats=2, dogs=2)
+    for trained, evaluated in (alone, read(tmp_path)):
+        assert (len(trained), len(evaluated)) == (15, 5)
+        assert (trained.origin, evaluated.origin) == ("75 % kept of train/", "25 % held out of train/")
+    trained, evaluated = read(tmp_path, split="test", val_share=7)  # not asked for, so not judged
+    assert (len(trained), len(evaluated)) == (20, 4)
+
+
+def test_two_folders_that_could_each_be_the_part_are_refused(tmp_path):
+    for part in ("train", "val", "valid", "test"):
+        pets(tmp_path / part)
+    text = refusal(tmp_path)
+    assert text == f"--data {tmp_path}: val/ and valid/ could each be the part val; keep one, or name it by --split"
+    assert read(tmp_path, split="valid")[1].origin == "valid/"
+    pets(tmp_path / "Training")
+    assert "Training/ and train/ could each be the part train; keep one of them there" in refusal(tmp_path, split="val")
+
+
+def test_parts_are_never_taken_for_classes(tmp_path):
+    pets(tmp_path / "train")
+    pets(tmp_path / "heldout")
+    assert "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts" in refusal(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "one")
+    assert read(tmp_path)[0].classes == ("heldout", "one")  # nothing says that they are parts
+    pets(tmp_path / "alone/val")
+    pets(tmp_path / "alone/test")
+    assert "no part to train on, only test, val; rename one to train" in refusal(tmp_path / "alone")
+    for name in ("train", "val"):
+        picture(tmp_path / "bare" / name / "0.png")
+    assert f"{tmp_path}/bare/train: no class folders" in refusal(tmp_path / "bare")
+
+
+# ---- one part, to evaluate
+
+
+def part(data, split="", seed=0, val_share=0.25, **options):
+    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+
+
+def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp_path):
+    pets(tmp_path)
+    assert (len(part(tmp_path)), part(tmp_path).origin) == (20, "the folder")
+    trained, held_out = read(tmp_path)
+    again = part(tmp_path, held_out=True)
+    assert names(again, tmp_path) == names(held_out, tmp_path) and again.origin == "25 % held out of the folder"
+    assert names(part(tmp_path, "val"), tmp_path) == names(held_out, tmp_path)
+    assert names(part(tmp_path, "train", held_out=True), tmp_path) == names(trained, tmp_path)
+    for held_out in (False, True):
+        assert len(part(tmp_path, "all", held_out=held_out)) == 20
+    with pytest.raises(Refused, match="--split test: --data .* has no such part; there is train"):
+        part(tmp_path, "test")
+
+
+def test_any_part_is_evaluated_alone_with_its_own_classes(tmp_path):
+    pets(tmp_path / "train")
+    pets(tmp_path / "test", cats=0, dogs=3)
+    assert (part(tmp_path, "test").classes, len(part(tmp_path, "Test"))) == (("dog",), 3)
+    assert len(part(tmp_path)) == 3  # nothing is chosen by it here
+    assert len(part(tmp_path, held_out=True)) == len(read(tmp_path)[1]) == 5
+    assert [len(part(tmp_path, "train", held_out=held_out)) for held_out in (False, True)] == [20, 15]
+    pets(tmp_path / "extra", cats=1, dogs=1)
+    assert part(tmp_path, "extra").origin == "extra/"
+    (tmp_path / "train").rename(tmp_path / "val")
+    assert len(part(tmp_path)) == 20
+
+
+def test_a_part_of_a_table_and_of_the_digits(tmp_path):
+    datasets.DatasetDict({"train": classified(9), "Test": classified(6)}).save_to_disk(tmp_path / "saved")
+    classified(12).to_parquet(tmp_path / "test.parquet")
+    assert (len(part(tmp_path / "saved", "test")), part(tmp_path / "saved", "test").origin) == (6, "split Test")
+    assert len(part(tmp_path / "test.parquet")) == 12 and len(part(tmp_path / "test.parquet", held_out=True)) == 3
+    for options in ({}, {"held_out": True}, {"split": "val"}):
+        assert part("digits", **options).fingerprint == read("digits")[1].fingerprint
+    assert part("digits", "train").fingerprint == read("digits")[0].fingerprint
 
 
 def test_a_class_without_images_to_evaluate_on_is_allowed(tmp_path):
@@ -231,7 +327,6 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path):
     (tmp_path / "hollow/emu").mkdir()
     assert f"{tmp_path}/hollow/emu: no images in this class folder; add some" in refusal(tmp_path / "hollow")
     pets(tmp_path / "half/train")
-    assert f"only train/; needs train/ and val/, or use --data {tmp_path}/half/train" in refusal(tmp_path / "half")
     pets(tmp_path / "half/val")
     picture(tmp_path / "half/val/emu/0.png")
     text = refusal(tmp_path / "half")
@@ -337,7 +432,7 @@ def test_save_to_disk_and_parquet_hold_out_the_same_rows_with_class_names_from_t
     assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != held_out[0]
 
 
-@pytest.mark.parametrize("name", ["validation", "val", "test"])
+@pytest.mark.parametrize("name", ["validation", "val", "Dev"])
 def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path, name):
     both = datasets.DatasetDict({"train": classified(9), name: classified(6)})
     both.save_to_disk(tmp_path / "saved")
@@ -501,14 +596,14 @@ def test_column_refusals_list_the_columns_and_the_flag(tmp_path):
 def test_split_refusals(tmp_path):
     parts = {
         "no train": {"test": classified(4), "extra": classified(4)},
-        "other classes": {"train": classified(6), "test": classified(6, ("a", "c", "b"))},
-        "no column": {"train": classified(6), "test": classified(6).rename_column("label", "y")},
+        "other classes": {"train": classified(6), "val": classified(6, ("a", "c", "b"))},
+        "no column": {"train": classified(6), "val": classified(6).rename_column("label", "y")},
     }
     for name, splits in parts.items():
         datasets.DatasetDict(splits).save_to_disk(tmp_path / name)
-    assert "no split named train, only test, extra" in refusal(tmp_path / "no train")
-    assert "splits train and test name other classes in label" in refusal(tmp_path / "other classes")
-    assert "split test has no column label, which train has" in refusal(tmp_path / "no column")
+    assert "no part to train on, only test, extra; rename one to train" in refusal(tmp_path / "no train")
+    assert "splits train and val name other classes in label" in refusal(tmp_path / "other classes")
+    assert "split val has no column label, which train has" in refusal(tmp_path / "no column")
     (tmp_path / "no rows").mkdir()
     classified(6).to_parquet(tmp_path / "no rows/train.parquet")
     classified(6).select([]).to_parquet(tmp_path / "no rows/test.parquet")

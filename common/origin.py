@@ -1,0 +1,164 @@
+"""Which run made the weights in a folder, with which configuration, and for which classes?
+
+A checkpoint says it in `record.json`, an exported `best/` in `run.json` and `config.json`. A folder that another program
+wrote has no more than a `config.json`, which may leave out the names of the classes.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import Refused
+from common.files import MEDIUM, check_regular, read_text
+
+RUN_FILE = "run.json"
+_NAMED = 5  # how many names a message has
+# What a run has only for the data that it was trained on.
+OF_DATA = ("split", "val_share", "image_column", "label_column", "objects_column", "box_format")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a folder of weights says about them."""
+
+    path: str  # as it was given
+    is_alone: bool  # weights for a model that the recipe builds: a checkpoint's, or those of a module of one's own
+    run: dict  # what `made_by` says; empty if the folder does not know its run
+    config: dict  # what `--eval_only` takes for flags that are not given
+    classes: tuple[str, ...]  # names by class id; empty if the folder does not name them
+    count: int | None  # of the classes, where that is known
+
+    def describe(self, config: Mapping) -> str:
+        """The weights in words, and what `config` evaluates otherwise than their run did."""
+        if not self.run:
+            return f"evaluating {self.path}, which names no run: flags that are not given have their defaults"
+        parts = [f"evaluating {self.path} of the run {self.run['name']}, step {self.run['step']}"]
+        unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA))
+        for key, value in self.config.items():
+            if key not in config:
+                parts.append(f"without --{key} {value} of the run, a flag that is not known here")
+            elif config[key] != value and key not in unsaid:
+                parts.append(f"--{key} {config[key]}, where the run had {value}")
+        return "; ".join(parts)
+
+    def trained_on(self, data: str) -> bool:
+        """Whether `data` is what the run was trained on, so that only what it held out may be evaluated."""
+        theirs = self.config.get("data", "")
+        return bool(theirs) and _place(theirs) == _place(data)
+
+    def places(self, classes: Sequence[str], data: str) -> list[int]:
+        """The model's class ids of `classes`, the names of those of `data`.
+
+        Where the model's have no names, they are taken to be in the same order. Raises `Refused` for a name that the model
+        does not know, and without names for another number of classes.
+        """
+        if not self.classes:
+            if self.count not in (None, len(classes)):
+                raise Refused(
+                    f"{self.path} has {self.count} classes without names, --data {data} has {len(classes)}: evaluate it on "
+                    "data of its own classes"
+                )
+            return list(range(len(classes)))
+        known = {name: number for number, name in enumerate(self.classes)}
+        if unknown := [name for name in classes if name not in known]:
+            raise Refused(
+                f"{self.path} does not know {len(unknown)} of the {len(classes)} classes of --data {data} ({_some(unknown)}); "
+                f"it knows {_some(self.classes)}: evaluate it on data of its own classes"
+            )
+        return [known[name] for name in classes]
+
+    def matched(self, classes: Sequence[str]) -> str:
+        """What the classes of the data are to the model, in words."""
+        if not self.classes:
+            return "taken to be the model's, which have no names, in this order"
+        if len(classes) < len(self.classes):
+            return f"of the {len(self.classes)} that the model knows"
+        return "those of the model" + ("" if tuple(classes) == self.classes else ", which has them in another order")
+
+
+def read_origin(path: str) -> Origin:
+    """What the folder at `path` says. Raises `Refused` where it holds no weights, or nothing that can be read."""
+    folder = Path(path)
+    is_checkpoint = (folder / "manifest.json").is_file()
+    if not is_checkpoint and not (folder / "config.json").is_file():
+        if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
+            ways = f"{folder / 'best'} or a folder in {folder / 'checkpoints'}"
+            raise Refused(f"--eval_only {path}: is a run folder; name {ways}")
+        found = "neither config.json nor manifest.json is in it" if folder.exists() else "nothing is there"
+        raise Refused(f"--eval_only {path}: no exported model and no checkpoint, {found}; name a run's best/")
+    try:
+        check_regular(folder)
+        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+            raise Refused(f"--eval_only {path}: has no weights (model.safetensors); copy the whole folder")
+        if is_checkpoint:
+            record = _read(folder / "record.json")
+            content = {}
+            run, names = made_by({"name": folder.absolute().parent.parent.name} | record), record.get("classes", [])
+        else:
+            content = _read(folder / "config.json")
+            run = _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+            names = _names(content)
+        config = run["config"] if run else _own(content)
+        if run and not (isinstance(config, dict) and {"name", "step"} <= run.keys()):
+            raise ValueError(f"{RUN_FILE} is not as a run writes it")
+        count = len(names) or content.get("num_classes")
+        return Origin(path, is_checkpoint or "module" in content, run, config, tuple(map(str, names)), count)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"--eval_only {path}: not a whole one ({reason}); name another, or copy it again") from None
+
+
+def made_by(record: Mapping) -> dict:
+    """What `best/` says of its run, out of a checkpoint's record: name, recipe, step, commit, and what defines the run."""
+    known = {key: record.get(key) for key in ("name", "recipe", "step")}
+    config = {key: record["config"][key] for key in record["identity"] if key in record["config"]}
+    return known | {"commit": record.get("environment", {}).get("commit"), "config": config}
+
+
+def by_name(results: dict, classes: Sequence[str]) -> dict:
+    """`results` with a dict for each list of the classes' values: [0.5, 1.0] -> {"cat": 0.5, "dog": 1.0}.
+
+    A list may have values of more classes behind those that are named.
+    """
+    return {
+        key: dict(zip(classes, value, strict=False)) if isinstance(value, list) else value
+        for key, value in results.items()
+    }
+
+
+def _read(file: Path) -> dict:
+    content = json.loads(read_text(file, MEDIUM))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} holds a {type(content).__name__}")
+    return content
+
+
+def _names(content: dict) -> Sequence[str]:
+    """Class names as timm, transformers or a detector's `best/` have them in config.json; none where two are the same."""
+    own = content.get("pretrained_cfg") or {}
+    names = content.get("label_names") or own.get("label_names") or content.get("classes") or content.get("id2label")
+    if isinstance(names, dict):
+        names = [names.get(str(number)) for number in range(len(names))]
+    return names if names and None not in names and len(set(names)) == len(names) else ()
+
+
+def _own(content: dict) -> dict:
+    """Of a folder that names no run: its own sizes; its data have to be named."""
+    config = {"data": "", "image_size": 0, "crop_pct": 0.0, "model": content.get("architecture", "")}
+    if "family" in content:  # a detector of this project
+        config |= {"detector": content["family"], "model": content["model"], "width": content["width"]}
+        config |= {"levels": f"{content['levels'][0]}-{content['levels'][-1]}", "long_side": content["long_side"]}
+        config |= {"convolutions": content["convolutions"]} if content["convolutions"] else {}
+        config |= {"short_sides": str(content["short_side"])}
+    return config
+
+
+def _place(data: str) -> str:
+    """A path in one spelling; a name that is no path stays."""
+    return os.path.realpath(os.path.expanduser(data)) if os.path.exists(os.path.expanduser(data)) else data
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
