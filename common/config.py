@@ -26,6 +26,7 @@ from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
 from common.origin import OF_DATA, read_origin
+from common.synonyms import hint, other_recipe
 
 C = TypeVar("C")
 
@@ -293,11 +294,13 @@ def _read(path: Path) -> dict:
 
 def _flags(content: dict, config_class, where: str) -> list[str]:
     """{'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']; text goes to the same parser as the command line's."""
-    fields = {field.name: field.type for field in dataclasses.fields(config_class)}
+    fields, recipe = {field.name: field.type for field in dataclasses.fields(config_class)}, _file_of(config_class)
     flags = []
     for key, value in content.items():
         if key not in fields:
-            raise Refused(f"{where}unknown key {key}{nearest(str(key), fields)}")
+            if others := [other for other in content if other not in fields and other_recipe(str(other), recipe)]:
+                raise Refused(f"{where}is for {other_recipe(others[0], recipe)}: {recipe.name} has no {others[0]}")
+            raise Refused(f"{where}unknown key {key}{hint(str(key), fields, recipe) or nearest(str(key), fields)}")
         if isinstance(value, (dict, list)) or value is None:
             raise Refused(f"{where}{key} must be a single value, not {value and type(value).__name__}")
         if (fields[key] is bool) != isinstance(value, bool):
@@ -368,7 +371,8 @@ def _parse(config_class: type[C], argv: list[str], default: C | None, program: s
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if flag.startswith("--") and switch not in kinds:
-            raise Refused(f"{where}unknown flag {flag}{nearest(name, [*kinds, 'config'])}")
+            meant = hint(name, kinds, _file_of(config_class)) or nearest(name, [*kinds, "config"])
+            raise Refused(f"{where}unknown flag {flag}{meant}")
         valued = value or following.lower() in ("true", "false", "0", "1")
         if flag.startswith("--") and kinds[switch] is bool and valued:
             raise Refused(f"{where}{flag} takes no value: give --{switch} or --no_{switch}")
@@ -377,7 +381,24 @@ def _parse(config_class: type[C], argv: list[str], default: C | None, program: s
         with contextlib.redirect_stderr(captured):
             return tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
     except SystemExit:
-        raise Refused(where + _one_line(captured.getvalue())) from None
+        said = _one_line(captured.getvalue())
+        raise Refused(where + said + _stray(said.partition("Unrecognized options: ")[2], config_class)) from None
+
+
+def _stray(words: str, config_class: type) -> str:
+    """What is to be said of words that belong to no flag, as tyro names them; "" if there are none."""
+    first, fields = words.split(",")[0], config_class.__dataclass_fields__
+    name, is_assignment, value = first.lstrip("-").partition("=")
+    if first.startswith("-"):
+        return hint(name, fields, _file_of(config_class)) or "; a flag begins with two dashes"
+    if is_assignment:
+        return f"; a flag begins with two dashes: --{name} {value}" + hint(name, fields, _file_of(config_class))
+    return "; each value stands behind its flag, as in --data FOLDER" if first else ""
+
+
+def _file_of(config_class: type) -> Path:
+    """The recipe that a configuration belongs to."""
+    return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """On what did this run happen?"""
 
+import os
 import platform
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from common import source
 from common.collectives import gather_objects, local_world_size, world_size
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
+_ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, in so many microseconds
 
 
 def environment(precision: str, config: object = None) -> dict:
@@ -36,6 +38,16 @@ def environment(precision: str, config: object = None) -> dict:
         "threads": torch.get_num_threads(),
         "ranks": [f"{device} on {host}" for device, host in gather_objects((device, platform.node()))],
     }
+
+
+def cores() -> int:
+    """How many this process may use: those it is bound to, and no more than its container is allotted."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _ALLOTMENT.read_text().split()
+        return min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no container, or one without a limit: "max"
+        return count
 
 
 def packages() -> dict[str, str | None]:

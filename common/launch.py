@@ -1,6 +1,7 @@
 """Is the world that this process woke up in the one it was launched for?"""
 
 import atexit
+import contextlib
 import errno
 import os
 import socket
@@ -25,6 +26,7 @@ from common.agreement import agree, facts
 from common.collectives import gather_objects, is_lost_peer
 from common.compression import data_parallel
 from common.config import RunConfig
+from common.environment import cores
 from common.errors import Again, Refused, printable
 from common.last_word import AT_LEAST, LAST_WORD, leave_word, leaving, notice
 from common.network import LOOPBACK, address_towards, await_listener, interface_of, is_loopback, keep_store, trouble
@@ -68,6 +70,8 @@ def start(config: RunConfig | None = None) -> Accelerator:
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
+    if wants_cpu(os.environ) or accelerators == 0:
+        share_cores(os.environ)
     settings = config or RunConfig()
     torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -197,6 +201,20 @@ def precision(accelerator: Accelerator, dtype: str) -> str:
     name = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
     tf32 = name == "fp32" and accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return f"{name} (TF32)" if tf32 else name
+
+
+def share_cores(environ: Mapping[str, str]) -> None:
+    """Have the processes of this machine share its cores, where the launcher gave each of them one because nobody said more.
+
+    `accelerate launch` and torchrun then set OMP_NUM_THREADS to 1; one that a person has set is in the launcher's own
+    environment, or is a flag of it. With use_cpu Accelerate shares them out itself, and gives advice at each start.
+    """
+    with contextlib.suppress(psutil.Error):
+        said = "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+        said |= any(word.startswith("--num_cpu_threads") for word in _parent_command())
+        if environ.get("OMP_NUM_THREADS") == "1" and _launched(environ) and not said:
+            count = min(psutil.cpu_count(logical=False) or 1, cores())
+            torch.set_num_threads(max(1, count // int(environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

@@ -29,6 +29,7 @@ from common.config import AugmentationConfig
 from common.decoding import Picture
 from common.device_augmentation import draw_colours, draw_erasing
 from common.device_decoding import Decoder, Encoded
+from common.environment import cores
 from common.handover import Handover
 from common.images import BrokenImage
 from common.plan import BatchPlan
@@ -37,7 +38,6 @@ from common.sources import Source
 from common.stream import Stream
 
 DRAWS = "VISION_RECIPES_DRAWS"  # names a folder, in the environment: what is drawn for training is written down there
-_ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, in so many microseconds
 _SMALL = 2**16  # bytes
 _NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
 
@@ -315,17 +315,7 @@ def worker_count(asked: int) -> int:
     """`asked`, or for -1 the cores this process may use, shared by the ranks of the machine, less one for training itself."""
     if asked >= 0:
         return asked
-    return max(0, min(16, _cores() // local_world_size() - 1))
-
-
-def _cores() -> int:
-    """How many this process may use: those it is bound to, and no more than its container is allotted."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _ALLOTMENT.read_text().split()
-        return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no container, or one without a limit: "max"
-        return cores
+    return max(0, min(16, cores() // local_world_size() - 1))
 
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:

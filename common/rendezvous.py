@@ -9,12 +9,15 @@ to torchrun. It is torch's c10d rendezvous, and differs from it in this:
 - it listens at the address that was given and at no other, one machine alone on its loopback; its state is JSON, no pickle;
 - with `--rdzv_conf at_least=1` and `--max_restarts` machines may go and come back: one that is asked to go leaves with a
   checkpoint, and the others go on at once;
-- processes that refuse what they were asked, or stop because they were asked to, are not restarted;
+- processes that refuse what they were asked, or stop because they were asked to, are not restarted, and the launcher ends
+  with their exit code and without a word; of a crash it says in one line which process it was, and no traceback of its own;
 - when the launcher of one machine gives up, so do the others.
 """
 
 import atexit
+import ctypes
 import json
+import logging
 import math
 import os
 import shutil
@@ -24,14 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
+import torch
 from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -78,6 +83,7 @@ SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # that ask this machine to go, sent 
 
 def create(parameters: RendezvousParameters) -> "Machines":
     """Reach the machine that the endpoint names, or be it. Ends the launcher with one line where that can't be done."""
+    _silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
     parameters.min_nodes = parameters.get_as_int("at_least", parameters.min_nodes)
     patience = parameters.get_as_int("join_timeout", JOIN_S)
@@ -124,6 +130,7 @@ class Machines(RendezvousHandler):
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
         for name in SIGNALS:
             signal.signal(signal.Signals[name], self._on_signal)
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(self._logs)
 
     def get_backend(self) -> str:
         return "machines"
@@ -186,6 +193,13 @@ class Machines(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
+        """Close the rendezvous, last of all; a failure of processes that is on its way up ends here, without its traceback."""
+        closed = self._close()
+        if isinstance(failed := sys.exception(), ChildFailedError):
+            sys.exit(self._on_purpose(failure.exitcode for failure in failed.failures.values()) or 1)
+        return closed
+
+    def _close(self) -> bool:
         if self._leaving and self._least < self._most:
             with suppress(RendezvousConnectionError, DistError):  # the main machine may be gone by now
                 self._inner._stop_heartbeats()
@@ -194,6 +208,22 @@ class Machines(RendezvousHandler):
         if self._leaving and read_word(self._words):
             return True  # the others hear it from their own processes
         return not self._cut_off and self._inner.shutdown()  # which would tell the others
+
+    def _on_purpose(self, codes: Iterable[int]) -> int:
+        """The code to end with where processes that ended with `codes` did so on purpose, 0 if they didn't."""
+        if word := read_word(self._words):
+            return word[0]
+        # Asked to stop before they could hear it.
+        return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
+
+    def _logs(self, record: logging.LogRecord) -> bool:
+        """Whether torch may log this about its processes: not that it ends them, and how one failed is said in words."""
+        if not str(record.msg).startswith("failed (exitcode") or len(record.args) != 4:
+            return not str(record.msg).startswith("Sending process")
+        code, local_rank, process, _ = record.args
+        if not self._on_purpose([code]):
+            _say(f"process {process} (local rank {local_rank}) {_how_it_ended(code)}")
+        return False
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to go: its processes are told so by `_pass_on`, and where none run it leaves at once."""
@@ -346,6 +376,15 @@ class Machines(RendezvousHandler):
         return set(self._inner._state_holder.state.participants)  # which torch tells nobody
 
 
+def _silence_name_lookups() -> None:
+    """Keep torch's C++ from warning of each address that has no name, here and in the processes; its errors are still shown."""
+    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
+        name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
+        with suppress(OSError, ValueError):  # torch has read the variable already; ValueError: no such symbol
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
+
+
 def _send(number: int) -> None:
     """Send a signal to the processes of this launcher."""
     for process in psutil.Process().children():
@@ -370,6 +409,14 @@ def _await_end() -> None:
                 not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < until
             ):
                 time.sleep(0.02)
+
+
+def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL: by a person, or by the system for want of memory (`dmesg` tells)"
+    return (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}, see what it said"
+    )
 
 
 def _names(machines: set) -> str:

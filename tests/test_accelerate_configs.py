@@ -31,7 +31,6 @@ KEYS = {
     "mpirun_config",
     "num_machines",
     "num_processes",
-    "use_cpu",
 }
 
 
@@ -125,7 +124,7 @@ def test_more_machines_differ_in_number_alone() -> None:
 def test_the_rehearsal_of_two_machines_differs_from_the_gpu_files_in_devices_alone() -> None:
     rehearsal = keys_of("2node_cpu")
     for suffix, precision in PRECISIONS.items():
-        devices = {"gpu_ids": "-1,-1", "use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
+        devices = {"gpu_ids": "-1,-1", "num_processes": 2, "mixed_precision": "no"}
         gpus = {"num_processes": 16, "mixed_precision": precision}
         assert rehearsal == {**{k: v for k, v in keys_of(f"2node{suffix}").items() if k not in gpus}, **devices}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common import loading
+from common import environment, loading
 from common.augmentation import evaluation_transform, training_transform
 from common.config import AugmentationConfig
 from common.decoding import Picture
@@ -238,13 +238,13 @@ def test_the_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Monk
     for cores, ranks, workers in ((2, 2, 0), (1, 1, 0), (8, 1, 7), (8, 2, 3), (64, 2, 16), (3, 8, 0)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         monkeypatch.setattr(loading, "local_world_size", lambda ranks=ranks: ranks)
-        monkeypatch.setattr(loading, "_ALLOTMENT", Path("/nowhere"))
+        monkeypatch.setattr(environment, "_ALLOTMENT", Path("/nowhere"))
         assert loading.worker_count(-1) == workers
 
 
 def test_a_container_has_no_more_cores_than_it_is_allotted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(loading, "_ALLOTMENT", tmp_path / "cpu.max")
+    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
     assert loading.worker_count(-1) == 16
     for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("1250000 100000", 11), ("50000 100000", 0)):
         (tmp_path / "cpu.max").write_text(allotted + "\n")
