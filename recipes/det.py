@@ -77,8 +77,8 @@ class Config(OptimizationConfig, RunConfig):
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     short_sides: str = option("128", photographs="480")
-    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480; COCO: 640,
-    ...,800). rtdetr_v2, dfine: sides of the square that images are stretched to, one of which is drawn for each step."""
+    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
+    800, or 640,672,...,800). rtdetr_v2, dfine: sides of the square that images become, one of which is drawn for each step."""
     long_side: int = option(128, low=1, high=8192, photographs=800)
     """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Not used by rtdetr_v2 and dfine."""
     eval_short_side: int = option(0, low=0, high=8192)
