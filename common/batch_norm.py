@@ -20,7 +20,7 @@ from common.errors import Refused
 CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
 MODES = ("local", "group", "node", "global", "frozen")
 DESCRIPTIONS = {
-    "local": "statistics of each micro-batch: fastest, but the result depends on the layout",
+    "local": "statistics of each micro-batch: fastest, but the result depends on the layout; --batch_norm group avoids that",
     "group": "statistics of fixed groups of consecutive samples: the same on every layout, nothing sent in the forward",
     "node": "statistics of the micro-batches of a machine's ranks together: the result depends on the layout",
     "global": "statistics of the micro-batches of all ranks together: exact on every layout without accumulation",
@@ -187,9 +187,9 @@ def freeze(*modules: nn.Module) -> None:
                 layer.mode = "frozen"
 
 
-def describe(mode: str) -> str:
-    """The mode and what it means, for people."""
-    return f"{mode}: {DESCRIPTIONS[mode]}"
+def describe(mode: str, model: nn.Module) -> str:
+    """The mode and what it means for a converted model, for people."""
+    return f"{mode}: {DESCRIPTIONS[mode]}" if model.step_batch_norms else "none in this model: the same on every layout"
 
 
 @torch.no_grad()

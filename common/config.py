@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
@@ -35,18 +35,19 @@ MOST_EPOCHS = 10**6
 _MOST = 2**63 - 1  # that a whole number may be for torch
 
 
-def option(default, *, low=None, high=None, may_change=False, check=None):
+def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None):
     """A field with limits (both included); `may_change` marks what a resumed run may be given another value for.
 
-    `check(value)` says what is wrong with a text, "" where nothing is.
+    `check(value)` says what is wrong with a text, "" where nothing is. `photographs` is the default for data other than
+    digits (`common.defaults`).
     """
     limits = {"low": low, "high": high, "check": check}
-    return dataclasses.field(default=default, metadata=limits | {"may_change": may_change})
+    return dataclasses.field(default=default, metadata=limits | {"may_change": may_change, "photographs": photographs})
 
 
-def path_option(default: str, *, may_change=False):
+def path_option(default: str, *, may_change=False, photographs=None):
     """A field for a path, or for a name that stands in the place of one."""
-    return option(default, may_change=may_change, check=_wrong_with_path)
+    return option(default, may_change=may_change, check=_wrong_with_path, photographs=photographs)
 
 
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
@@ -149,16 +150,16 @@ class OptimizationConfig:
 
     opt: str = "adamw"
     """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
-    lr: float = option(4e-3, low=0, high=10**6)
-    """Peak learning rate at the reference batch --lr_batch_size."""
+    lr: float = option(4e-3, low=0, high=10**6, photographs=1e-3)
+    """Peak learning rate at the reference batch --lr_batch_size (photographs: 1e-3)."""
     lr_batch_size: int = option(64, low=1)
     """Global batch for which --lr is stated."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Course of the learning rate after the warm-up."""
-    warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
-    """Linear warm-up from zero, in epochs."""
+    warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS, photographs=1.0)
+    """Linear warm-up from zero, in epochs (photographs: 1)."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Where cosine and linear end, as a share of the peak."""
     step_epochs: str = "30"
@@ -185,9 +186,9 @@ class OptimizationConfig:
 class AugmentationConfig:
     """How a training image is varied; each choice is a pure function of the seed and the sample's position."""
 
-    crop_scale: float = option(0.7, low=0, high=1)
-    """Least area of a random crop as a share of the image (ImageNet training: 0.08; 1: no cropping beyond the ratio)."""
-    hflip: float = option(0.0, low=0, high=1)
+    crop_scale: float = option(0.7, low=0, high=1, photographs=0.35)
+    """Least area of a random crop as a share of the image (photographs: 0.35, ImageNet: 0.08; 1: cropped to a ratio only)."""
+    hflip: float = option(0.0, low=0, high=1, photographs=0.5)
     """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
     vflip: float = option(0.0, low=0, high=1)
     """Probability of an upside-down image."""
@@ -217,17 +218,24 @@ class ReadingConfig:
     """Where JPEGs are decoded, cropped and resized: by the data workers, or on the device."""
 
 
-def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
+def parse(
+    config_class: type[C],
+    argv: list[str] | None = None,
+    program: str = "",
+    suit: Callable[[C], dict] | None = None,
+    _suited: dict | None = None,
+) -> C:
     """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
 
     With `--eval_only` the configuration of the run that made the weights takes the place of the defaults.
-    `argv` is without the program's name (default: the command line).
+    `argv` is without the program's name (default: the command line). `suit(config)` returns other defaults for some fields,
+    as the rest of the configuration demands them (`common.defaults`).
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    path, argv = _take_config(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    path, argv = _take_config(words)
     program = program or Path(sys.argv[0]).name
     layers = [(f"--config {path}: ", _read(path))] if path else []
-    default = _layered(config_class, layers, program)
+    default = _layered(config_class, layers, program, config_class(**_suited) if _suited else None)
     if {"-h", "--help"} & set(argv):
         _help(config_class, default, program)
     config = _parse(config_class, argv, default, program)
@@ -248,6 +256,9 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
             raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
+    suited = suit(config) if suit and not weights else None  # else they are those of the run
+    if suited != _suited:  # until it settles: the model depends on the data, its image size on the model
+        return parse(config_class, words, program, suit, suited)
     return config
 
 
@@ -311,9 +322,8 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
     return flags
 
 
-def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str) -> C | None:
-    """What `layers` (where they are from, and their values) make of the defaults; a later one wins over those before it."""
-    config = None
+def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str, config: C | None = None) -> C | None:
+    """What `layers` (where they are from, and their values) make of `config`; a later one wins over those before it."""
     for where, content in layers:
         config = _parse(config_class, _flags(content, config_class, where), config, program, where)
     return config

@@ -1,6 +1,7 @@
 """How does a name become a model, and a trained model a folder that others can load?"""
 
 import copy
+import dataclasses
 import json
 import math
 import tempfile
@@ -182,6 +183,24 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
             f"at most {MAX_PIXELS} pixels; look at --image_size and --crop_pct"
         )
     return found
+
+
+def own_view(name: str) -> dict:
+    """A model's own `image_size` and `crop_pct`, without building it: {} if they aren't known before, or it sees no squares.
+
+    `name` is as for `build_classifier`, which says what is wrong with it.
+    """
+    try:
+        if Path(name).is_dir():
+            text = read_text(Path(name) / "config.json", SMALL)
+            own = json.loads(text)["pretrained_cfg"]
+        else:
+            own = dataclasses.asdict(timm.get_pretrained_cfg(name, allow_unregistered=False))
+        found = resolve_data_config({}, pretrained_cfg=own)
+        _, height, width = found["input_size"]
+        return {"image_size": int(height), "crop_pct": float(found["crop_pct"])} if height == width else {}
+    except (RuntimeError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
 
 
 def freeze_backbone(model: torch.nn.Module) -> None:

@@ -24,7 +24,7 @@ import common.startup  # noqa: F401 (first, since it answers --help before torch
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, drop_path, evaluation, launch, loading, mixing, models, pictures, sources
+from common import batch_norm, defaults, drop_path, evaluation, launch, loading, mixing, models, pictures, sources
 from common.augmentation import evaluation_transform, training_transform
 from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
@@ -49,14 +49,14 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
 
     data: str = path_option("digits")
     """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
-    model: str = path_option("test_resnet")
-    """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
+    model: str = path_option("test_resnet", photographs="convnext_atto")
+    """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/ (photographs: convnext_atto)."""
     pretrained: bool = False
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
-    image_size: int = option(32, low=0, high=8192)
-    """Side of the square that the model sees, in pixels (0: the model's own)."""
-    crop_pct: float = option(1.0, low=0, high=1)
-    """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
+    image_size: int = option(32, low=0, high=8192, photographs=0)
+    """Side of the square that the model sees, in pixels (0 and photographs: the model's own)."""
+    crop_pct: float = option(1.0, low=0, high=1, photographs=0.0)
+    """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type)."""
     loss: Literal["ce", "bce"] = "ce"
@@ -241,7 +241,7 @@ def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: 
 
 
 def main() -> None:
-    config = parse(Config)
+    config = parse(Config, suit=defaults.suited)
     accelerator = launch.start(config)
     if config.eval_only:
         return evaluate_only(config, accelerator)
@@ -284,11 +284,12 @@ def main() -> None:
                 "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
                 "fingerprint": f"{fingerprint}, the same on all ranks",
                 **models.describe(config.model, bare),
+                **defaults.describe(config),
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
-                "batch norm": batch_norm.describe(build_batch_norm(config)),
+                "batch norm": batch_norm.describe(build_batch_norm(config), bare),
                 "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "run folder": str(run.path),

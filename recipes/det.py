@@ -25,7 +25,7 @@ import torch
 from common import batch_norm, drop_path, evaluation, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
-from common.detection import balancing, detectors, pictures, sources
+from common.detection import balancing, defaults, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
 from common.detection.coco_metrics import Detections
@@ -58,32 +58,33 @@ class Config(OptimizationConfig, RunConfig):
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
     detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
     """Family of the detector; the last two need `pip install transformers`."""
-    model: str = path_option("test_resnet")
-    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine also: a model of transformers."""
+    model: str = path_option("test_resnet", photographs="convnext_atto")
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine
+    also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
     global_batch_size: int = option(8, low=1, high=2**20)
     """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
-    lr: float = option(2e-3, low=0, high=10**6)
-    """Peak learning rate at the reference batch --lr_batch_size."""
+    lr: float = option(2e-3, low=0, high=10**6, photographs=2e-4)
+    """Peak learning rate at the reference batch --lr_batch_size (photographs: 2e-4)."""
     lr_batch_size: int = option(8, low=1)
     """Global batch for which --lr is stated."""
-    levels: str = "3-4"
-    """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (COCO: 3-7)."""
-    width: int = option(64, low=32, high=4096)
-    """Channels of the feature pyramid, a multiple of 32 (COCO: 256)."""
+    levels: str = option("3-4", photographs="3-7")
+    """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (photographs: 3-7)."""
+    width: int = option(64, low=32, high=4096, photographs=128)
+    """Channels of the feature pyramid, a multiple of 32 (photographs: 128; COCO: 256)."""
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
-    short_sides: str = "128"
-    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (640,672,...,800).
-    rtdetr_v2, dfine: sides of the square that images are stretched to, one of which is drawn for each step."""
-    long_side: int = option(128, low=1, high=8192)
-    """Maximum length of an image's longer side in pixels (COCO: 1333). Not used by rtdetr_v2 and dfine."""
+    short_sides: str = option("128", photographs="480")
+    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
+    800, or 640,672,...,800). rtdetr_v2, dfine: sides of the square that images become, one of which is drawn for each step."""
+    long_side: int = option(128, low=1, high=8192, photographs=800)
+    """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Not used by rtdetr_v2 and dfine."""
     eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
     scale_jitter: str = ""
     """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
-    hflip: float = option(0.0, low=0, high=1)
+    hflip: float = option(0.0, low=0, high=1, photographs=0.5)
     """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""
@@ -140,12 +141,7 @@ def build_model(config: Config, classes: tuple[str, ...]):
     levels = whole_numbers(config.levels, "-")
     if not levels or len(levels) != 2:
         raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
-    if config.convolutions != Config.convolutions and config.detector not in ("fcos", "retinanet"):
-        raise Refused(
-            f"--convolutions {config.convolutions}: --detector {config.detector} has none in its heads; leave it out"
-        )
-    if config.levels != Config.levels and config.detector in ("rtdetr_v2", "dfine"):
-        raise Refused(f"--levels {config.levels}: --detector {config.detector} has a neck of its own; leave it out")
+    defaults.refuse_missing(config)
     with together("building the model"):
         model = detectors.build_detector(
             config.detector,
@@ -190,10 +186,6 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
         )
     eval_side = config.eval_short_side or max(short_sides)
     square = config.detector in ("rtdetr_v2", "dfine")  # as their published weights were trained
-    if square and config.long_side != Config.long_side:
-        raise Refused(
-            f"--long_side {config.long_side}: --detector {config.detector} stretches images to squares; leave it out"
-        )
     if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
         raise Refused(
             f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
@@ -275,7 +267,7 @@ def draw(run: Run, val: Annotated, found: Detections) -> None:
 
 
 def main() -> None:
-    config = parse(Config)
+    config = parse(Config, suit=defaults.suited)
     accelerator = launch.start(config)
     if config.eval_only:
         return evaluate_only(config, accelerator)
@@ -322,11 +314,12 @@ def main() -> None:
                     for name, part in (("train", train), ("val", val))
                     if part.notes
                 },
+                **defaults.describe(config),
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 "begins with": begins,
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
-                "batch norm": batch_norm.describe(config.batch_norm),
+                "batch norm": batch_norm.describe(config.batch_norm, bare),
                 "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
                 "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
                 "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",

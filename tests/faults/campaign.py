@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import Launcher, Started
 from tests.faults.nodes import Node, machines, why_not
+from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, distance, draw_scenes, draw_stripes, identical
 from tests.recipes.forked import Fork, Forks
 
@@ -92,7 +93,7 @@ class Campaign:
         else:
             self.data.mkdir()
             draw_scenes(self.data)
-        self.words = (*WORDS, *WORDS_OF[self.recipe], "--data", self.data)
+        self.words = (*as_digits([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
         self.words += ("--dtype", "float64") if self.moves else ()
         self.forks("--help")  # the server starts
         began = time.monotonic()

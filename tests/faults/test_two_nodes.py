@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, Started
 from tests.faults.nodes import Node, Watched
+from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, draw_stripes
 
 STEPS = 12
@@ -44,7 +45,7 @@ def start(
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", f"recipes/{recipe}.py", *words, *line, flags=flags)
+        node.start("2node_cpu", f"recipes/{recipe}.py", *as_digits(words, recipe), *line, flags=flags)
         for node, line in zip(nodes, lines, strict=True)
     ]
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint import Damaged, compare
 from common.detection.sources import load as load_scenes
+from tests.harness import as_digits
 from tests.recipes.forked import Forks
 
 Tensors = dict[str, torch.Tensor]
@@ -92,7 +93,8 @@ def run_several(launch, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
     run_several(2, {"a": ["--model", "test_vit"]}, config="multi_cpu", recipe="recipes/cls.py") -> {"a": Outcome}.
     A case's run folder is <output_dir>/<its name>; without --output_dir, --tracker and --workers it is a new temporary
-    folder, none and 0. Pictures are drawn only if asked for. An unexpected error in any case fails the test.
+    folder, none and 0. Pictures are drawn only if asked for. Own data have the defaults of digits, see `as_digits`, but
+    with `as_typed`. An unexpected error in any case fails the test.
     """
 
     def run(
@@ -102,13 +104,14 @@ def run_several(launch, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         config: str = "",
         recipe: str | Path = "recipes/cls.py",
         pictures: bool = False,
+        as_typed: bool = False,
         timeout: float = 300,
         **options,
     ) -> dict[str, Outcome]:
         scratch = tmp_path_factory.mktemp("several")
         commands, folders = [], []
         for name, words in cases.items():
-            words = [*map(str, words)]
+            words = [*map(str, words if as_typed else as_digits(words, Path(recipe).stem))]
             defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.harness import Limit, end_with_stacks
+from tests.harness import Limit, as_digits, end_with_stacks
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
 # Audit events of Python, and one of ours.
@@ -82,7 +82,7 @@ class Forks:
         watch: Path | None = None,
         spared: Collection[str] = (),
     ) -> Fork:
-        """Start the recipe with `words` on its command line.
+        """Start the recipe with `words` on its command line; own data have the defaults of digits, see `as_digits`.
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
@@ -93,7 +93,7 @@ class Forks:
         folder.mkdir()
         for name in _REPORTS:
             (folder / name).touch()  # also where the fork does not live to write
-        command = [f"{recipe}.py", *map(str, words)]
+        command = [f"{recipe}.py", *map(str, as_digits(words, recipe))]
         process = self.context.Process(target=_run, args=(command, folder, before, watch, spared))
         process.start()
         return Fork(process, folder)

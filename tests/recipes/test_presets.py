@@ -1,5 +1,6 @@
 """Does every preset say what it is, and train?"""
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common import defaults
 from common.config import parse, save
+from common.detection import defaults as detection
 from common.plan import BatchPlan
 from common.stream import Stream
 from tests.recipes.several import load
@@ -22,6 +25,7 @@ SMALL = {
     "--max_steps 2",
 }
 IMAGES = {"cls": 359, "det": 7}  # to evaluate on
+SUITED = {"cls": defaults.suited, "det": detection.suited}
 RECIPES = {name: load(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
@@ -42,8 +46,8 @@ def recipe_of(path: Path) -> str:
     return Path(commands(path)[0][4]).stem
 
 
-def config_of(path: Path, *words: str):
-    return parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), *words])
+def config_of(path: Path, *words: str, suit=None):
+    return parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), *words], suit=suit)
 
 
 @pytest.mark.smoke
@@ -96,10 +100,18 @@ def test_a_preset_says_which_result_to_expect_and_never_passes_a_reported_one_of
 def test_a_preset_can_be_spread_over_the_usual_numbers_of_gpus(path) -> None:
     config = config_of(path)
     is_mixed = recipe_of(path) == "cls" and (config.mixup or config.cutmix)  # in pairs
+    unit = math.lcm(2 if is_mixed else 1, config.norm_batch_size if config.batch_norm == "group" else 1)
     Stream(IMAGENET, config.global_batch_size, config.seed, getattr(config, "repeats", 1))
     for world_size in (1, 2, 4, 8, 16, 32):
-        if world_size <= config.global_batch_size:
-            BatchPlan(config.global_batch_size, world_size, config.max_micro_batch_size, unit=2 if is_mixed else 1)
+        if world_size * unit <= config.global_batch_size:
+            BatchPlan(config.global_batch_size, world_size, config.max_micro_batch_size, unit)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_means_the_same_on_any_data(path) -> None:
+    """It says all that would be chosen for photographs: what was published is trained, and runs of before resume."""
+    assert config_of(path, "--data", "x", suit=SUITED[recipe_of(path)]) == config_of(path, "--data", "x")
 
 
 def levels_of(path: Path) -> list[str]:

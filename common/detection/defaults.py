@@ -1,0 +1,36 @@
+"""Which defaults suit the data of a detector, and which settings does its family not have?"""
+
+import dataclasses
+from functools import partial
+
+from common import defaults
+from common.detection.detectors import FAMILIES
+from common.detection.detr_models import FAMILIES as DETR_FAMILIES
+from common.errors import Refused
+
+# Settings, the families that don't have them, and why.
+_MISSING = {
+    "convolutions": ({*FAMILIES, *DETR_FAMILIES} - {"fcos", "retinanet"}, "has none in its heads"),
+    "levels": (DETR_FAMILIES, "has a neck of its own"),
+    "long_side": (DETR_FAMILIES, "stretches images to squares"),
+}
+_OF_INIT = ("model", "levels", "width")  # what --init must have in common with the detector that it begins with
+
+
+def suited(config) -> dict:
+    """What `common.defaults.suited` says, without what the detector's family or --init decides."""
+    others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
+    others |= {*_OF_INIT} if config.init else set()
+    return {name: value for name, value in defaults.suited(config).items() if name not in others}
+
+
+describe = partial(defaults.describe, suit=suited)
+
+
+def refuse_missing(config) -> None:
+    """Raise `Refused` for a setting that the detector's family does not have."""
+    for field in dataclasses.fields(config):
+        families, reason = _MISSING.get(field.name, ((), ""))
+        value = getattr(config, field.name)
+        if config.detector in families and value != field.default:
+            raise Refused(f"--{field.name} {value}: --detector {config.detector} {reason}; leave it out")

@@ -1,0 +1,111 @@
+"""Does somebody with a folder of photographs who types the shortest command get what suits these, and hear of it?"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from common.config import parse
+from tests.harness import OF_DIGITS
+from tests.recipes.several import load
+
+SHAPES = ((320, 240), (240, 320), (300, 300), (427, 200))
+
+
+def crops(count: int) -> list[Image.Image]:
+    """Parts of scikit-learn's two photographs, in turn of each and of several shapes."""
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    generator, parts = np.random.default_rng(0), []
+    for number in range(count):
+        width, height = SHAPES[number // 2 % len(SHAPES)]
+        left, top = generator.integers((640 - width, 427 - height), endpoint=True).tolist()
+        parts.append(photographs[number % 2].crop((left, top, left + width, top + height)))
+    return parts
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory) -> Path:
+    """A folder a class: 10 photographs of a temple, 10 of a flower."""
+    folder = tmp_path_factory.mktemp("home") / "flowers"
+    for name in ("china", "flower"):
+        (folder / name).mkdir(parents=True)
+    for number, part in enumerate(crops(20)):
+        part.save(folder / ("china", "flower")[number % 2] / f"IMG_{number:04}.JPG")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory) -> Path:
+    """A folder in COCO's format: 10 photographs, of which the middle is an object."""
+    folder = tmp_path_factory.mktemp("boxes")
+    (folder / "train").mkdir()
+    images, annotations = [], []
+    for number, part in enumerate(crops(10)):
+        part.save(folder / "train" / f"{number}.jpg")
+        width, height = part.size
+        images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
+        box = [width // 4, height // 4, width // 2, height // 2]
+        annotations.append({"id": number, "image_id": number, "category_id": number % 2, "bbox": box, "iscrowd": 0})
+    categories = [{"id": 0, "name": "china"}, {"id": 1, "name": "flower"}]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "train.json").write_text(json.dumps(content))
+    return folder
+
+
+def table(stdout: str) -> dict[str, str]:
+    return dict(re.findall(r"^  ([a-z ]+?)  +(.+)$", stdout, re.MULTILINE))
+
+
+def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_several, flowers, tmp_path) -> None:
+    """With an odd batch; and a run that began with the defaults of digits is not gone on with."""
+    command = ["--data", flowers, "--max_steps", 2, "--global_batch_size", 7, "--log_every", 1]
+    before = [*command, *(word for pair in OF_DIGITS["cls"].items() for word in pair)]
+    old = ["--output_dir", tmp_path, "--name", "old"]
+    runs = run_several(1, {"one": command, "before": [*before, *old], "now": [*command, *old]}, as_typed=True)
+    one = runs["one"]
+    two = run_several(2, {"two": command}, as_typed=True)["two"]
+
+    for run in (one, two):
+        assert run.outcome == "ok", run.text
+        said = table(run.stdout)
+        assert said["defaults"] == (
+            "for photographs: model convnext_atto, image_size 224, crop_pct 0.875, "
+            "lr 0.001, warmup_epochs 1.0, crop_scale 0.35, hflip 0.5"
+        )
+        assert said["begins with"].startswith("random weights; --pretrained ")
+        assert said["input"] == "3 x 224 x 224"
+        assert said["batch norm"].startswith("none in this model")
+        config = yaml.safe_load((run.folder / "config.yaml").read_text())
+        assert (config["image_size"], config["hflip"], config["model"]) == (224, 0.5, "convnext_atto")
+        exported = json.loads((run.folder / "best" / "config.json").read_text())
+        assert exported["pretrained_cfg"]["input_size"] == [3, 224, 224]
+    assert len(one.column("train/loss")) == 2
+    np.testing.assert_allclose(two.column("train/loss"), one.column("train/loss"), rtol=1e-3)
+
+    assert runs["before"].outcome == "ok", runs["before"].text
+    assert runs["now"].outcome == "refused"
+    assert "image_size 32 there, 224 here; " in runs["now"].text
+    assert "model test_resnet there, convnext_atto here; " in runs["now"].text
+    assert runs["now"].text.endswith("give this run another --name") and "\n" not in runs["now"].text
+
+
+def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, boxes) -> None:
+    command = ["--data", boxes, "--max_steps", 1, "--global_batch_size", 3]
+    run = run_several(1, {"one": command}, recipe="recipes/det.py", as_typed=True)["one"]
+    assert run.outcome == "ok", run.text
+    said = table(run.stdout)
+    assert said["defaults"] == (
+        "for photographs: lr 0.0002, model convnext_atto, levels 3-7, width 128, short_sides 480, long_side 800, "
+        "hflip 0.5, warmup_epochs 1.0"
+    )
+    assert said["batch norm"].startswith("none in this model")
+    assert said["begins with"].startswith("random weights; --pretrained ")
+    exported = json.loads((run.folder / "best" / "config.json").read_text())
+    assert (exported["short_side"], exported["long_side"]) == (480, 800)
+    recipe = load(Path("recipes/det.py"))
+    assert parse(recipe.Config, ["--config", str(run.folder / "config.yaml")]).levels == "3-7"
