@@ -26,6 +26,7 @@ import torch
 from common import batch_norm, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
+from common.data_rows import data_rows
 from common.detection import balancing, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
@@ -313,13 +314,7 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
-                "fingerprint": f"{fingerprint}, the same on all ranks",
-                **{
-                    f"{name} notes": "; ".join(part.notes)
-                    for name, part in (("train", train), ("val", val))
-                    if part.notes
-                },
+                **data_rows(config.data, train, val, fingerprint, "boxes"),
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 **({"begins with": begins} if begins else {}),
                 "layout": launch.describe(accelerator, config.dtype),
