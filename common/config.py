@@ -90,8 +90,8 @@ class RunConfig:
     val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out for evaluation if the data has no part to validate on."""
     split: str = ""
-    """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; for --eval_only also
-    train or all. Default: val, or if there is none the held-out share."""
+    """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; with --eval_only also
+    train, or all of data without parts. Default: val, or if there is none the held-out share."""
     image_column: str = ""
     """Tables: column of the images (default: found by its type)."""
     global_batch_size: int = option(64, low=1, high=2**20)

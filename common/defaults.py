@@ -31,6 +31,6 @@ def describe(config, suit: Callable[..., dict] = suited) -> dict[str, str]:
         return {}
     recipes_first = sorted(chosen.items(), key=lambda item: item[0] not in type(config).__annotations__)
     rows = {"defaults": f"for photographs: {', '.join(f'{name} {value}' for name, value in recipes_first)}"}
-    if not (config.pretrained or Path(config.model).is_dir()):
+    if not (config.pretrained or getattr(config, "init", "") or Path(config.model).is_dir()):
         rows["begins with"] = "random weights; --pretrained downloads timm's, which need fewer photographs"
     return rows

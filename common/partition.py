@@ -88,8 +88,12 @@ def read_pieces(
 ) -> tuple[S, ...]:
     """A source for each piece, whose `origin` says what it is: `val/`, or `20 % held out of train/`.
 
-    `read(name, first)` reads a part, with the classes of the first source behind the first.
+    `read(name, first)` reads a part, with the classes of the first source behind the first. The second's `origin` names what
+    else there is to evaluate.
     """
+    others = [
+        name for name in labels if kind_of(name) in ("val", "test") and name not in (piece.name for piece in pieces)
+    ]
     sources, sides = [], ()
     for piece in pieces:
         origin = labels[piece.name]
@@ -99,6 +103,8 @@ def read_pieces(
             sides = sides or hold_out(read(piece.name, None))
             source = sides[piece.side == HELD_OUT]
             origin = f"{100 * (val_share if piece.side == HELD_OUT else 1 - val_share):.3g} % {piece.side} of {origin}"
+        if sources and others:
+            origin += "".join(f"; {labels[name]}: for --split {kind_of(name)}" for name in others)
         sources.append(replace(source, origin=origin))
     return tuple(sources)
 

@@ -21,7 +21,7 @@ from common.digits import load_digits
 from common.errors import Refused, printable
 from common.files import walk
 from common.images import SUFFIXES
-from common.labelled import Source, fingerprint_of
+from common.labelled import Source, fingerprint_of, refuse_broken
 from common.partition import Piece
 from common.randomness import key_of, mix
 from common.tables import Table, TableParts, table_opener
@@ -34,7 +34,14 @@ _NOT_YET = (
 
 
 def load(
-    data: str, *, seed: int, val_share: float, split: str = "", image_column: str = "", label_column: str = ""
+    data: str,
+    *,
+    seed: int,
+    val_share: float,
+    split: str = "",
+    image_column: str = "",
+    label_column: str = "",
+    max_broken_share: float = 1.0,
 ) -> tuple[Source, Source]:
     """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
 
@@ -42,16 +49,20 @@ def load(
     - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with a folder a class;
     - a folder with a folder a class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
-      the Hub's `owner/name` or `owner/name:config`. Columns are found by their type, or named.
+      the Hub's `owner/name` or `owner/name:config`;
+    - a CSV file of paths and labels, or a pattern of them.
+
+    Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
     `split` names the part to evaluate on, as in `partition.choose`. Where the data has no part to validate on, `val_share` of
     each class is held out, chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its
     class to the other side. The fifth held out of `digits` is fixed, so that its results compare across seeds and settings.
 
-    Raises `Refused` for what can't be found, read, or trained on.
+    Raises `Refused` for what can't be found, read, or trained on, and where more than `max_broken_share` of the files of a
+    part are missing.
     """
     choice = partial(partition.choose, data, split=split)
-    train, val = _read(data, choice, 2, seed, val_share, image_column, label_column)
+    train, val = _read(data, choice, 2, seed, val_share, image_column, label_column, max_broken_share)
     return train, val
 
 
@@ -64,6 +75,7 @@ def load_part(
     held_out: bool = False,
     image_column: str = "",
     label_column: str = "",
+    max_broken_share: float = 1.0,
 ) -> Source:
     """The images of one part, chosen as in `partition.choose_part`, for an evaluation, with the classes that are found there.
 
@@ -71,7 +83,7 @@ def load_part(
     data by `load`, without the held-out share; other data without parts are evaluated whole.
     """
     choice = partial(partition.choose_part, data, split=split, held_out=held_out)
-    (part,) = _read(data, choice, 1, seed, val_share, image_column, label_column)
+    (part,) = _read(data, choice, 1, seed, val_share, image_column, label_column, max_broken_share)
     return part
 
 
@@ -83,6 +95,7 @@ def _read(
     val_share: float,
     image_column: str,
     label_column: str,
+    max_broken_share: float,
 ) -> tuple[Source, ...]:
     """A source for each piece that `choice` takes of the parts that there are; the first has `least` classes or more."""
     path = Path(data).expanduser()
@@ -110,7 +123,13 @@ def _read(
                 f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
                 "parquet, or a Hugging Face name such as owner/name"
             )
-        return partition.read_pieces(choice(labels), read, hold_out, labels, val_share)
+
+        def checked(name: str, first: Source | None) -> Source:
+            source = read(name, first)
+            refuse_broken(data, source, max_broken_share)
+            return source
+
+        return partition.read_pieces(choice(labels), checked, hold_out, labels, val_share)
     except PermissionError as error:
         raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
     except OSError as error:
@@ -156,6 +175,7 @@ class Digits(Source):
     labels: np.ndarray
     classes: tuple[str, ...]
     origin: str
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -192,10 +212,11 @@ class Folder(Source):
 
     root: Path
     paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes
+    sizes: np.ndarray  # int64[N] bytes, -1 of a link that leads nowhere
     labels: np.ndarray
     classes: tuple[str, ...]
     origin: str = ""
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -206,6 +227,10 @@ class Folder(Source):
 
     def content(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
+
+    @property
+    def missing(self) -> np.ndarray:
+        return np.flatnonzero(self.sizes < 0)
 
     def part(self, rows: np.ndarray) -> "Folder":
         paths = self.paths.take(pa.array(rows))
@@ -281,4 +306,4 @@ def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
         for entry in entries:
             is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
             if is_image and (entry.is_file() or entry.is_symlink()):
-                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else 0
+                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else -1

@@ -30,6 +30,7 @@ from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse, path_option
+from common.data_rows import data_rows
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
@@ -48,7 +49,8 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
     data: str = path_option("digits")
-    """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
+    """digits, an image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, or
+    a Hugging Face data set: hub id or path."""
     model: str = path_option("test_resnet", photographs="convnext_atto")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/ (photographs: convnext_atto)."""
     pretrained: bool = False
@@ -58,7 +60,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     crop_pct: float = option(1.0, low=0, high=1, photographs=0.0)
     """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
-    """Tables: column of the labels (default: found by its type)."""
+    """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -97,6 +99,7 @@ def build_data(config: Config, load=sources.load):
             split=config.split,
             image_column=config.image_column,
             label_column=config.label_column,
+            max_broken_share=config.max_broken_share,
         )
         if train.multi_label and config.loss != "bce":
             raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
@@ -281,8 +284,7 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
-                "fingerprint": f"{fingerprint}, the same on all ranks",
+                **data_rows(config.data, train, val, fingerprint),
                 **models.describe(config.model, bare),
                 **defaults.describe(config),
                 "cache": str(cache or "none"),

@@ -25,6 +25,7 @@ import torch
 from common import batch_norm, drop_path, evaluation, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
+from common.data_rows import data_rows
 from common.detection import balancing, defaults, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
@@ -307,16 +308,10 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
-                "fingerprint": f"{fingerprint}, the same on all ranks",
-                **{
-                    f"{name} notes": "; ".join(part.notes)
-                    for name, part in (("train", train), ("val", val))
-                    if part.notes
-                },
-                **defaults.describe(config),
+                **data_rows(config.data, train, val, fingerprint, "boxes"),
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 "begins with": begins,
+                **defaults.describe(config),
                 "layout": launch.describe(accelerator, config.dtype),
                 "batch": str(plan),
                 "batch norm": batch_norm.describe(config.batch_norm, bare),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,10 @@ _KINDS = {
         "area": pa.float64(),
         "iscrowd": pa.int64(),
     },
-    "categories": {"id": pa.int64(), "name": pa.string()},
+    "categories": {"id": pa.int64(), "name": pa.string(), "supercategory": pa.string()},
 }
 _MOST = 2**34  # bytes of a file, many times what any published set has
-_OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
+_OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
 # An outline is a list or an object, and its counts are a list or a text: a column has one type, so each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
@@ -121,7 +122,11 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
         name=name,
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
-    return read_files(found, folder, paths, stamps)
+    source = read_files(found, folder, paths, stamps)
+    above = set(categories["supercategory"].to_pylist())
+    groups = [name for name, count in zip(classes, source.class_counts, strict=True) if not count and name in above]
+    notes = (f"{file}: no box is of {name}, what other classes belong to: a class that never comes" for name in groups)
+    return replace(source, notes=(*source.notes, *notes))
 
 
 def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:

@@ -301,6 +301,13 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
         train.sample(0, 0)
 
 
+def test_images_that_mostly_can_not_be_read_are_refused_with_their_count_in_the_whole_part(tmp_path):
+    coco(coco(tmp_path), "val")
+    for name in ("4", "10"):
+        (tmp_path / f"train/{name}.jpg").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "2 of 3 images can't be read, the first is" in refusal(tmp_path)
+
+
 def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     ids = range(1, 41)
     coco(tmp_path, ids=ids, annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
@@ -440,7 +447,12 @@ def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_tra
     parts = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
     root = voc(tmp_path / "VOCdevkit/VOC2007", parts)
     train, val = read(root.parents[1])
-    assert (len(train), len(val), val.name(0)[-5:], val.origin) == (1, 1, "c.jpg", "ImageSets/Main/val.txt")
+    assert (len(train), len(val), val.name(0)[-5:], val.origin) == (
+        1,
+        1,
+        "c.jpg",
+        "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test",
+    )
     train, val = read(root, split="test")
     assert (len(train), len(val), val.name(0)[-5:]) == (3, 1, "d.jpg")
     (root / "Annotations/d.xml").unlink()  # as in 2012, whose test part is kept secret
@@ -449,7 +461,7 @@ def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_tra
         (root / f"ImageSets/Main/{name}.txt").unlink()
     (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
     train, val = read(root, val_share=0.4)
-    assert (len(train), len(val), val.origin) == (2, 1, "40 % held out of ImageSets/Main/trainval.txt")
+    assert (len(train), len(val)) == (2, 1) and val.origin.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
     train, val = read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)
     assert len(train) == len(val) == 2
 
