@@ -249,9 +249,9 @@ def export(
     model: torch.nn.Module,
     classes: Sequence[str],
     config: dict,
+    multi_label: bool,
     results: dict,
     folder: Path,
-    multi_label: bool = False,
 ) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 

@@ -63,18 +63,10 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(
-        self,
-        state: TrainingState,
-        stream: Stream,
-        schedule: Schedule,
-        identity: dict,
-        recipe: Source,
-        classes: Sequence[str],
-    ) -> None:
+    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
         """Keep what rows, the summary and checkpoints are made of."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
-        self._source, self._classes = recipe, list(classes)
+        self._source = recipe
 
     def resume(self, found: Checkpoint, said: dict) -> int:
         """Say from where the run goes on, and what its new length changes; returns the step after which it ends.
@@ -115,6 +107,7 @@ class Records:
     def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
         """What `Run.describe` does."""
         self.journal.table({name: value for name, value in rows.items() if value})
+        self._classes = list(train.classes)
         self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
 

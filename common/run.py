@@ -170,19 +170,17 @@ class Run:
         stream: Stream,
         schedule: Schedule,
         fingerprint: str,
-        classes: Sequence[str],
         export: Callable[[dict, Path], None],
     ) -> int:
         """Load the checkpoint to go on from, if there is one; returns how many steps are done.
 
-        `classes`, the names by class id, are recorded. `export(results, folder)` writes a folder of the model that is
-        evaluated: what `keep_best` makes `best/` of.
+        `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self.total_steps = state, stream, schedule.total_steps
         self.last = self.total_steps  # the step after which the run ends
         told, recipe = identity(self.config) | {"data": fingerprint}, source.read(self.config)
         records = self._records
-        records.begin(state, stream, schedule, told, recipe, classes)
+        records.begin(state, stream, schedule, told, recipe)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
         options = recipe, self.config.allow_changed_source

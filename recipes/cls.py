@@ -301,10 +301,8 @@ def main() -> None:
             input_size=data_config["input_size"],
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        best = partial(
-            models.export, ema.module if ema else bare, val.classes, data_config, multi_label=val.multi_label
-        )
-        first, last = run.start(state, stream, schedule, fingerprint, val.classes, best), run.last
+        best = partial(models.export, ema.module if ema else bare, val.classes, data_config, val.multi_label)
+        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 

@@ -325,7 +325,7 @@ def main() -> None:
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         best = partial(export, ema.module if ema else bare, train, plain)
-        first, last = run.start(state, stream, schedule, fingerprint, val.classes, best), run.last
+        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
         loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
         batches = loading.Feed(loader, accelerator.device)
 

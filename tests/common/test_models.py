@@ -49,7 +49,7 @@ def converted(architecture: str) -> nn.Module:
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
     wanted = models.data_config(model, SIZE, 0.9)
-    models.export(model, CLASSES, wanted, {"top1": 0.5}, folder)
+    models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert torch.equal(outputs(plain), outputs(model))
@@ -80,7 +80,7 @@ def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
     model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
     with torch.no_grad():
         model.get_classifier().weight.mul_(5)
-    models.export(model, CLASSES[:3], models.data_config(model, SIZE, 0.9), {}, folder, multi_label=multi_label)
+    models.export(model, CLASSES[:3], models.data_config(model, SIZE, 0.9), multi_label, {}, folder)
     noise = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
 
@@ -97,7 +97,7 @@ def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
 @pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "crossvit_9_240"])
 def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
     model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
-    models.export(model, CLASSES, models.data_config(model), {}, folder)
+    models.export(model, CLASSES, models.data_config(model), False, {}, folder)
     trained, heads = model.state_dict(), models._head(model)
     number, size = len(trained), len(heads)
     assert size == (4 if architecture.startswith("cross") else 2)
@@ -126,7 +126,7 @@ def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture:
 
 def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said(tmp_path: Path) -> None:
     model = build_classifier("test_resnet", 3)
-    models.export(model, CLASSES[:3], models.data_config(model), {}, tmp_path / "best")
+    models.export(model, CLASSES[:3], models.data_config(model), False, {}, tmp_path / "best")
     content = json.loads((tmp_path / "best/config.json").read_text())
     del content["label_names"]
     (tmp_path / "best/config.json").write_text(json.dumps(content))
@@ -161,11 +161,11 @@ def test_features_that_others_would_make_differently_are_refused() -> None:
 def test_an_export_does_not_touch_the_model_and_never_overwrites(tmp_path: Path) -> None:
     model = converted("test_vit")
     before, device_layout = copy.deepcopy(model.state_dict()), model.patch_embed.proj.weight.stride()
-    models.export(model, CLASSES, models.data_config(model, SIZE), {}, tmp_path / "a" / "best")
+    models.export(model, CLASSES, models.data_config(model, SIZE), False, {}, tmp_path / "a" / "best")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.patch_embed.proj.weight.stride() == device_layout
     with pytest.raises(FileExistsError):
-        models.export(model, CLASSES, {}, {}, tmp_path / "a" / "best")
+        models.export(model, CLASSES, {}, False, {}, tmp_path / "a" / "best")
 
 
 def test_initial_weights_are_a_function_of_the_seed() -> None:
@@ -219,7 +219,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     folder.mkdir()
     assert "has no config.json" in refusal()
     folder = tmp_path / "best"
-    models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, {}, folder)
+    models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()

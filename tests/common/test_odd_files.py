@@ -62,7 +62,7 @@ def saved_data_set(root: Path, put: Place) -> None:
 
 def weights_of_a_model(root: Path, put: Place) -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    models.export(model, "abc", models.data_config(model), {}, root / "best")
+    models.export(model, "abc", models.data_config(model), False, {}, root / "best")
     (root / "best/model.safetensors").unlink()
     put(root / "best/model.safetensors")
     models.build_classifier(str(root / "best"), 3)
