@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +73,9 @@ class Table(Source):
             return ""
         folder, cell = glob.escape(self.folder), glob.escape(cell)
         patterns = (f"{folder}/*/{cell}", f"{folder}/{cell}.*", f"{folder}/*/{cell}.*")
-        found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
+        found = None
+        with suppress(OSError, ValueError):  # what is in a cell need not be a path
+            found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
         return " (paths start from the folder of the table" + (f"; {printable(found)} is there)" if found else ")")
 
     @cached_property

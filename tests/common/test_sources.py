@@ -735,6 +735,11 @@ def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(
         if False
         else True
     )
+    assert f"{tmp_path}/images/0.png is there" in refusal(
+        sheet(tmp_path, "id,kind\n*images/{n},{n % 2}"), image_column="id"
+    )
+    strange = sheet(tmp_path, "file,kind\n\0/a.png,0\n" + "x" * 300 + ".png,1")
+    assert "2 of 2 images are missing, the first is" in refusal(strange)
     sheet(tmp_path, "file,kind\n*images/{n}.png,{n % 2}\nimages/12.png,0\nimages/13.png,1")
     assert len(read(tmp_path / "labels.csv")[0]) == 10  # as many as are allowed
     text = refusal(tmp_path / "labels.csv", max_broken_share=0.1)
