@@ -266,7 +266,9 @@ def save(config, path: Path) -> None:
     """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
     own = type(config).__annotations__
     everything = sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in own)
-    replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=True).encode())
+    # Line ends of Unicode, which YAML keeps only if they are escaped.
+    plain = not re.search("[\x85\u2028\u2029]", "".join(str(value) for _, value in everything))
+    replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode())
 
 
 def identity(config) -> dict:

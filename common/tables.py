@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ class Table(Source):
     title: str
     folder: str  # that relative paths start from
     sizes: np.ndarray | None = (
-        None  # int64[N] bytes of the files, -1 where there is none; None if the table has the images
+        None  # int64[N] bytes of files, -1 of one that is missing; None if the table has all images
     )
     origin: str = ""
     notes: tuple[str, ...] = ()
@@ -73,7 +73,9 @@ class Table(Source):
             return ""
         folder, cell = glob.escape(self.folder), glob.escape(cell)
         patterns = (f"{folder}/*/{cell}", f"{folder}/{cell}.*", f"{folder}/*/{cell}.*")
-        found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
+        found = None
+        with suppress(OSError, ValueError):  # what is in a cell need not be a path
+            found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
         return " (paths start from the folder of the table" + (f"; {printable(found)} is there)" if found else ")")
 
     @cached_property
@@ -160,7 +162,7 @@ def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, An
     """The splits of a data set by name. Raises `Refused`."""
     try:
         with _quiet():
-            return opener()
+            return _by_column(data, opener())
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
@@ -178,6 +180,25 @@ def folder_of(data: str) -> str:
     """The folder that relative paths in a table start from."""
     path = Path(data).expanduser()
     return os.path.abspath(path if path.is_dir() else path.parent)
+
+
+def _by_column(data: str, splits: dict[str, Any]) -> dict[str, Any]:
+    """The splits that a column named split gives the rows of the only one; a column of other words is just a column."""
+    (first, *others) = splits.values()
+    name = next((name for name in first.column_names if name.casefold() == "split"), None)
+    if others or name is None or not _is_text(first.features.arrow_schema.field(name).type):
+        return splits
+    values = cells_of(first, name)
+    found = pc.unique(values).to_pylist()
+    if not any(kind_of(value) for value in found if value):
+        return splits
+    if values.null_count:
+        row = pc.index(values.is_null(), True).as_py()
+        raise Refused(
+            f"--data {data}: row {row} has nothing in the column {name}, by which rows are parted; fill it in"
+        )
+    rows = {value: np.flatnonzero(pc.equal(values, value).to_numpy(zero_copy_only=False)) for value in found}
+    return {value: first.select(of_value).remove_columns(name) for value, of_value in rows.items()}
 
 
 # ---- opening
@@ -211,7 +232,7 @@ def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
     import datasets
 
     places = {name: [str(file.absolute()) for file in its] for name, its in _splits_of(folder, files).items()}
-    return _by_column(datasets.load_dataset("parquet", data_files=places))
+    return datasets.load_dataset("parquet", data_files=places)
 
 
 def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
@@ -222,7 +243,7 @@ def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
     for name, its in _splits_of(folder, files).items():
         rows = table.filter(pc.is_in(table[" file"], pa.array([files.index(file) for file in its])))
         splits[name] = datasets.Dataset(datasets.table.InMemoryTable(rows.drop_columns(" file")))
-    return _by_column(splits)
+    return splits
 
 
 def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
@@ -233,22 +254,6 @@ def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
         parts = (file.stem, *file.relative_to(folder).parts[:-1]) if len(files) > 1 else ()
         splits.setdefault(next(filter(None, map(start_of, parts)), "train"), []).append(file)
     return splits
-
-
-def _by_column(splits: dict[str, Any]) -> dict[str, Any]:
-    """Rows of the only split that have a column of this name which says whether they are for training or not."""
-    (first, *others) = splits.values()
-    name = next((name for name in first.column_names if name.casefold() == "split"), None)
-    if others or name is None or not _is_text(first.features.arrow_schema.field(name).type):
-        return splits
-    values = cells_of(first, name)
-    found = pc.unique(values).to_pylist()
-    if not any(kind_of(value) for value in found if value):
-        return splits
-    if None in found:
-        raise Refused(f"row {found.index(None)} says nothing in the column {name}, and others do; fill it in")
-    rows = {value: np.flatnonzero(pc.equal(values, value).to_numpy(zero_copy_only=False)) for value in found}
-    return {value: first.select(of_value).remove_columns(name) for value, of_value in rows.items()}
 
 
 def _open_hub(name: str, config: str | None) -> dict[str, Any]:
@@ -318,11 +323,9 @@ def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
     contents, paths = _contents(column)
     if contents is not None and not contents.null_count:
         return None
-    sizes = (
-        np.full(len(column), -1)
-        if contents is None
-        else pc.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
-    )
+    sizes = np.full(len(column), -1)
+    if contents is not None:
+        sizes = pc.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
     if paths is not None:
         without = np.flatnonzero(sizes < 0)
         names = (name for chunk in paths.take(pa.array(without)).chunks for name in chunk.to_pylist())
@@ -353,7 +356,8 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
     else:
         inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
         sure = [name for name in kinds if _names_of(split.features[name])]
-        likely = possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or _is_text(kind)]
+        possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or _is_text(kind)]
+        likely = [name for name in possible if not (_is_text(kinds[name]) and _is_image_name(split, name))]
     columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     if named:
         if named not in possible:
@@ -368,7 +372,8 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
 
 
 def _is_image_name(split: "datasets.Dataset", column: str) -> bool:
-    first = split[0][column] if len(split) else None
+    """Whether the first of a column of texts is the name of an image file."""
+    first = split.select_columns([column])[0][column] if len(split) else None
     return bool(first) and os.path.splitext(first)[1].lower() in SUFFIXES
 
 

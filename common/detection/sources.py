@@ -186,9 +186,10 @@ def read_folder(path: str, wanted: _Wanted, is_own_process: bool = False) -> tup
 
 
 def _find(path: Path, masks: bool) -> _Folder | None:
-    kinds = [*map(kind_of, find_coco(path))]
+    files = find_coco(path)
+    kinds = [*map(kind_of, files)]
     if any(kind.startswith("train") for kind in kinds):
-        return _coco_folder(path, masks)
+        return _coco_folder(path, files, masks)
     if voc := find_voc(path):
         lists = voc_parts(voc)
         labels = {name: str(file.relative_to(voc)) if file else "all images" for name, file in lists.items()}
@@ -200,11 +201,12 @@ def _find(path: Path, masks: bool) -> _Folder | None:
         }
         origins = {name: places[0] for name, places in yolo.parts.items()}
         return _Folder(("YOLO", yolo), origins, labels, lambda *arguments: read_yolo(yolo, *arguments))
-    return _coco_folder(path, masks) if any(kinds) else None
+    if len(files) == 1 and not any(kinds):
+        files = dict.fromkeys(["train"], *files.values())
+    return _coco_folder(path, files, masks) if any(map(kind_of, files)) else None
 
 
-def _coco_folder(path: Path, masks: bool) -> _Folder:
-    files = find_coco(path)
+def _coco_folder(path: Path, files: dict[str, Path], masks: bool) -> _Folder:
     labels = {name: str(file.relative_to(path)) for name, file in files.items()}
     read = lambda name, first, stamps: read_coco(path, files[name], first, masks, stamps)  # noqa: E731
     return _Folder(("COCO", path, files), files, labels, read)

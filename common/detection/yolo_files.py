@@ -7,6 +7,7 @@ shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://
 import os
 import re
 from array import array
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def find_yolo(root: Path) -> YoloFolder | None:
     listed = next((root / name for name in ("classes.txt", "labels/classes.txt") if (root / name).exists()), None)
     names = dict(enumerate(text_of(listed).split("\n"))) if listed else None
     names = names and {place: name.strip() for place, name in names.items() if name.strip()}
+    above = root.parent / "data.yaml"
+    if names is None and kind_of(root.name) and above.exists():  # a part alone: its classes are named beside it
+        content = _content(above)
+        return YoloFolder(str(root), root, parts, _names(above, content), "kpt_shape" in content)
     return YoloFolder(str(root), root, parts, names)
 
 
@@ -64,33 +69,44 @@ def _part_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
+    content = _content(file)
+    keys = [key for key in content if kind_of(key) and content[key]]
+    if not keys and "names" not in content:
+        return None
+    if not keys:
+        raise Refused(f"{file}: lacks the key train")
+    names, starts = _names(file, content), [Path(str(content.get("path") or ".")), Path(".")]
+    parts = {}
+    for key in keys:
+        entries = content[key] if isinstance(content[key], list) else [content[key]]
+        with (
+            suppress(Refused) if kind_of(key) == "test" else nullcontext()
+        ):  # most who publish one keep its images back
+            parts[key] = [_place(file, root, starts, key, str(entry)) for entry in entries]
+    return YoloFolder(str(file), root, parts, names, "kpt_shape" in content)
+
+
+def _content(file: Path) -> dict:
+    """Keys and values of a YAML file; none if it holds something else."""
     try:
         content = read_yaml(file, SMALL)
     except OddFile as error:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"{file}: not readable as YAML: {error}") from None
-    keys = [key for key in content if kind_of(key) and content[key]] if isinstance(content, dict) else []
-    if not keys and (not isinstance(content, dict) or "names" not in content):
-        return None
-    for key, is_there in (("train", keys), ("names", content.get("names"))):
-        if not is_there:
-            raise Refused(f"{file}: lacks the key {key}")
-    names = content["names"]
+    return content if isinstance(content, dict) else {}
+
+
+def _names(file: Path, content: dict) -> dict[int, str]:
+    names = content.get("names")
+    if not names:
+        raise Refused(f"{file}: lacks the key names")
     names = dict(enumerate(names)) if isinstance(names, list) else names
     if isinstance(names, dict):
         names = {int(place) if re.fullmatch("[0-9]{1,9}", str(place)) else place: name for place, name in names.items()}
     if not isinstance(names, dict) or set(names) != set(range(len(names))):
         raise Refused(f"{file}: names must be a list, or give each class from 0 up its name")
-    starts = [Path(str(content.get("path") or ".")), Path(".")]
-
-    def places(key: str) -> list[Path]:
-        entries = content.get(key) or []
-        return [_place(file, root, starts, key, str(e)) for e in (entries if isinstance(entries, list) else [entries])]
-
-    parts = {key: places(key) for key in keys}
-    names = {place: str(name) for place, name in names.items()}
-    return YoloFolder(str(file), root, parts, names, "kpt_shape" in content)
+    return {place: str(name) for place, name in names.items()}
 
 
 def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:

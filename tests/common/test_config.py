@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config import (
@@ -224,6 +224,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), m
         seed=st.integers(0, 2**63 - 1),
     )
 )
+@example(Config(data="\x85", name="a\u2028b"))
 def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

@@ -53,6 +53,11 @@ def parquet(root: Path, put: Place) -> None:
     sources.load(str(root / "data.parquet"), seed=0, val_share=0.2)
 
 
+def csv(root: Path, put: Place) -> None:
+    put(root / "data.csv")
+    sources.load(str(root / "data.csv"), seed=0, val_share=0.2)
+
+
 def saved_data_set(root: Path, put: Place) -> None:
     datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
     (root / "saved/data-00000-of-00001.arrow").unlink()
@@ -139,6 +144,7 @@ READERS = {
     "--class_weights": weights,
     "an image": image,
     "a parquet file": parquet,
+    "a CSV file": csv,
     "a saved data set": saved_data_set,
     "weights of a model": weights_of_a_model,
     "config.json of a detector": config_of_a_detector,

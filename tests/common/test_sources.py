@@ -681,8 +681,10 @@ def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
         (tmp_path / f"{name}.tsv").write_text("\n".join(["file,kind", *lines]))
     train, val = read(tmp_path / "*.tsv")
     assert (numbers(train), numbers(val), val.classes) == (list(range(8)), list(range(4, 12)), ("a", "b"))
-    sheet(tmp_path, "file,kind,split\nimages/0.png,1,\n*images/{n}.png,{n % 2},train")
-    assert "row 0 says nothing in the column split" in refusal(tmp_path / "labels.csv")
+    sheet(tmp_path, "file,kind,split\n*images/{n}.png,{n % 2},train\nimages/0.png,1,")
+    assert "row 12 has nothing in the column split, by which rows are parted; fill it in" in refusal(
+        tmp_path / "labels.csv"
+    )
 
 
 def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
@@ -733,6 +735,11 @@ def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(
         if False
         else True
     )
+    assert f"{tmp_path}/images/0.png is there" in refusal(
+        sheet(tmp_path, "id,kind\n*images/{n},{n % 2}"), image_column="id"
+    )
+    strange = sheet(tmp_path, "file,kind\n\0/a.png,0\n" + "x" * 300 + ".png,1")
+    assert "2 of 2 images are missing, the first is" in refusal(strange)
     sheet(tmp_path, "file,kind\n*images/{n}.png,{n % 2}\nimages/12.png,0\nimages/13.png,1")
     assert len(read(tmp_path / "labels.csv")[0]) == 10  # as many as are allowed
     text = refusal(tmp_path / "labels.csv", max_broken_share=0.1)

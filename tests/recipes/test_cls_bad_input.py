@@ -200,7 +200,8 @@ def bad_data(tmp_path_factory) -> Path:
     pictures(folder / "one class/cat", 8)
     pictures(folder / "no classes", 8)
     (folder / "nothing").mkdir()
-    shutil.copytree(folder / "fine", folder / "train only/train")
+    shutil.copytree(folder / "fine", folder / "test only/Test")
+    (folder / "gone.csv").write_text("file,class\n" + "".join(f"photos/{n}.png,{n % 2}\n" for n in range(30)))
     shutil.copytree(folder / "fine", folder / "a new class/train")
     shutil.copytree(folder / "fine", folder / "a new class/val")
     pictures(folder / "a new class/val/emu", 1)
@@ -248,8 +249,14 @@ IN_DATA = {  # DATA stands for the folder above
         ["--data", "DATA/nothing"], "DATA/nothing: no class folders; images belong in a folder a class.*"
     ),
     "no folder": Bad(["--data", "DATA/nowhere"], "--data DATA/nowhere: nothing is there; expected digits, .*"),
-    "train without val": Bad(
-        ["--data", "DATA/train only"], "DATA/train only: only train/; needs train/ and val/, or .*"
+    "test without train": Bad(
+        ["--data", "DATA/test only"],
+        "--data DATA/test only: no part to train on, only Test; rename one to train, or .*",
+    ),
+    "no such part": Bad(["--split", "tset"], "--split tset: --data digits has no such part; there is train, val"),
+    "missing files": Bad(
+        ["--data", "DATA/gone.csv"],
+        r"--data .*: 30 of 30 images are missing, the first is .*/photos/0.png \(paths start .*",
     ),
     "class in val only": Bad(
         ["--data", "DATA/a new class"], "DATA/a new class/val/emu: a class that .*/train does not have.*"

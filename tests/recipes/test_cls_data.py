@@ -86,6 +86,18 @@ def table(folder: Path) -> datasets.Dataset:
     return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
 
+def write_sheets(root: Path) -> None:
+    """CSV files of the whole images, in the order in which their folder is read: with a class each, and with several."""
+    classes, colours = ["file;split;class"], ["file,red,green"]
+    for part in ("train", "val"):
+        for name in CLASSES:
+            for number, file in enumerate(sorted((root / "whole" / part / name).iterdir(), key=os.fsencode)):
+                classes.append(f'"{file.relative_to(root)}";{part};{name}')
+                colours.append(f"{file.relative_to(root)},{int(name == CLASSES[0])},{number % 2}")
+    (root / "whole.csv").write_text("\n".join(classes))
+    (root / "colours.csv").write_text("\n".join(colours))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """The same images from several sources, whole and broken, below a folder whose name is hard for careless programs."""
@@ -112,6 +124,10 @@ def data(tmp_path_factory) -> Path:
         (root / "readable/val" / file.relative_to(root / "broken/val")).unlink()
     write_classes(root / "rare/train", (20, 8, 2))
     write_classes(root / "rare/val", (3, 3, 3), start=20)
+    write_sheets(root)
+    for name, part in (("Train", "train"), ("TEST", "val")):
+        (root / "two parts").mkdir(exist_ok=True)
+        (root / "two parts" / name).symlink_to(root / "whole" / part)
     (root / "weights.yaml").write_text("chat: 2.5\nan emu: 1\n犬: 10.0\n")
     return root
 
@@ -122,6 +138,8 @@ CASES = {
     "whole": [],
     "whole saved": [],
     "whole parquet": ["--workers", 2],
+    "whole.csv": ["--workers", 1],
+    "colours.csv": ["--loss", "bce"],
     "one folder": ["--val_share", 0.25],
     "one file.parquet": ["--val_share", 0.25, "--output_dir", "DATA/runs of WORLD, ünter 'quotes'"],
     "broken": [],
@@ -130,6 +148,8 @@ CASES = {
     "rare": [],
 }
 MORE = {
+    "on test": ["--data", "DATA/two parts", "--split", "test"],
+    "held out": ["--data", "DATA/two parts"],
     "on the device": ["--data", "DATA/broken", "--decode", "device", "--workers", 1],
     "balanced classes": ["--data", "DATA/rare", "--class_weights", "balanced"],
     "weights of a file": ["--data", "DATA/rare", "--class_weights", "DATA/weights.yaml"],
@@ -175,11 +195,19 @@ def test_two_ranks_see_the_same_samples_as_one(runs, name):
     assert np.array_equal(one.column("data/broken"), two.column("data/broken"))
     if name != "many broken":
         assert np.abs(one.column("eval/loss") - two.column("eval/loss")).max() < CLOSE
-        assert np.array_equal(one.column("eval/top1"), two.column("eval/top1"))
+        key = "eval/f1" if name == "colours.csv" else "eval/top1"
+        assert len(one.column(key)) and np.array_equal(one.column(key), two.column(key))
 
 
 @pytest.mark.parametrize(
-    "one, other", [("whole", "whole saved"), ("whole", "whole parquet"), ("broken", "broken saved")]
+    "one, other",
+    [
+        ("whole", "whole saved"),
+        ("whole", "whole parquet"),
+        ("whole", "whole.csv"),
+        ("whole", "on test"),
+        ("broken", "broken saved"),
+    ],
 )
 def test_the_same_images_from_another_kind_of_source_train_the_same_model(runs, one, other):
     for key in ("train/loss", "data/broken", "eval/loss", "eval/top1", "eval/broken"):
@@ -195,6 +223,14 @@ def test_the_loss_falls_on_images_of_all_kinds(runs):
 def test_the_hold_out_of_one_folder_or_file_is_a_share_of_each_class(runs):
     for name in ("one folder", "one file.parquet"):
         assert list(runs[2][name].column("eval/count")) == [3 + 3 + 2] * len(runs[2][name].column("eval/count"))
+
+
+def test_a_test_part_is_evaluated_only_if_asked_for(runs):
+    said = runs[2]["held out"].stdout
+    assert set(runs[2]["held out"].column("eval/count")) == {6}
+    assert "evaluated       20 % held out of Train/; TEST/: for --split test\n" in said
+    assert "trained on      80 % kept of Train/\n" in said
+    assert "evaluated       TEST/\n" in runs[2]["on test"].stdout
 
 
 def test_the_exported_model_knows_the_names_of_the_classes(runs):

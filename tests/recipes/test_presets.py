@@ -20,8 +20,8 @@ PRESETS = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))
 IMAGENET = 1_281_167  # training images
 # What a preset is too large for here: its data, its model and its pixels. Everything else of it stays.
 SMALL = {
-    "cls": "--data digits --model test_resnet --no_pretrained --image_size 32 --global_batch_size 48 --max_steps 2",
-    "det": "--model test_resnet --no_pretrained --width 32 --short_sides 128 --long_side 128 --global_batch_size 8 "
+    "cls": "--data digits --split val --model test_resnet --no_pretrained --image_size 32 --global_batch_size 48 --max_steps 2",
+    "det": "--split val --model test_resnet --no_pretrained --width 32 --short_sides 128 --long_side 128 --global_batch_size 8 "
     "--max_steps 2",
 }
 IMAGES = {"cls": 359, "det": 7}  # to evaluate on

@@ -732,6 +732,31 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
         part(tmp_path / "coco", "more")
 
 
+def test_the_folder_of_a_part_is_evaluated_with_the_names_that_stand_beside_it(tmp_path):
+    """As Roboflow exports them."""
+    coco(tmp_path, "test")
+    (tmp_path / "test.json").rename(tmp_path / "test/_annotations.coco.json")
+    assert (len(part(tmp_path / "test")), part(tmp_path / "test").classes) == (3, ("cat", "dog", "bird"))
+    (tmp_path / "test").rename(tmp_path / "mine")
+    assert len(part(tmp_path / "mine")) == 3 and len(part(tmp_path / "mine", held_out=True)) == 1
+    root = yolo(
+        tmp_path / "yolo", content={"train": "../train/images", "val": "../valid/images", "names": ["owl", "tit"]}
+    )
+    (root / "data.yaml").write_text(
+        "train: ../train/images\nval: ../valid/images\ntest: ../test/images\nnames: [owl, tit]\n"
+    )
+    for name, folder in (("train", "train"), ("valid", "val")):
+        for kind in ("images", "labels"):
+            (root / name).mkdir(exist_ok=True)
+            (root / kind / folder).rename(root / name / kind)
+    for kind in ("images", "labels"):
+        (root / kind).rmdir()
+    assert [len(source) for source in read(root)] == [3, 1]  # the test part, which is listed, was never there
+    assert (len(part(root / "valid")), part(root / "valid").classes) == (1, ("owl", "tit"))
+    (root / "data.yaml").unlink()
+    assert [source.origin for source in read(root)] == ["train/images", "valid/images"]
+
+
 def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_them(tmp_path):
     root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
     assert [len(part(root, split)) for split in ("", "all", "train", "val")] == [8, 8, 8, 2]
