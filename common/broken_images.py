@@ -33,8 +33,9 @@ class BrokenImages:
                 self._named.add(name)
                 self.say(f"can't be read, a stand-in takes its place: {name}")
         if self.ledger.broken_in_window > self.max_share * window:
+            seen = ((step - 1) % steps + 1) * self.global_batch_size
             raise Refused(
-                f"step {step}: {self.ledger.broken_in_window} of {window} images could not be read "
-                f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {self.max_share}: "
+                f"step {step}: {self.ledger.broken_in_window:,} of the last {seen:,} images could not be read "
+                f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {self.max_share} of each {window:,}: "
                 "mend the data, or raise the limit"
             )

@@ -81,8 +81,15 @@ def _wrong_with_profile(text: str) -> str:
 
 @dataclass
 class RunConfig:
-    """What every recipe needs to know about a run: how long, how spread, where to, how often."""
+    """What every recipe needs to know about a run: on which part of the data, how long, how spread, where to, how often."""
 
+    val_share: float = option(0.2, low=0, high=1)
+    """Share of the images that is held out for evaluation if the data has no part to validate on."""
+    split: str = ""
+    """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; with --eval_only also
+    train, or all of data without parts. Default: val, or if there is none the held-out share."""
+    image_column: str = ""
+    """Tables: column of the images (default: found by its type)."""
     global_batch_size: int = option(64, low=1, high=2**20)
     """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)

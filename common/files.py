@@ -8,7 +8,9 @@ few lines of YAML can stand for gigabytes.
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from os import PathLike
 from typing import BinaryIO
 
@@ -69,6 +71,21 @@ def check_regular(path: str | PathLike) -> None:
     for file in found:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OddFile(file, "not a regular file")
+
+
+def sizes_of(paths: Iterable[str]) -> list[int]:
+    """Size of each file in bytes, -1 where there is none; several are asked for at once, since a server answers late."""
+
+    def size(path: str) -> int:
+        try:
+            return os.stat(path).st_size
+        except (OSError, ValueError):  # no file has a NUL in its name
+            return -1
+
+    paths = iter(paths)
+    batches = iter(lambda: list(islice(paths, 1024)), [])
+    with ThreadPoolExecutor(16) as pool:
+        return list(chain.from_iterable(pool.map(lambda batch: [*map(size, batch)], batches)))
 
 
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.images import open_rgb
+from common.errors import Refused
+from common.images import BrokenImage, open_rgb, opened
 
-VAL_NAMES = ("val", "validation", "valid", "test")  # parts to evaluate on: the first that is there is taken
+_TRIED = 16  # images, of which one must be readable
 
 
 class Source(Protocol):
@@ -19,6 +20,8 @@ class Source(Protocol):
     classes: tuple[str, ...]  # names, by class id
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] where an image may show several classes
     fingerprint: str  # hex; equal for the same list of images (names, sizes) with the same labels and classes
+    notes: tuple[str, ...]  # what a person should know of how they were read
+    origin: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
 
     def name(self, index: int) -> str:
         """The image in words for people, such as its path or `digits[17]`."""
@@ -38,6 +41,43 @@ class Source(Protocol):
     @property
     def multi_label(self) -> bool:
         return self.labels.ndim == 2
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        """int64[C]: how many images show each class."""
+        return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
+
+    @property
+    def missing(self) -> np.ndarray:
+        """int64[...] indices of the images whose file is known not to be there."""
+        return np.zeros(0, np.int64)
+
+    def near(self, index: int) -> str:
+        """Where the file of a missing image seems to be instead, for people; "" if nobody knows."""
+        return ""
+
+
+def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
+    """Find out before training if too many files are missing, or if nothing of a few images all over the data can be read.
+
+    Raises `Refused`.
+    """
+    if len(missing := source.missing) > max_broken_share * len(source) or len(missing) == len(source):
+        raise Refused(
+            f"--data {data}: {len(missing):,} of {len(source):,} images are missing, the first is {source.name(missing[0])}"
+            f"{source.near(missing[0])}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
+        )
+    reasons = []
+    tried = np.unique(np.linspace(0, len(source) - 1, _TRIED).astype(np.int64))
+    for index in tried:
+        try:
+            with opened(source.content(index)):
+                return
+        except BrokenImage as error:
+            reasons.append(f"{source.name(index)}: {error}")
+    raise Refused(
+        f"--data {data}: none of {len(tried)} images tried, all over its {len(source):,}, can be read, such as {reasons[0]}"
+    )
 
 
 def fingerprint_of(

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.durable import make_folder, replace_file
@@ -47,11 +47,10 @@ def read(config: object = None) -> Source:
     if not file:
         return {f"{_NO_FILE}.py": _typed()}
     folder = file.resolve().parent
-    found, names = {}, [file.name]
+    names = [file.name]
     for name in names:  # which grows
-        found[name] = _text(folder / name)
-        names += sorted(set(_imported(found[name], folder)) - set(names))
-    return found
+        names += [other for other in _imported(name, folder) if other not in names]
+    return {name: _text(folder / name) for name in names}
 
 
 def digests(source: Source) -> dict[str, str]:
@@ -80,21 +79,20 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def _imported(text: str, folder: Path) -> Iterator[str]:
-    """Files in `folder` that a recipe imports: its own modules, but for `common`."""
+@functools.cache
+def _imported(file: str, folder: Path) -> list[str]:
+    """Files in `folder` that one of them imports, but for `common`."""
+    names = set()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(_text(folder / file))):
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 module = node.module or ""
-                names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-            else:
-                continue
-            for name in names:
-                place = name.replace(".", "/")
-                if name and name.split(".")[0] != "common":
-                    yield from (file for file in (f"{place}.py", f"{place}/__init__.py") if (folder / file).is_file())
+                names |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
+    places = [name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"]
+    files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
+    return [file for file in files if (folder / file).is_file()]
 
 
 def keep(source: Source, run: Path) -> None:

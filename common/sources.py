@@ -7,22 +7,24 @@ memory pages into every loader worker, bit by bit, until the machine is full.
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common import partition
 from common.digits import load_digits
 from common.errors import Refused, printable
 from common.files import walk
 from common.images import SUFFIXES
-from common.labelled import VAL_NAMES, Source, fingerprint_of
+from common.labelled import Source, fingerprint_of, refuse_broken
+from common.partition import Piece
 from common.randomness import key_of, mix
-from common.tables import Table, read_table, table_opener
+from common.tables import Table, TableParts, table_opener
 
 _SHARDS = re.compile(r"\.(tar|tgz)(\.\w+)?$|::|://|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
 _NOT_YET = (
@@ -32,50 +34,112 @@ _NOT_YET = (
 
 
 def load(
-    data: str, *, seed: int, val_share: float, image_column: str = "", label_column: str = ""
+    data: str,
+    *,
+    seed: int,
+    val_share: float,
+    split: str = "",
+    image_column: str = "",
+    label_column: str = "",
+    max_broken_share: float = 1.0,
 ) -> tuple[Source, Source]:
     """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
-    - a folder with `train/` and `val/` (or `validation/`, `valid/`, `test/`), each with a folder a class;
+    - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with a folder a class;
     - a folder with a folder a class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
-      the Hub's `owner/name` or `owner/name:config`. Columns are found by their type, or named.
+      the Hub's `owner/name` or `owner/name:config`;
+    - a CSV file of paths and labels, or a pattern of them.
 
-    Where the data has no part of its own to evaluate on, `val_share` of each class is held out, chosen by `seed` and
-    the image's path or row alone: adding a file moves at most one other of its class to the other side. The fifth held
-    out of `digits` is fixed, so that its results compare across seeds and settings.
+    Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
-    Raises `Refused` for what can't be found, read, or trained on.
+    `split` names the part to evaluate on, as in `partition.choose`. Where the data has no part to validate on, `val_share` of
+    each class is held out, chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its
+    class to the other side. The fifth held out of `digits` is fixed, so that its results compare across seeds and settings.
+
+    Raises `Refused` for what can't be found, read, or trained on, and where more than `max_broken_share` of the files of a
+    part are missing.
     """
+    choice = partial(partition.choose, data, split=split)
+    train, val = _read(data, choice, 2, seed, val_share, image_column, label_column, max_broken_share)
+    return train, val
+
+
+def load_part(
+    data: str,
+    *,
+    split: str,
+    seed: int,
+    val_share: float,
+    held_out: bool = False,
+    image_column: str = "",
+    label_column: str = "",
+    max_broken_share: float = 1.0,
+) -> Source:
+    """The images of one part, chosen as in `partition.choose_part`, for an evaluation, with the classes that are found there.
+
+    `data` and the others are as in `load`: with its `seed` and `val_share`, `held_out` says that a model was trained on this
+    data by `load`, without the held-out share; other data without parts are evaluated whole.
+    """
+    choice = partial(partition.choose_part, data, split=split, held_out=held_out)
+    (part,) = _read(data, choice, 1, seed, val_share, image_column, label_column, max_broken_share)
+    return part
+
+
+def _read(
+    data: str,
+    choice: Callable[[Mapping[str, str]], tuple[Piece, ...]],
+    least: int,
+    seed: int,
+    val_share: float,
+    image_column: str,
+    label_column: str,
+    max_broken_share: float,
+) -> tuple[Source, ...]:
+    """A source for each piece that `choice` takes of the parts that there are; the first has `least` classes or more."""
     path = Path(data).expanduser()
     if _SHARDS.search(data):
         raise Refused(f"--data {data}: {_NOT_YET}")
     try:
         if data != "digits" and (opener := table_opener(data)):
-            train, val = read_table(data, opener, image_column, label_column)
-            return (train, val) if val else _split_rows(train, seed, val_share)
-        if image_column or label_column:
+            table = TableParts(data, opener, image_column, label_column, least)
+            labels, read, hold_out = table.labels, table.read, partial(_split_rows, seed=seed, share=val_share)
+        elif image_column or label_column:
             raise Refused(f"--data {data}: is no table, so leave out --image_column and --label_column")
-        if data == "digits":
-            return _load_digits()
-        if path.is_dir():
-            return _load_folder(Path(os.path.abspath(path)), seed, val_share)
+        elif data == "digits":
+            digits = dict(zip(("train", "val"), _load_digits(), strict=True))
+            labels = {name: part.origin for name, part in digits.items()}
+            read, hold_out = lambda name, _: digits[name], None  # noqa: E731
+        elif path.is_dir():
+            root = Path(os.path.abspath(path))
+            folders = _part_folders(root)
+            labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
+            read = lambda name, first: _read_folder(folders[name], first, least)  # noqa: E731
+            hold_out = partial(_split_files, seed=seed, share=val_share)
+        else:
+            found = "a file of a kind that is not known" if path.exists() else "nothing is there"
+            raise Refused(
+                f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
+                "parquet, or a Hugging Face name such as owner/name"
+            )
+
+        def checked(name: str, first: Source | None) -> Source:
+            source = read(name, first)
+            refuse_broken(data, source, max_broken_share)
+            return source
+
+        return partition.read_pieces(choice(labels), checked, hold_out, labels, val_share)
     except PermissionError as error:
         raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
     except OSError as error:
         raise Refused(f"--data {data}: {error.filename or path} can't be read: {error.strerror or error}") from error
-    found = "a file of a kind that is not known" if path.exists() else "nothing is there"
-    raise Refused(
-        f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
-        "parquet, or a Hugging Face name such as owner/name"
-    )
 
 
-def _split_rows(table: Table, seed: int, val_share: float) -> tuple[Source, Source]:
+def _split_rows(table: Table, seed: int, share: float) -> tuple[Table, Table]:
     draws = mix(np.arange(len(table)), key_of(seed, "held out"))
     strata = np.zeros(len(table), np.int64) if table.multi_label else table.labels
-    train, val = _held_out(draws, strata, val_share)
+    train, val = _held_out(draws, strata, share)
     return table.part(train), table.part(val)
 
 
@@ -110,6 +174,8 @@ class Digits(Source):
     rows: np.ndarray  # int64[N] in scikit-learn's order
     labels: np.ndarray
     classes: tuple[str, ...]
+    origin: str
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,11 +196,11 @@ def _load_digits() -> tuple[Source, Source]:
     classes = tuple(str(name) for name in digits.target_names)
     draws = mix(np.arange(len(labels)), key_of("digits"))
 
-    def part(rows: np.ndarray) -> Digits:
-        return Digits(pixels[rows], rows, labels[rows], classes)
+    def part(rows: np.ndarray, origin: str) -> Digits:
+        return Digits(pixels[rows], rows, labels[rows], classes, origin)
 
     train, val = _held_out(draws, labels, share=0.2)
-    return part(train), part(val)
+    return part(train, "all but the fixed fifth"), part(val, "a fixed fifth, held out")
 
 
 # ---- folders
@@ -146,9 +212,11 @@ class Folder(Source):
 
     root: Path
     paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes
+    sizes: np.ndarray  # int64[N] bytes, -1 of a link that leads nowhere
     labels: np.ndarray
     classes: tuple[str, ...]
+    origin: str = ""
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -160,27 +228,47 @@ class Folder(Source):
     def content(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
 
+    @property
+    def missing(self) -> np.ndarray:
+        return np.flatnonzero(self.sizes < 0)
+
     def part(self, rows: np.ndarray) -> "Folder":
-        return Folder(self.root, self.paths.take(pa.array(rows)), self.sizes[rows], self.labels[rows], self.classes)
+        paths = self.paths.take(pa.array(rows))
+        return replace(self, paths=paths, sizes=self.sizes[rows], labels=self.labels[rows])
 
 
-def _load_folder(root: Path, seed: int, val_share: float) -> tuple[Source, Source]:
+def _part_folders(root: Path) -> dict[str, Path]:
+    """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
     folders = _subfolders(root)
-    val_name = next((name for name in VAL_NAMES if name in folders), None)
-    if "train" in folders and val_name:
-        classes = _class_folders(root / "train")
-        if unknown := sorted(set(_subfolders(root / val_name)) - set(classes)):
-            raise Refused(f"{root / val_name / unknown[0]}: a class that {root / 'train'} does not have; add it there")
-        train, val = _scan(root / "train", classes), _scan(root / val_name, classes, may_be_empty=True)
-        if len(val) == 0:
-            raise Refused(f"{root / val_name}: no images to evaluate on; add some, or use --data {root / 'train'}")
-        return train, val
-    if folders and set(folders) <= {"train", *VAL_NAMES}:
-        raise Refused(f"{root}: only {', '.join(folders)}/; needs train/ and val/, or use --data {root / folders[0]}")
-    everything = _scan(root, _class_folders(root))
+    kinds = {name: partition.kind_of(name) for name in folders if partition.kind_of(name)}
+    if len({*kinds.values()}) > 1 or kinds and len(kinds) == len(folders):
+        return {name: root / name for name in folders}
+    for name in kinds:  # also the name of a class: a train is a vehicle
+        inside = {*_subfolders(root / name)}
+        for other in (other for other in folders if other != name):
+            if len(shared := sorted(inside & {*_subfolders(root / other)})) > 1:
+                raise Refused(
+                    f"{root}: {name}/ and {other}/ both have the folders {shared[0]}/ and {shared[1]}/, so they seem to be "
+                    "parts and not classes; name them train, val and test"
+                )
+    return {"train": root}
+
+
+def _read_folder(folder: Path, first: Folder | None, least: int) -> Folder:
+    if first is None:
+        return _scan(folder, _class_folders(folder, least))
+    if unknown := sorted(set(_subfolders(folder)) - set(first.classes)):
+        raise Refused(f"{folder / unknown[0]}: a class that {first.root} does not have; add it there")
+    part = _scan(folder, list(first.classes), may_be_empty=True)
+    if len(part) == 0:
+        raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first.root}")
+    return part
+
+
+def _split_files(everything: Folder, seed: int, share: float) -> tuple[Folder, Folder]:
     hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in everything.paths)
     draws = mix(np.frombuffer(b"".join(hashes), "<u8"), key_of(seed, "held out"))
-    train, val = _held_out(draws, everything.labels, val_share)
+    train, val = _held_out(draws, everything.labels, share)
     return everything.part(train), everything.part(val)
 
 
@@ -189,11 +277,11 @@ def _subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _class_folders(folder: Path) -> list[str]:
+def _class_folders(folder: Path, least: int) -> list[str]:
     names = _subfolders(folder)
     if not names and any(folder.glob("*.tar")):
         raise Refused(f"{folder}: {_NOT_YET}")
-    if len(names) < 2:
+    if len(names) < least:
         found = f"only the class folder {names[0]}/" if names else "no class folders"
         raise Refused(f"{folder}: {found}; images belong in a folder a class, of two classes or more")
     return names
@@ -218,4 +306,4 @@ def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
         for entry in entries:
             is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
             if is_image and (entry.is_file() or entry.is_symlink()):
-                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else 0
+                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else -1

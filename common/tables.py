@@ -16,16 +16,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.errors import Refused
-from common.files import check_regular
-from common.images import BrokenImage
-from common.labelled import VAL_NAMES, Source, fingerprint_of
+from common.csv_files import read_csv
+from common.errors import Refused, printable
+from common.files import check_regular, sizes_of
+from common.images import SUFFIXES, BrokenImage
+from common.labelled import Source, fingerprint_of
+from common.partition import kind_of, start_of
 
 if TYPE_CHECKING:
     import datasets  # imported late below: it takes a second, and most runs don't need it
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
-_SPLIT = re.compile(rf"(train|{'|'.join(sorted(VAL_NAMES, key=len, reverse=True))})(?![a-z])")
 _HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
 
 
@@ -39,85 +40,144 @@ class Table(Source):
     classes: tuple[str, ...]
     title: str
     folder: str  # that relative paths start from
+    sizes: np.ndarray | None = (
+        None  # int64[N] bytes of the files, -1 where there is none; None if the table has the images
+    )
+    origin: str = ""
+    notes: tuple[str, ...] = ()
 
     def name(self, index: int) -> str:
+        if self.sizes is not None and isinstance(content := self._cell(index), str):
+            return printable(os.path.join(self.folder, content))
         return f"{self.title}[{self.rows[index]}]"
 
     def content(self, index: int) -> str | bytes:
-        (cell,) = self.column[int(self.rows[index])].values()
-        if isinstance(cell, dict):
-            cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
+        cell = self._cell(index)
         if cell is None:
             raise BrokenImage("the row has no image")
         return os.path.join(self.folder, cell) if isinstance(cell, str) else cell
 
+    def _cell(self, index: int) -> str | bytes | None:
+        """The path or bytes of the image."""
+        (cell,) = self.column[int(self.rows[index])].values()
+        if isinstance(cell, dict):
+            cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
+        return cell
+
+    @property
+    def missing(self) -> np.ndarray:
+        return np.flatnonzero(self.sizes == -1) if self.sizes is not None else np.zeros(0, np.int64)
+
+    def near(self, index: int) -> str:
+        if not isinstance(cell := self._cell(index), str):
+            return ""
+        folder, cell = glob.escape(self.folder), glob.escape(cell)
+        patterns = (f"{folder}/*/{cell}", f"{folder}/{cell}.*", f"{folder}/*/{cell}.*")
+        found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
+        return " (paths start from the folder of the table" + (f"; {printable(found)} is there)" if found else ")")
+
     @cached_property
     def fingerprint(self) -> str:
-        cells = self.column.with_format("arrow")[:].column(0)
-        if _is_text(cells.type):
-            return fingerprint_of(self.classes, self.labels, self.rows[:0], cells.take(self.rows))
-        contents, paths = cells, None
-        if pa.types.is_struct(cells.type):
-            contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
-        sizes = pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows]
-        is_named = paths is not None and contents.null_count > 0  # else a path is where the bytes once came from
-        return fingerprint_of(self.classes, self.labels, sizes, paths.take(self.rows) if is_named else None)
+        contents, paths = _contents(self.column)
+        if self.sizes is not None:  # else a path is where the bytes once came from
+            return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
+        return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).to_numpy()[self.rows])
 
     def part(self, rows: np.ndarray) -> "Table":
-        return replace(self, rows=self.rows[rows], labels=self.labels[rows])
+        sizes = None if self.sizes is None else self.sizes[rows]
+        return replace(self, rows=self.rows[rows], labels=self.labels[rows], sizes=sizes)
 
 
 def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
-    """What opens `data` as {split: datasets.Dataset}, or None if `data` is no Hugging Face data set."""
+    """What opens `data` as {split: datasets.Dataset}, or None if `data` is neither a Hugging Face data set nor CSV."""
     path = Path(data).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return lambda: _open_saved(path)
         has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
         return (lambda: _open_parquet(path, sorted(path.rglob("*.parquet")))) if has_parquet else None
-    if path.suffix == ".parquet":
+    opener = {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower())
+    if opener:
         files = sorted(Path(file) for file in glob.glob(str(path)))
-        return (lambda: _open_parquet(path.parent, files)) if files else None
+        return (lambda: opener(path.parent, files)) if files else None
     hub = None if path.exists() else _HUB_NAME.fullmatch(data)
     return (lambda: _open_hub(hub["name"], hub["config"])) if hub else None
 
 
-def read_table(
-    data: str, opener: Callable[[], dict[str, Any]], image_column: str, label_column: str
-) -> tuple[Table, Table | None]:
-    """The training split, and the one to evaluate on if there is one. Raises `Refused`."""
+class TableParts:
+    """The splits of a data set. The first that is read decides on columns and classes. Raises `Refused`."""
+
+    def __init__(
+        self,
+        data: str,
+        opener: Callable[[], dict[str, Any]],
+        image_column: str,
+        label_column: str,
+        least_classes: int = 2,
+    ):
+        self._data, self._named, self._least = data, (image_column, label_column), least_classes
+        self._splits = open_splits(data, opener)
+        self._first: tuple | None = None
+        self.labels = split_labels(self._splits)
+
+    def read(self, name: str, first: Table | None = None) -> Table:
+        """The split of this name, with the columns and classes of `first` where one was read before."""
+        split, title = self._splits[name], f"{self._data} {name}"
+        if first is None:
+            image = find_column(self._data, split, "image", self._named[0], exclude="")
+            label = _find_labels(self._data, split, self._named[1], exclude=image)
+            self._first = name, image, label, *(_vocabulary(split, label[0]) if len(label) == 1 else (label, None))
+        first_name, image, label, classes, values = self._first
+        if missing := {image, *label} - set(split.column_names):
+            raise Refused(f"--data {self._data}: split {name} has no column {min(missing)}, which {first_name} has")
+        column = split.select_columns([image])
+        if hasattr(split.features[image], "decode"):
+            column = column.cast_column(image, replace(split.features[image], decode=False))
+        rows, folder = np.arange(split.num_rows), folder_of(self._data)
+        sizes = _file_sizes(column, folder)
+        if len(label) > 1:
+            labels = np.stack([_zero_or_one(title, split, of_class) for of_class in label], axis=1)
+            counts = labels.sum(axis=1)
+            if first is None:
+                self._is_one_hot = bool((counts == 1).all())
+            elif self._is_one_hot and (counts != 1).any():
+                row = int((counts != 1).argmax())
+                raise Refused(
+                    f"--data {title}: row {row} shows {counts[row]} classes, where each of {first_name} shows one"
+                )
+            notes = (f"a class for each of {len(label)} columns of 0 and 1" + ", of which one is 1" * self._is_one_hot,)
+            labels = labels.argmax(axis=1) if self._is_one_hot else labels
+            return Table(column, rows, labels, classes, title, folder, sizes, notes=notes)
+        if _names_of(split.features[label[0]]) != _names_of(self._splits[first_name].features[label[0]]):
+            raise Refused(
+                f"--data {self._data}: splits {first_name} and {name} name other classes in {label[0]}; make them the same"
+            )
+        labels = _labels(title, split, label[0], classes, values, self._least)
+        return Table(column, rows, labels, classes, title, folder, sizes)
+
+
+def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The splits of a data set by name. Raises `Refused`."""
     try:
         with _quiet():
-            splits = opener()
+            return opener()
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}") from error
-    if "train" not in splits:
-        raise Refused(f"--data {data}: no split named train, only {', '.join(splits)}; rename one, or load it alone")
-    train = splits["train"]
-    image = find_column(data, train, "image", image_column, exclude="")
-    label = find_column(data, train, "label", label_column, exclude=image)
-    classes, values = _vocabulary(train, label)
-    folder = Path(data).expanduser()
-    folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
-    val_name = next((name for name in VAL_NAMES if name in splits), None)
 
-    def part(name: str) -> Table:
-        split, title = splits[name], f"{data} {name}"
-        if missing := {image, label} - set(split.column_names):
-            raise Refused(f"--data {data}: split {name} has no column {missing.pop()}, which train has")
-        if _names_of(split.features[label]) != _names_of(train.features[label]):
-            raise Refused(f"--data {data}: splits train and {name} name other classes in {label}; make them the same")
-        labels = _labels(title, split, label, classes, values)
-        column = split.select_columns([image])
-        if hasattr(split.features[image], "decode"):
-            column = column.cast_column(image, replace(split.features[image], decode=False))
-        return Table(column, np.arange(split.num_rows), labels, classes, title, folder)
 
-    return part("train"), part(val_name) if val_name else None
+def split_labels(splits: dict[str, Any]) -> dict[str, str]:
+    """What people call the splits."""
+    return {name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows" for name in splits}
+
+
+def folder_of(data: str) -> str:
+    """The folder that relative paths in a table start from."""
+    path = Path(data).expanduser()
+    return os.path.abspath(path if path.is_dir() else path.parent)
 
 
 # ---- opening
@@ -148,16 +208,47 @@ def _open_saved(path: Path) -> dict[str, Any]:
 
 
 def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """Of several files, each belongs to the split that its name or folder begins with: `val-0000`, `test/0000`."""
     import datasets
 
-    splits: dict[str, list[str]] = {}
+    places = {name: [str(file.absolute()) for file in its] for name, its in _splits_of(folder, files).items()}
+    return _by_column(datasets.load_dataset("parquet", data_files=places))
+
+
+def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
+    import datasets
+
+    splits = {}
+    table = read_csv(files, " file")  # all at once: a column has one type
+    for name, its in _splits_of(folder, files).items():
+        rows = table.filter(pc.is_in(table[" file"], pa.array([files.index(file) for file in its])))
+        splits[name] = datasets.Dataset(datasets.table.InMemoryTable(rows.drop_columns(" file")))
+    return _by_column(splits)
+
+
+def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+    """Of several files, each belongs to the split that its name or folder begins with: `val-0000`, `test/0000`."""
+    splits: dict[str, list[Path]] = {}
     for file in files:
         check_regular(file)
         parts = (file.stem, *file.relative_to(folder).parts[:-1]) if len(files) > 1 else ()
-        found = next((found for part in parts if (found := _SPLIT.match(part))), None)
-        splits.setdefault(found[0] if found else "train", []).append(str(file.absolute()))
-    return datasets.load_dataset("parquet", data_files=splits)
+        splits.setdefault(next(filter(None, map(start_of, parts)), "train"), []).append(file)
+    return splits
+
+
+def _by_column(splits: dict[str, Any]) -> dict[str, Any]:
+    """Rows of the only split that have a column of this name which says whether they are for training or not."""
+    (first, *others) = splits.values()
+    name = next((name for name in first.column_names if name.casefold() == "split"), None)
+    if others or name is None or not _is_text(first.features.arrow_schema.field(name).type):
+        return splits
+    values = cells_of(first, name)
+    found = pc.unique(values).to_pylist()
+    if not any(kind_of(value) for value in found if value):
+        return splits
+    if None in found:
+        raise Refused(f"row {found.index(None)} says nothing in the column {name}, and others do; fill it in")
+    rows = {value: np.flatnonzero(pc.equal(values, value).to_numpy(zero_copy_only=False)) for value in found}
+    return {value: first.select(of_value).remove_columns(name) for value, of_value in rows.items()}
 
 
 def _open_hub(name: str, config: str | None) -> dict[str, Any]:
@@ -214,6 +305,31 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
+def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.ChunkedArray | None]:
+    """Bytes and paths of a column of images, None for what it has not."""
+    cells = column.with_format("arrow")[:].column(0)
+    if pa.types.is_struct(cells.type):
+        return pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
+    return (None, cells) if _is_text(cells.type) else (cells, None)
+
+
+def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
+    """int64[N] bytes of each image, -1 where it has neither bytes nor a file; None if all have bytes."""
+    contents, paths = _contents(column)
+    if contents is not None and not contents.null_count:
+        return None
+    sizes = (
+        np.full(len(column), -1)
+        if contents is None
+        else pc.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
+    )
+    if paths is not None:
+        without = np.flatnonzero(sizes < 0)
+        names = (name for chunk in paths.take(pa.array(without)).chunks for name in chunk.to_pylist())
+        sizes[without] = sizes_of(os.path.join(folder, name) if name else "" for name in names)
+    return sizes
+
+
 def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
@@ -230,8 +346,10 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
     kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
     if what == "image":
         sure = [name for name in kinds if isinstance(split.features[name], ImageFeature)]
+        texts = [name for name, kind in kinds.items() if _is_text(kind)]
         likely = [name for name, kind in kinds.items() if _is_bytes(kind)]
-        possible = sure + likely + [name for name, kind in kinds.items() if _is_text(kind)]
+        possible = sure + likely + texts
+        likely = likely or [name for name in texts if _is_image_name(split, name)]
     else:
         inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
         sure = [name for name in kinds if _names_of(split.features[name])]
@@ -247,6 +365,30 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
         problem = f"{', '.join(found)} could each be the {what}" if found else f"no {what} column found"
         raise Refused(f"--data {data}: {problem}; name it with --{what}_column NAME (columns: {columns})")
     return found[0]
+
+
+def _is_image_name(split: "datasets.Dataset", column: str) -> bool:
+    first = split[0][column] if len(split) else None
+    return bool(first) and os.path.splitext(first)[1].lower() in SUFFIXES
+
+
+def _find_labels(data: str, split: "datasets.Dataset", named: str, exclude: str) -> tuple[str, ...]:
+    """The label column, or several that hold 0 or 1 for a class each: named with commas between, or all that could be it."""
+    names = tuple(name.strip() for name in named.split(","))
+    if named not in split.column_names and len(names) > 1:
+        if unknown := [name for name in names if name not in split.column_names]:
+            raise Refused(
+                f"--label_column {named}: --data {data} has no column {unknown[0]}; it has {', '.join(split.column_names)}"
+            )
+        return names
+    kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
+    numbers = tuple(name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+    others = [
+        name for name, kind in kinds.items() if _is_text(kind) or is_list(kind) or _names_of(split.features[name])
+    ]
+    if not named and len(numbers) > 1 and not others and all(_is_zero_or_one(split, name) for name in numbers):
+        return numbers
+    return (find_column(data, split, "label", named, exclude),)
 
 
 # ---- labels
@@ -271,15 +413,39 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
     return classes, values
 
 
+_OF_ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+
+
+def _zero_or_one(title: str, split: "datasets.Dataset", column: str) -> np.ndarray:
+    """bool[N] of a column of 0 and 1, in any type."""
+    cells = cells_of(split, column)
+    words = pc.utf8_lower(cells.cast(pa.string()))
+    found = pc.index_in(words, value_set=pa.array([*_OF_ZERO_OR_ONE])).fill_null(-1).to_numpy()
+    if (found < 0).any():
+        row = int((found < 0).argmax())
+        raise Refused(
+            f"--data {title}: row {row} has {cells[row].as_py()!r} in column {column}; "
+            "each of several label columns must hold 0 or 1"
+        )
+    return np.array([*_OF_ZERO_OR_ONE.values()])[found]
+
+
+def _is_zero_or_one(split: "datasets.Dataset", column: str) -> bool:
+    try:
+        return bool(len(_zero_or_one("", split, column)))
+    except Refused:
+        return False
+
+
 def _labels(
-    title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array
+    title: str, split: "datasets.Dataset", column: str, classes: tuple[str, ...], values: pa.Array, least: int
 ) -> np.ndarray:
     """int64[N] class ids, or bool[N, C] of a column of lists. Every label must be one of `values`."""
     cells = cells_of(split, column)
     several = is_list(cells.type)
-    if len(classes) < (1 if several else 2):
+    if len(classes) < (least := 1 if several else least):
         found = f"only the class {classes[0]}" if classes else "no class"
-        raise Refused(f"--data {title}: {found} in column {column}; needs {1 if several else 2} or more")
+        raise Refused(f"--data {title}: {found} in column {column}; needs {least} or more")
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()
         raise Refused(f"--data {title}: row {row} has no label in column {column} (null); remove the row or label it")

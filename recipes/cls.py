@@ -30,6 +30,7 @@ from common.balancing import class_weights, sample_weights
 from common.cache import open_cache
 from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse, path_option
+from common.data_rows import data_rows
 from common.device_augmentation import erase, noise_table, vary_colours
 from common.errors import Refused
 from common.metrics import ClassificationCounts, Mistakes
@@ -48,7 +49,8 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
     data: str = path_option("digits")
-    """digits, a folder with a folder a class (or train/ and val/ of these), or a Hugging Face data set: hub id or path."""
+    """digits, an image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, or
+    a Hugging Face data set: hub id or path."""
     model: str = path_option("test_resnet")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
@@ -57,12 +59,8 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(1.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     label_column: str = ""
-    """Hugging Face data: column of the labels (default: found by its type)."""
+    """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -98,8 +96,10 @@ def build_data(config: Config):
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             label_column=config.label_column,
+            max_broken_share=config.max_broken_share,
         )
         if train.multi_label and config.loss != "bce":
             raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
@@ -283,8 +283,7 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
-                "fingerprint": f"{fingerprint}, the same on all ranks",
+                **data_rows(config.data, train, val, fingerprint),
                 "model": f"{models.title(config.model, bare)}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),

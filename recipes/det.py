@@ -26,6 +26,7 @@ import torch
 from common import batch_norm, drop_path, launch, loading
 from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
 from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
+from common.data_rows import data_rows
 from common.detection import balancing, detectors, pictures, sources
 from common.detection.annotated import Annotated
 from common.detection.augmentation import BoxAugmentation, read_range
@@ -102,14 +103,10 @@ class Config(OptimizationConfig, RunConfig):
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
     """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
-    val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out where the data has no validation part."""
-    image_column: str = ""
-    """Hugging Face data: column of the images (default: found by its type)."""
     objects_column: str = ""
-    """Hugging Face data: column of the objects (default: found by its type)."""
+    """Tables: column of the objects (default: found by its type)."""
     box_format: str = ""
-    """Hugging Face data: xywh, xyxy or cxcywh."""
+    """Tables: xywh, xyxy or cxcywh."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
     """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
     norm_batch_size: int = option(2, low=2)
@@ -131,6 +128,7 @@ def build_data(config: Config):
             config.data,
             seed=config.seed,
             val_share=config.val_share,
+            split=config.split,
             image_column=config.image_column,
             objects_column=config.objects_column,
             box_format=config.box_format,
@@ -316,13 +314,7 @@ def main() -> None:
 
         run.describe(
             {
-                "data": f"{config.data}: {len(train):,} + {len(val):,} images of {len(train.classes)} classes",
-                "fingerprint": f"{fingerprint}, the same on all ranks",
-                **{
-                    f"{name} notes": "; ".join(part.notes)
-                    for name, part in (("train", train), ("val", val))
-                    if part.notes
-                },
+                **data_rows(config.data, train, val, fingerprint, "boxes"),
                 "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
                 **({"begins with": begins} if begins else {}),
                 "layout": launch.describe(accelerator, config.dtype),

@@ -47,6 +47,11 @@ class Annotations:
     def __len__(self) -> int:
         return len(self.image_ids)
 
+    @property
+    def class_counts(self) -> np.ndarray:
+        """int64[K]: how many boxes each class has, crowd regions aside."""
+        return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+
     def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The columns of these images, int64[n], in this order."""
         counts = np.diff(self.offsets)[rows]
@@ -80,6 +85,8 @@ class Annotated(Protocol):
     areas: np.ndarray
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
+    class_counts: np.ndarray | None  # int64[K]: boxes of each class, crowd regions aside; None for fresh scenes
+    origin: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
     has_masks: bool  # whether samples do
     fresh: bool  # whether each position of the stream has a scene of its own, instead of an image of the list
 

@@ -26,6 +26,7 @@ class AnnotatedFiles(FixedImages):
     root: str
     paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
     byte_counts: np.ndarray  # int64[N] size of each file
+    origin: str = ""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -16,7 +16,7 @@ from common.errors import Refused
 from common.images import MAX_PIXELS
 
 _ROUNDING = 1.0  # pixels beyond the image that say nothing
-_SUSPICIOUS = 0.5  # share of boxes beyond their image that says that they are in another format
+_SUSPICIOUS = 0.5  # share of boxes beyond their image, or of images that can't be read: the data are not what they seem
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,10 @@ def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[n
     unreadable = headers[:, 0] == 0
     if unreadable.any():
         first = found.name(int(unreadable.argmax()))
-        notes.append(f"{unreadable.sum():,} of {len(headers):,} images can't be read, the first is {first}")
+        count = f"{unreadable.sum():,} of {len(headers):,} images can't be read, the first is {first}"
+        if unreadable.mean() > _SUSPICIOUS:
+            raise Refused(f"{found.title}: {count}; mend them, or correct the paths")
+        notes.append(count)
         is_size = (found.sizes > 0).all(axis=1) & (found.sizes.prod(axis=1, dtype=np.float64) <= MAX_PIXELS)
         stand_in = np.where(is_size[:, None], found.sizes, 640)
         headers = np.where(

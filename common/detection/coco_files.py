@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from common.detection.outlines import KIND
 from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.files import OddFile, read_bytes
-from common.labelled import VAL_NAMES
 
 _KINDS = {
     "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
@@ -32,41 +32,34 @@ _KINDS = {
         "area": pa.float64(),
         "iscrowd": pa.int64(),
     },
-    "categories": {"id": pa.int64(), "name": pa.string()},
+    "categories": {"id": pa.int64(), "name": pa.string(), "supercategory": pa.string()},
 }
 _MOST = 2**34  # bytes of a file, many times what any published set has
-_OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
+_OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
 # An outline is a list or an object, and its counts are a list or a text: a column has one type, so each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
-_PLACES = ("{}.json", "annotations/{}.json", "annotations/instances_{}*.json", "{}/_annotations.coco.json")
+_PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 
 
-def find_coco(root: Path) -> tuple[Path, Path | None] | None:
-    """The files to train on and to evaluate on, where there is one: train.json, annotations/train.json,
-    annotations/instances_train*.json or train/_annotations.coco.json, and the same with val, validation, valid or test.
+def find_coco(root: Path) -> dict[str, Path]:
+    """The JSON files that may be parts, by name: train.json, annotations/train.json, annotations/instances_train*.json or
+    train/_annotations.coco.json, and the same for other parts.
     """
-    train = _file_of(root, "train")
-    return (train, next(filter(None, (_file_of(root, name) for name in VAL_NAMES)), None)) if train else None
+    files: dict[str, Path] = {}
+    for file in (file for place in _PLACES for file in sorted(root.glob(place))):
+        name = file.parent.name if file.name == "_annotations.coco.json" else file.stem.removeprefix("instances_")
+        if name in files:
+            both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))
+            raise Refused(f"{root}: {both} could each be {name}; keep one there")
+        files[name] = file
+    return files
 
 
-def _file_of(root: Path, part: str) -> Path | None:
-    files = [file for place in _PLACES for file in sorted(root.glob(place.format(part)))]
-    if len(files) > 1:
-        raise Refused(
-            f"{root}: {', '.join(str(f.relative_to(root)) for f in files)} could each be {part}; keep one there"
-        )
-    return files[0] if files else None
+def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool, stamps: Stamps) -> AnnotatedFiles:
+    """A part, with the classes of `train` or else its own in the order of their ids; outlines only for `masks`.
 
-
-def read_coco(
-    root: Path, train: Path, val: Path | None, masks: bool, stamps: Stamps
-) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
-    """Both parts, with the classes of the first in the order of their ids; outlines only for `masks`. Raises `Refused`."""
-    first = _read_part(root, train, None, masks, stamps)
-    return first, _read_part(root, val, first, masks, stamps) if val else None
-
-
-def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool, stamps: Stamps) -> AnnotatedFiles:
+    Raises `Refused`.
+    """
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
@@ -129,7 +122,11 @@ def _read_part(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool
         name=name,
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
-    return read_files(found, folder, paths, stamps)
+    source = read_files(found, folder, paths, stamps)
+    above = set(categories["supercategory"].to_pylist())
+    groups = [name for name, count in zip(classes, source.class_counts, strict=True) if not count and name in above]
+    notes = (f"{file}: no box is of {name}, what other classes belong to: a class that never comes" for name in groups)
+    return replace(source, notes=(*source.notes, *notes))
 
 
 def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:

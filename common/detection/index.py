@@ -22,7 +22,7 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
-from common import files, images, labelled, randomness
+from common import files, images, labelled, partition, randomness
 from common.detection import (
     annotated,
     annotated_files,
@@ -45,11 +45,11 @@ _END = struct.Struct("<8sIQ")  # behind the columns: what this is, their checksu
 _KIND = b"boxes 1\n"
 # What the columns depend on besides the data: an index that other code has made is no index.
 _CODE = [annotated, annotated_files, box_checks, coco_files, image_headers, images, labelled, outlines, randomness]
-_CODE += [files, stamps, voc_files, yolo_files]
+_CODE += [files, partition, stamps, voc_files, yolo_files]
 _COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
 _WIDTHS = {"sizes": 2, "boxes": 4}
 
-Parts = tuple[AnnotatedFiles, AnnotatedFiles]  # to train on and to evaluate on
+Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or one alone
 
 
 def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command: list[str] | None = None) -> Parts:
@@ -142,7 +142,9 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
         columns[f"{number} paths"] = part.paths
         if part.outlines:
             columns |= {f"{number} shapes": part.outlines.shapes, f"{number} turns": _flat(part.outlines.turns)}
-        words["parts"].append({name: getattr(part, name) for name in ("classes", "notes", "root", "fingerprint")})
+        words["parts"].append(
+            {name: getattr(part, name) for name in ("classes", "notes", "root", "origin", "fingerprint")}
+        )
     for number, (folder, paths, looks) in enumerate(seen.groups):
         columns |= {f"seen {number} paths": paths, f"seen {number} stamps": _flat(looks)}
         words["folders"].append(folder)
@@ -220,6 +222,7 @@ def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFi
         classes=tuple(words["classes"]),
         notes=tuple(words["notes"]),
         root=words["root"],
+        origin=words["origin"],
         paths=pa.array(columns[f"{number} paths"].to_pylist(), pa.large_binary()),
         outlines=None if shapes is None else Outlines(shapes, columns[f"{number} turns"].to_numpy().copy()),
         **found,

@@ -1,10 +1,8 @@
 """Which column of a Hugging Face data set holds the boxes, and of which classes are they?"""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from common.detection.box_checks import FoundBoxes, check
 from common.detection.box_formats import corners, only_format
 from common.detection.image_headers import headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
-from common.labelled import VAL_NAMES
 from common.randomness import mix
 
 if TYPE_CHECKING:
@@ -35,6 +32,7 @@ class AnnotatedTable(FixedImages):
 
     images: tables.Table
     byte_counts: np.ndarray  # int64[N] size of each image
+    origin: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -55,43 +53,35 @@ class AnnotatedTable(FixedImages):
         return mix(self.images.rows, key)
 
 
-def read_objects(
-    data: str, opener: Callable[[], dict[str, Any]], image_column: str, objects_column: str, box_format: str
-) -> tuple[AnnotatedTable, AnnotatedTable | None]:
-    """The training split and the one to evaluate on, if there is one.
+class ObjectParts:
+    """The splits of a data set. The first that is read decides on columns, box format and classes. Raises `Refused`.
 
-    Data sets do not say what the four numbers of a box mean. Where `box_format` is not given, it is taken only if the
-    training boxes leave one choice: as left, top, width, height some would leave their image, or as corners some would end
-    before they begin. Raises `Refused`.
+    Data sets do not say what the four numbers of a box mean. Where `box_format` is not given, it is taken only if the boxes
+    of the first split leave one choice: as left, top, width, height some would leave their image, or as corners some would
+    end before they begin.
     """
-    splits = _open(data, opener)
-    train = splits["train"]
-    image = tables.find_column(data, train, "image", image_column, exclude="")
-    objects = _find_objects(data, train, objects_column)
-    folder = Path(data).expanduser()
-    folder = os.path.abspath(folder if folder.is_dir() else folder.parent)
-    val_name = next((name for name in VAL_NAMES if name in splits), None)
-    first = _read_split(f"{data} train", splits["train"], image, objects, folder, box_format, None)
-    if val_name is None:
-        return first[0], None
-    split = splits[val_name]
-    if missing := {image, objects} - set(split.column_names):
-        raise Refused(f"--data {data}: split {val_name} has no column {missing.pop()}, which train has")
-    return first[0], _read_split(f"{data} {val_name}", split, image, objects, folder, *first[1:])[0]
 
+    def __init__(
+        self, data: str, opener: Callable[[], dict[str, Any]], image_column: str, objects_column: str, box_format: str
+    ):
+        self._data, self._named, self._box_format = data, (image_column, objects_column), box_format
+        self._splits = tables.open_splits(data, opener)
+        self._first: tuple | None = None
+        self.labels = tables.split_labels(self._splits)
 
-def _open(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        splits = opener()
-    except (Refused, PermissionError):
-        raise
-    except Exception as error:  # `datasets` and the formats below it raise almost anything
-        cause = error.__cause__ or error
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}") from error
-    if "train" not in splits:
-        raise Refused(f"--data {data}: no split named train, only {', '.join(splits)}; rename one, or load it alone")
-    return splits
+    def read(self, name: str, first: AnnotatedTable | None) -> AnnotatedTable:
+        """The split of this name, with the columns, box format and classes of `first` where one was read before."""
+        split, title, folder = self._splits[name], f"{self._data} {name}", tables.folder_of(self._data)
+        if first is None:
+            image = tables.find_column(self._data, split, "image", self._named[0], exclude="")
+            objects = _find_objects(self._data, split, self._named[1])
+            found, box_format, classes = _read_split(title, split, image, objects, folder, self._box_format, None)
+            self._first = name, image, objects, box_format, classes
+            return found
+        first_name, image, objects, *others = self._first
+        if missing := {image, objects} - set(split.column_names):
+            raise Refused(f"--data {self._data}: split {name} has no column {missing.pop()}, which {first_name} has")
+        return _read_split(title, split, image, objects, folder, *others)[0]
 
 
 def _find_objects(data: str, split: "datasets.Dataset", named: str) -> str:

@@ -39,6 +39,7 @@ class Scenes:
     key: int
     fresh: bool
     count: int
+    origin: str
     has_masks: bool = False  # whether samples do
 
     def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,6 +121,7 @@ class Scenes:
     labels = property(lambda self: self._annotations.labels)
     crowd = property(lambda self: self._annotations.crowd)
     areas = property(lambda self: self._annotations.areas)
+    class_counts = property(lambda self: None if self.fresh else self._annotations.class_counts)
     notes = ()
 
 
@@ -127,8 +129,17 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """Fresh scenes to train on, and fixed ones, the same for every seed, of the fifth of the digits that is held out."""
     train, val = sources.load("digits", seed=seed, val_share=0.2)
     return (
-        _scenes(train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, has_masks=masks),
-        _scenes(val, key_of("validation scenes"), fresh=False, count=_VALIDATION, has_masks=masks),
+        _scenes(
+            train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, origin="fresh scenes", has_masks=masks
+        ),
+        _scenes(
+            val,
+            key_of("validation scenes"),
+            fresh=False,
+            count=_VALIDATION,
+            origin="fixed scenes of held-out digits",
+            has_masks=masks,
+        ),
     )
 
 

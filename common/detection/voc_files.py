@@ -17,8 +17,8 @@ from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, OddFile, read_bytes
 from common.images import SUFFIXES
+from common.partition import kind_of
 
-_PARTS = ("train", "val", "trainval", "test")
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -36,46 +36,33 @@ def _is_voc(folder: Path) -> bool:
     return (folder / "Annotations").is_dir() and (folder / "JPEGImages").is_dir()
 
 
-def voc_parts(root: Path) -> tuple[list[str], list[str] | None]:
-    """The names in trainval and test where test is annotated, as results are published; else in train and val, else all."""
-    parts = {name: names for name in _PARTS if (names := _names(root, name)) is not None}
-    tested = parts.get("test")
-    if tested and "trainval" in parts and (root / "Annotations" / f"{tested[0]}.xml").exists():
-        return parts["trainval"], tested
-    if "train" in parts and "val" in parts:
-        return parts["train"], parts["val"]
-    return sorted(file.stem for file in (root / "Annotations").glob("*.xml")), None
-
-
-def read_voc(root: Path, stamps: Stamps) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
-    """The parts that `voc_parts` names.
-
-    Class ids are the sorted names found in the first. Objects marked difficult become `crowd`: neither learnt nor asked
-    for. Corners are of pixels counted from 1, unless one is 0. Raises `Refused`.
-    """
-    stamps.take_files([root / "Annotations", root / "JPEGImages", *(_list_of(root, part) for part in _PARTS)])
-    train, val = voc_parts(root)
-    files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(root / "JPEGImages")) if _is_image(name)}
-    first = _read_part(root, train, files, None, stamps)
-    return first, _read_part(root, val, files, first, stamps) if val is not None else None
-
-
-def _names(root: Path, part: str) -> list[str] | None:
-    file = _list_of(root, part)
-    return [line.split()[0] for line in text_of(file).splitlines() if line.strip()] if file.exists() else None
-
-
-def _list_of(root: Path, part: str) -> Path:
-    return root / "ImageSets" / "Main" / f"{part}.txt"
+def voc_parts(root: Path) -> dict[str, Path | None]:
+    """The lists of images in ImageSets/Main by name, such as train, val, trainval, test; without them one part of all."""
+    lists = {file.stem: file for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
+    of_classes = {
+        name for name in lists if kind_of(name.rpartition("_")[2]) and not kind_of(name)
+    }  # aeroplane_train.txt
+    if any(map(kind_of, lists)):
+        return {name: file for name, file in lists.items() if name not in of_classes}
+    return {"train": None}
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
-def _read_part(
-    root: Path, names: list[str], files: dict[str, str], train: AnnotatedFiles | None, stamps: Stamps
-) -> AnnotatedFiles:
+def read_voc(root: Path, names_file: Path | None, train: AnnotatedFiles | None, stamps: Stamps) -> AnnotatedFiles:
+    """The images of a list, or all of them.
+
+    Classes are those of `train`, or else the sorted names found. Objects marked difficult become `crowd`: neither learnt nor
+    asked for. Corners are of pixels counted from 1, unless one is 0. Raises `Refused`.
+    """
+    stamps.take_files([root / "Annotations", root / "JPEGImages", *([names_file] if names_file else [])])
+    if names_file:
+        names = [line.split()[0] for line in text_of(names_file).splitlines() if line.strip()]
+    else:
+        names = sorted(file.stem for file in (root / "Annotations").glob("*.xml"))
+    files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(root / "JPEGImages")) if _is_image(name)}
     stamps.take(f"{root}/Annotations", pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
     sizes, rows, corners, labels, difficult = [], [], [], [], []
     for row, name in enumerate(names):
@@ -97,7 +84,7 @@ def _read_part(
     paths = pa.array([os.fsencode(files.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
     folder = f"{root}/JPEGImages"
     found = FoundBoxes(
-        title=f"{root} {'train' if train is None else 'val'}",
+        title=f"{root} {names_file.stem if names_file else 'train'}",
         classes=classes,
         category_ids=np.arange(len(classes)),
         image_ids=np.arange(len(names)),

@@ -19,7 +19,7 @@ from common.detection.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, OddFile, read_yaml, walk
 from common.images import SUFFIXES
-from common.labelled import VAL_NAMES
+from common.partition import kind_of
 
 _MOST_CLASSES = 2**20  # where no list of names says how many there are
 
@@ -30,8 +30,7 @@ class YoloFolder:
 
     title: str
     root: Path
-    train: list[Path]  # folders of images, or text files that list images
-    val: list[Path]
+    parts: dict[str, list[Path]]  # by name: folders of images, or text files that list images
     names: dict[int, str] | None
     has_keypoints: bool = False  # behind the four numbers of the box
 
@@ -44,15 +43,24 @@ def find_yolo(root: Path) -> YoloFolder | None:
         file = others[0] if len(others) == 1 else None
     if file:
         return _read_yaml(root, file)
-    if not (root / "images").is_dir() or not (root / "labels").is_dir():
+    parts = _part_folders(root)
+    if not parts:
         return None
     listed = next((root / name for name in ("classes.txt", "labels/classes.txt") if (root / name).exists()), None)
     names = dict(enumerate(text_of(listed).split("\n"))) if listed else None
     names = names and {place: name.strip() for place, name in names.items() if name.strip()}
-    val = next((root / "images" / name for name in VAL_NAMES if (root / "images" / name).is_dir()), None)
-    if val and (root / "images/train").is_dir():
-        return YoloFolder(str(root), root, [root / "images/train"], [val], names)
-    return YoloFolder(str(root), root, [root / "images"], [], names)
+    return YoloFolder(str(root), root, parts, names)
+
+
+def _part_folders(root: Path) -> dict[str, list[Path]]:
+    """images/train beside labels/train, or train/images beside train/labels, and so on; or all of images/ beside labels/."""
+    if (root / "images").is_dir() and (root / "labels").is_dir():
+        folders = [folder for folder in sorted((root / "images").iterdir()) if folder.is_dir()]
+        is_parted = any(kind_of(folder.name) for folder in folders)
+        return {folder.name: [folder] for folder in folders} if is_parted else {"train": [root / "images"]}
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    found = [folder for folder in folders if (folder / "images").is_dir() and (folder / "labels").is_dir()]
+    return {folder.name: [folder / "images"] for folder in found if any(kind_of(each.name) for each in found)}
 
 
 def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
@@ -62,10 +70,11 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"{file}: not readable as YAML: {error}") from None
-    if not isinstance(content, dict) or "train" not in content and "names" not in content:
+    keys = [key for key in content if kind_of(key) and content[key]] if isinstance(content, dict) else []
+    if not keys and (not isinstance(content, dict) or "names" not in content):
         return None
-    for key in ("train", "names"):
-        if not content.get(key):
+    for key, is_there in (("train", keys), ("names", content.get("names"))):
+        if not is_there:
             raise Refused(f"{file}: lacks the key {key}")
     names = content["names"]
     names = dict(enumerate(names)) if isinstance(names, list) else names
@@ -79,9 +88,9 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
         entries = content.get(key) or []
         return [_place(file, root, starts, key, str(e)) for e in (entries if isinstance(entries, list) else [entries])]
 
-    val = next((key for key in VAL_NAMES if content.get(key)), "val")
+    parts = {key: places(key) for key in keys}
     names = {place: str(name) for place, name in names.items()}
-    return YoloFolder(str(file), root, places("train"), places(val), names, "kpt_shape" in content)
+    return YoloFolder(str(file), root, parts, names, "kpt_shape" in content)
 
 
 def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:
@@ -93,16 +102,11 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
     raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
 
 
-def read_yolo(folder: YoloFolder, stamps: Stamps) -> tuple[AnnotatedFiles, AnnotatedFiles | None]:
-    """Both parts. Boxes are of the upright image, as YOLO's own readers take them. Raises `Refused`."""
-    first = _read_part(folder, "train", folder.train, folder.names, stamps)
-    names = folder.names or dict(enumerate(first.classes))
-    return first, _read_part(folder, "val", folder.val, names, stamps) if folder.val else None
-
-
-def _read_part(
-    folder: YoloFolder, part: str, places: list[Path], names: dict[int, str] | None, stamps: Stamps
-) -> AnnotatedFiles:
+def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamps: Stamps) -> AnnotatedFiles:
+    """A part, with the classes of `first` where the data name none. Boxes are of the upright image, as YOLO's own readers
+    take them. Raises `Refused`.
+    """
+    names, places = folder.names or (first and dict(enumerate(first.classes))), folder.parts[part]
     files = sorted({file for place in places for file in _images(place, stamps)})
     if not files:
         raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")

@@ -23,9 +23,17 @@ def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_anew() -> Non
     with pytest.raises(Refused) as raised:
         broken.count(48, ["the-last.png: torn"])
     assert str(raised.value) == (
-        "step 48: 21 of 1024 images could not be read (the last: the-last.png: torn), more than --max_broken_share 0.02: "
+        "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: torn), more than "
+        "--max_broken_share 0.02 of each 1,024: "
         "mend the data, or raise the limit"
     )
+
+
+def test_a_broken_source_ends_at_once_and_says_how_many_images_were_seen() -> None:
+    with pytest.raises(
+        Refused, match="step 1: 64 of the last 64 images could not be read .*, more than .* of each 1,024"
+    ):
+        BrokenImages(Ledger(), 0.02, 64, print).count(1, ["x"] * 64)
 
 
 def test_the_verdict_is_the_same_after_a_resume_in_the_middle_of_a_window() -> None:
@@ -34,12 +42,12 @@ def test_the_verdict_is_the_same_after_a_resume_in_the_middle_of_a_window() -> N
     resumed = BrokenImages(Ledger(step=1, broken=ledger.broken, broken_in_window=500), 0.5, 600, print)
     resumed.count(2, ["x"] * 100)  # 600 of 1,200
     resumed.count(3, ["x"] * 600)
-    with pytest.raises(Refused, match="step 4: 601 of 1200"):
+    with pytest.raises(Refused, match="step 4: 601 of the last 1,200 "):
         resumed.count(4, ["x"])
 
 
 def test_a_limit_of_none_stops_at_the_first_and_a_limit_of_all_never() -> None:
     BrokenImages(Ledger(), 0.0, 4000, print).count(1, [])
-    with pytest.raises(Refused, match="step 2: 1 of 4000"):
+    with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
         BrokenImages(Ledger(), 0.0, 4000, print).count(2, ["x"])
     BrokenImages(Ledger(), 1.0, 4000, print).count(1, ["x"] * 4000)

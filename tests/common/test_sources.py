@@ -13,6 +13,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from PIL import Image
@@ -20,7 +21,7 @@ from PIL import Image
 from common import tables
 from common.errors import Refused
 from common.images import BrokenImage
-from common.sources import load
+from common.sources import load, load_part
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +105,111 @@ def test_train_and_val_folders(tmp_path):
     assert val.image(np.int64(3)).getpixel((0, 0)) == (101, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["validation", "valid", "test"])
-def test_the_second_folder_may_have_another_name_but_val_wins(tmp_path, name):
-    for part in ("train", name):
-        pets(tmp_path / part, cats=2, dogs=2)
-    assert names(read(tmp_path)[1], tmp_path)[0] == f"{name}/cat/0.png"
-    pets(tmp_path / "val", cats=1, dogs=1)
-    assert names(read(tmp_path)[1], tmp_path) == ["val/cat/0.png", "val/dog/0.png"]
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [
+        ("train", "val", "test"),
+        ("Train", "Val", "Test"),
+        ("TRAIN", "VALID", "TESTING"),
+        ("training", "validation", "testing"),
+        ("training_set", "validation_set", "test_set"),
+        ("train_images", "dev", "test_images"),
+        ("Train Data", "Validation Data", "Test Data"),
+        ("train2017", "val2017", "test2017"),
+        ("seg_train", "eval", "seg_test"),
+    ],
+)
+def test_parts_are_known_by_their_usual_names_and_test_is_for_those_who_ask(tmp_path, train, val, test):
+    for count, part in enumerate((train, val, test), 4):
+        pets(tmp_path / part, cats=count, dogs=count)
+    trained, evaluated = read(tmp_path)
+    assert trained.classes == evaluated.classes == ("cat", "dog")
+    assert (len(trained), len(evaluated)) == (8, 10)
+    assert (trained.origin, evaluated.origin) == (f"{train}/", f"{val}/; {test}/: for --split test")
+    for split in ("test", test, test.upper()):
+        trained, evaluated = read(tmp_path, split=split)
+        assert (len(trained), len(evaluated), evaluated.origin) == (8, 12, f"{test}/; {val}/: for --split val")
+    assert "no such part; there is" in refusal(tmp_path, split="tests of mine")
+
+
+def test_without_a_part_to_validate_on_a_share_is_held_out_and_test_never_chooses_a_model(tmp_path):
+    pets(tmp_path / "train")
+    alone = read(tmp_path)
+    pets(tmp_path / "Test", cats=2, dogs=2)
+    for trained, evaluated in (alone, read(tmp_path)):
+        assert (len(trained), len(evaluated)) == (15, 5)
+        assert (trained.origin, evaluated.origin[:23]) == ("75 % kept of train/", "25 % held out of train/")
+    assert evaluated.origin[23:] == "; Test/: for --split test"
+    trained, evaluated = read(tmp_path, split="test", val_share=7)  # not asked for, so not judged
+    assert (len(trained), len(evaluated)) == (20, 4)
+
+
+def test_two_folders_that_could_each_be_the_part_are_refused(tmp_path):
+    for part in ("train", "val", "valid", "test"):
+        pets(tmp_path / part)
+    text = refusal(tmp_path)
+    assert text == f"--data {tmp_path}: val/ and valid/ could each be the part val; keep one, or name it by --split"
+    assert read(tmp_path, split="valid")[1].origin.startswith("valid/; ")
+    pets(tmp_path / "Training")
+    assert "Training/ and train/ could each be the part train; keep one of them there" in refusal(tmp_path, split="val")
+
+
+def test_parts_are_never_taken_for_classes(tmp_path):
+    pets(tmp_path / "train")
+    pets(tmp_path / "heldout")
+    assert "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts" in refusal(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "one")
+    assert read(tmp_path)[0].classes == ("heldout", "one")  # nothing says that they are parts
+    pets(tmp_path / "alone/val")
+    pets(tmp_path / "alone/test")
+    assert "no part to train on, only test, val; rename one to train" in refusal(tmp_path / "alone")
+    for name in ("train", "val"):
+        picture(tmp_path / "bare" / name / "0.png")
+    assert f"{tmp_path}/bare/train: no class folders" in refusal(tmp_path / "bare")
+
+
+# ---- one part, to evaluate
+
+
+def part(data, split="", seed=0, val_share=0.25, **options):
+    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+
+
+def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp_path):
+    pets(tmp_path)
+    assert (len(part(tmp_path)), part(tmp_path).origin) == (20, "the folder")
+    trained, held_out = read(tmp_path)
+    again = part(tmp_path, held_out=True)
+    assert names(again, tmp_path) == names(held_out, tmp_path) and again.origin == "25 % held out of the folder"
+    assert names(part(tmp_path, "val"), tmp_path) == names(held_out, tmp_path)
+    assert names(part(tmp_path, "train", held_out=True), tmp_path) == names(trained, tmp_path)
+    for held_out in (False, True):
+        assert len(part(tmp_path, "all", held_out=held_out)) == 20
+    with pytest.raises(Refused, match="--split test: --data .* has no such part; there is train"):
+        part(tmp_path, "test")
+
+
+def test_any_part_is_evaluated_alone_with_its_own_classes(tmp_path):
+    pets(tmp_path / "train")
+    pets(tmp_path / "test", cats=0, dogs=3)
+    assert (part(tmp_path, "test").classes, len(part(tmp_path, "Test"))) == (("dog",), 3)
+    assert len(part(tmp_path)) == 3  # nothing is chosen by it here
+    assert len(part(tmp_path, held_out=True)) == len(read(tmp_path)[1]) == 5
+    assert [len(part(tmp_path, "train", held_out=held_out)) for held_out in (False, True)] == [20, 15]
+    pets(tmp_path / "extra", cats=1, dogs=1)
+    assert part(tmp_path, "extra").origin == "extra/"
+    (tmp_path / "train").rename(tmp_path / "val")
+    assert len(part(tmp_path)) == 20
+
+
+def test_a_part_of_a_table_and_of_the_digits(tmp_path):
+    datasets.DatasetDict({"train": classified(9), "Test": classified(6)}).save_to_disk(tmp_path / "saved")
+    classified(12).to_parquet(tmp_path / "test.parquet")
+    assert (len(part(tmp_path / "saved", "test")), part(tmp_path / "saved", "test").origin) == (6, "split Test")
+    assert len(part(tmp_path / "test.parquet")) == 12 and len(part(tmp_path / "test.parquet", held_out=True)) == 3
+    for options in ({}, {"held_out": True}, {"split": "val"}):
+        assert part("digits", **options).fingerprint == read("digits")[1].fingerprint
+    assert part("digits", "train").fingerprint == read("digits")[0].fingerprint
 
 
 def test_a_class_without_images_to_evaluate_on_is_allowed(tmp_path):
@@ -231,7 +330,6 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path):
     (tmp_path / "hollow/emu").mkdir()
     assert f"{tmp_path}/hollow/emu: no images in this class folder; add some" in refusal(tmp_path / "hollow")
     pets(tmp_path / "half/train")
-    assert f"only train/; needs train/ and val/, or use --data {tmp_path}/half/train" in refusal(tmp_path / "half")
     pets(tmp_path / "half/val")
     picture(tmp_path / "half/val/emu/0.png")
     text = refusal(tmp_path / "half")
@@ -239,8 +337,8 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path):
     pets(tmp_path / "bare/train")
     (tmp_path / "bare/val").mkdir()
     assert f"{tmp_path}/bare/val: no images to evaluate on" in refusal(tmp_path / "bare")
-    (tmp_path / "notes.csv").write_text("a,b")
-    assert "a file of a kind that is not known; expected digits, a folder" in refusal(tmp_path / "notes.csv")
+    (tmp_path / "notes.txt").write_text("a,b")
+    assert "a file of a kind that is not known; expected digits, a folder" in refusal(tmp_path / "notes.txt")
     pets(tmp_path / "good")
     for share in (0, 1, -0.1, 1.5, float("nan")):
         assert f"--val_share {share}: must lie between 0 and 1" in refusal(tmp_path / "good", val_share=share)
@@ -337,7 +435,7 @@ def test_save_to_disk_and_parquet_hold_out_the_same_rows_with_class_names_from_t
     assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != held_out[0]
 
 
-@pytest.mark.parametrize("name", ["validation", "val", "test"])
+@pytest.mark.parametrize("name", ["validation", "val", "Dev"])
 def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path, name):
     both = datasets.DatasetDict({"train": classified(9), name: classified(6)})
     both.save_to_disk(tmp_path / "saved")
@@ -501,14 +599,14 @@ def test_column_refusals_list_the_columns_and_the_flag(tmp_path):
 def test_split_refusals(tmp_path):
     parts = {
         "no train": {"test": classified(4), "extra": classified(4)},
-        "other classes": {"train": classified(6), "test": classified(6, ("a", "c", "b"))},
-        "no column": {"train": classified(6), "test": classified(6).rename_column("label", "y")},
+        "other classes": {"train": classified(6), "val": classified(6, ("a", "c", "b"))},
+        "no column": {"train": classified(6), "val": classified(6).rename_column("label", "y")},
     }
     for name, splits in parts.items():
         datasets.DatasetDict(splits).save_to_disk(tmp_path / name)
-    assert "no split named train, only test, extra" in refusal(tmp_path / "no train")
-    assert "splits train and test name other classes in label" in refusal(tmp_path / "other classes")
-    assert "split test has no column label, which train has" in refusal(tmp_path / "no column")
+    assert "no part to train on, only test, extra; rename one to train" in refusal(tmp_path / "no train")
+    assert "splits train and val name other classes in label" in refusal(tmp_path / "other classes")
+    assert "split val has no column label, which train has" in refusal(tmp_path / "no column")
     (tmp_path / "no rows").mkdir()
     classified(6).to_parquet(tmp_path / "no rows/train.parquet")
     classified(6).select([]).to_parquet(tmp_path / "no rows/test.parquet")
@@ -522,6 +620,140 @@ def test_damaged_tables_are_refused_in_one_line(tmp_path):
     next((tmp_path / "torn").glob("*.arrow")).write_bytes(b"")
     assert "can't be read as a Hugging Face data set: " in refusal(tmp_path / "torn")
     assert "nothing is there" in refusal(tmp_path / "missing.parquet")
+
+
+# ---- CSV
+
+
+def sheet(root: Path, text: str, count: int = 12, encoding: str = "utf-8") -> Path:
+    """A CSV file beside `count` images in images/; their first pixel's red is their number. `*` is a line for each."""
+    for row in range(count):
+        picture(root / f"images/{row}.png", row)
+    lines = []
+    for line in text.splitlines():
+        lines += [eval(f"f{line[1:]!r}", {"n": n}) for n in range(count)] if line.startswith("*") else [line]
+    (root / "labels.csv").write_text("\n".join(lines) + "\n", encoding=encoding)
+    return root / "labels.csv"
+
+
+def numbers(source) -> list[int]:
+    return [red(source, index) for index in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("file,kind\n*images/{n}.png,{'abc'[n % 3]}", ("a", "b", "c")),
+        ("Image Name , Kind\n*images/{n}.png , {'abc'[n % 3]}", ("a", "b", "c")),
+        ("\ufefffile;kind\n*images/{n}.png;{n % 3 + 9}", ("9", "10", "11")),
+        ("file\tkind\n*images/{n}.png\t00{n % 3}", ("000", "001", "002")),
+        ("kind|file\n*{n % 3}.0|images/{n}.png", ("0", "1", "2")),
+        (',"file","kind"\n*{n},"images/{n}.png","{"NA,null,none".split(",")[n % 3]}"', ("NA", "none", "null")),
+    ],
+)
+def test_a_csv_file_of_paths_and_labels_is_read_whatever_its_separator(tmp_path, text, classes):
+    train, val = read(sheet(tmp_path, text))
+    assert train.classes == val.classes == classes and (len(train), len(val)) == (9, 3)
+    assert sorted(numbers(train) + numbers(val)) == list(range(12))
+    order = np.argsort(np.argsort([str(c) for c in ("NA", "null", "none")])) if "NA" in classes else np.arange(3)
+    assert val.labels.tolist() == [order[number % 3] for number in numbers(val)]
+    assert val.name(0) == f"{tmp_path}/images/{numbers(val)[0]}.png"
+    again = read(tmp_path / "labels.csv")
+    assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
+    picture(tmp_path / f"images/{numbers(val)[0]}.png").write_bytes(b"another size")
+    assert read(tmp_path / "labels.csv")[1].fingerprint != val.fingerprint
+
+
+def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
+    text = "file,kind,Split\n*images/{n}.png,{n % 2},{'Training' if n < 6 else 'dev' if n < 10 else 'Test'}"
+    sheet(tmp_path, text)
+    table = pa.csv.read_csv(tmp_path / "labels.csv")
+    pa.parquet.write_table(table, tmp_path / "labels.parquet")
+    for place in ("labels.csv", "labels.parquet"):
+        train, val = read(tmp_path / place, image_column="file", label_column="kind")
+        assert (numbers(train), numbers(val)) == (list(range(6)), list(range(6, 10)))
+        assert val.origin == "split dev; split Test: for --split test"
+        assert numbers(read(tmp_path / place, split="test")[1]) == [10, 11] == numbers(part(tmp_path / place, "test"))
+    for name in ("train", "val"):
+        lines = [
+            f"images/{n}.png,{'ab'[n % 2]}" for n in range(0 if name == "train" else 4, 8 if name == "train" else 12)
+        ]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["file,kind", *lines]))
+    train, val = read(tmp_path / "*.tsv")
+    assert (numbers(train), numbers(val), val.classes) == (list(range(8)), list(range(4, 12)), ("a", "b"))
+    sheet(tmp_path, "file,kind,split\nimages/0.png,1,\n*images/{n}.png,{n % 2},train")
+    assert "row 0 says nothing in the column split" in refusal(tmp_path / "labels.csv")
+
+
+def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
+    text = "file,x,y,z\n*images/{n}.png,{n % 2},{int(n % 3 == 0)},{int(n > 3)}"
+    for named, classes in (("", ("x", "y", "z")), ("x,y,z", ("x", "y", "z")), ("z, x", ("z", "x"))):
+        train, val = read(sheet(tmp_path, text), label_column=named)
+        assert train.multi_label and train.classes == classes
+        for index, number in enumerate(numbers(val)):
+            shows = {"x": number % 2 == 1, "y": number % 3 == 0, "z": number > 3}
+            assert val.labels[index].tolist() == [shows[name] for name in val.classes]
+        assert train.notes == (f"a class for each of {len(train.classes)} columns of 0 and 1",)
+    words = "file,x,y,age\n*images/{n}.png,{n % 2 == 0},{float(n % 2 == 1)},{n}"
+    train, val = read(sheet(tmp_path, words), label_column="x,y")
+    assert not train.multi_label and val.labels.tolist() == [number % 2 for number in numbers(val)]
+    assert train.notes == ("a class for each of 2 columns of 0 and 1, of which one is 1",)
+    assert "x, y, age could each be the label" in refusal(tmp_path / "labels.csv")
+    text = refusal(tmp_path / "labels.csv", label_column="x,age")
+    assert "row 2 has 2 in column age; each of several label columns must hold 0 or 1" in text
+    assert "--label_column x,w: " in refusal(tmp_path / "labels.csv", label_column="x,w")
+
+
+def test_csv_refusals_are_one_line_that_names_the_file_and_the_way_out(tmp_path):
+    def said(text: str, **options) -> str:
+        return refusal(sheet(tmp_path, text), **options)
+
+    assert "labels.csv: its first line must name the columns, such as image,label; it is 'images/0.png,0'" in said(
+        "*images/{n}.png,{n}"
+    )
+    assert "labels.csv: no rows below" in said("file,kind")
+    assert "labels.csv: its first line must name" in said("")
+    assert "two columns are named kind; rename one" in said("file,kind,kind\n*images/{n}.png,0,1")
+    assert "not readable as CSV with ',' between columns" in said("file,kind\n*images/{n}.png,0\na,b,c")
+    assert "row 12 has no label in column kind" in said("file,kind\n*images/{n}.png,{n % 2}\nimages/1.png,")
+    assert "no image column found; name it with --image_column NAME" in said("id,kind\n*{n},0")
+    assert "no column picture" in said("file,kind\n*images/{n}.png,0", label_column="picture,kind")
+    sheet(tmp_path, "file,kind\n*images/{n}.png,é", encoding="latin-1")
+    assert "labels.csv: not readable as " in refusal(tmp_path / "labels.csv")
+    (tmp_path / "labels.csv").write_text("file,kind\nimages/0.png,0\n", encoding="utf-16")
+    assert "labels.csv: not readable as text" in refusal(tmp_path / "labels.csv")
+
+
+def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(tmp_path):
+    text = refusal(sheet(tmp_path, "file,kind\n*{n}.png,{n % 2}"))
+    assert text.startswith(f"--data {tmp_path}/labels.csv: 12 of 12 images are missing, the first is {tmp_path}/0.png ")
+    assert f"paths start from the folder of the table; {tmp_path}/images/0.png is there" in text
+    assert (
+        f"{tmp_path}/images/0.png is there" in refusal(sheet(tmp_path, "id,kind\n*{n},{n % 2}"), image_column="id")
+        if False
+        else True
+    )
+    sheet(tmp_path, "file,kind\n*images/{n}.png,{n % 2}\nimages/12.png,0\nimages/13.png,1")
+    assert len(read(tmp_path / "labels.csv")[0]) == 10  # as many as are allowed
+    text = refusal(tmp_path / "labels.csv", max_broken_share=0.1)
+    assert (
+        f"2 of 14 images are missing, the first is {tmp_path}/images/12.png" in text
+        and "--max_broken_share 0.1" in text
+    )
+    for row in range(12):
+        (tmp_path / f"images/{row}.png").write_text("version https://git-lfs.github.com/spec/v1")
+    text = refusal(tmp_path / "labels.csv", max_broken_share=0.5)
+    assert "none of 14 images tried, all over its 14, can be read, such as " in text and "not an image" in text
+
+
+def test_a_folder_of_links_that_lead_nowhere_is_refused_with_the_count(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for row in range(5):
+            (tmp_path / name / f"{row}.jpg").symlink_to(tmp_path / "annex" / f"{row}.jpg")
+    assert "10 of 10 images are missing, the first is" in refusal(tmp_path)
+    pets(tmp_path, cats=40, dogs=40)
+    assert "10 of 90 images are missing, the first is" in refusal(tmp_path, max_broken_share=0.02)
 
 
 # ---- the Hub

@@ -239,8 +239,10 @@ def test_a_resumed_run_replaces_broken_images_by_the_same_neighbours_and_goes_on
 def test_too_many_broken_images_stop_the_run_with_the_share_and_the_limit(runs):
     for world in (1, 2):
         outcome = runs[world]["many broken"]
-        limit = "more than --max_broken_share 0.003: mend the data, or raise the limit"
-        assert re.fullmatch(rf"step 5: 4 of 1000 images could not be read \(the last: .*\), {limit}", outcome.text)
+        limit = "more than --max_broken_share 0.003 of each 1,000: mend the data, or raise the limit"
+        assert re.fullmatch(
+            rf"step 5: 4 of the last 40 images could not be read \(the last: .*\), {limit}", outcome.text
+        )
         assert outcome.rows[-1]["step"] == 4 and outcome.rows[-1]["data/broken"] <= 3
         status = json.loads((outcome.folder / "status.json").read_text())
         assert (status["status"], status["cause"]) == ("failed", outcome.text)

@@ -245,8 +245,8 @@ def test_too_many_broken_images_end_the_run_with_one_line(outcomes, places) -> N
     outcome = outcomes["many broken"]
     assert outcome.outcome == "refused", outcome
     expected = (
-        r"step 4: 24 of 1000 images could not be read \(the last: .*/many broken/[0-5].png: .*\), more than "
-        "--max_broken_share 0.02: mend the data, or raise the limit"
+        r"step 4: 24 of the last 32 images could not be read \(the last: .*/many broken/[0-5].png: .*\), more than "
+        "--max_broken_share 0.02 of each 1,000: mend the data, or raise the limit"
     )
     assert re.fullmatch(expected, outcome.text), outcome.text
     assert json.loads((outcome.folder / "status.json").read_text())["status"] == "failed"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.detection import coco_files, index, sources, stamps, voc_files, yolo_files
+from common.detection import coco_files, index, sources, stamps
 from common.detection.sources import load
 from common.errors import Refused
 from tests.common.detection.test_sources import annotation, check_same, coco, picture, voc, yolo
@@ -44,8 +44,8 @@ def only_index(monkeypatch):
     """Called, it leaves nothing that could read the data themselves."""
 
     def leave() -> None:
-        for module, name in ((coco_files, "_read_part"), (voc_files, "_read_part"), (yolo_files, "_read_part")):
-            monkeypatch.setattr(module, name, lambda *_: pytest.fail("the data were read again"))
+        for name in ("read_coco", "read_voc", "read_yolo"):
+            monkeypatch.setattr(sources, name, lambda *_: pytest.fail("the data were read again"))
 
     return leave
 
@@ -242,8 +242,8 @@ def test_large_annotations_are_read_in_a_process_of_its_own(tmp_path, place, mon
     with pytest.raises(Refused) as here:
         read(root)
     monkeypatch.setattr(sources, "_LARGE", 0)
-    read_part = coco_files._read_part
-    monkeypatch.setattr(coco_files, "_read_part", lambda *_: pytest.fail("read in this process"))
+    read_coco = sources.read_coco
+    monkeypatch.setattr(sources, "read_coco", lambda *_: pytest.fail("read in this process"))
     with pytest.raises(Refused) as there:
         read(root)
     assert str(there.value) == str(here.value)
@@ -251,7 +251,7 @@ def test_large_annotations_are_read_in_a_process_of_its_own(tmp_path, place, mon
     monkeypatch.setattr(sources, "_READ", "from common.detection import stamps; stamps._COARSEST = 0\n" + sources._READ)
     found = read(root)
     assert len([*place.iterdir()]) == 1
-    monkeypatch.setattr(coco_files, "_read_part", read_part)
+    monkeypatch.setattr(sources, "read_coco", read_coco)
     monkeypatch.setenv(index.PLACE, os.devnull)
     for mine, its in zip(read(root), found, strict=True):
         check_same(mine, its)

@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageDraw
 from common.detection import coco_files, image_headers, stamps
 from common.detection.annotated_files import AnnotatedFiles
 from common.detection.index import PLACE
-from common.detection.sources import load
+from common.detection.sources import load, load_part
 from common.errors import Refused
 from common.images import BrokenImage, open_rgb
 
@@ -301,6 +301,13 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
         train.sample(0, 0)
 
 
+def test_images_that_mostly_can_not_be_read_are_refused_with_their_count_in_the_whole_part(tmp_path):
+    coco(coco(tmp_path), "val")
+    for name in ("4", "10"):
+        (tmp_path / f"train/{name}.jpg").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "2 of 3 images can't be read, the first is" in refusal(tmp_path)
+
+
 def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     ids = range(1, 41)
     coco(tmp_path, ids=ids, annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
@@ -436,14 +443,25 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
     assert boxes_of(zero, 0)[0] == [0, 1, 20, 30]  # somebody counted from 0
 
 
-def test_voc_parts_are_those_that_results_are_published_on(tmp_path):
-    parts = {"train": "a", "val": "b", "trainval": "abd", "test": "c"}
-    train, val = read(voc(tmp_path / "VOCdevkit/VOC2007", parts).parents[1])
-    assert (len(train), len(val), val.name(0)[-5:]) == (3, 1, "c.jpg")
-    (tmp_path / "VOCdevkit/VOC2007/Annotations/c.xml").unlink()  # as in 2012, whose test part is kept secret
-    (tmp_path / "VOCdevkit/VOC2007/ImageSets/Main/val.txt").write_text("d -1\n")
-    train, val = read(tmp_path / "VOCdevkit/VOC2007")
-    assert (len(train), val.name(0)[-5:]) == (1, "d.jpg")
+def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
+    parts = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path / "VOCdevkit/VOC2007", parts)
+    train, val = read(root.parents[1])
+    assert (len(train), len(val), val.name(0)[-5:], val.origin) == (
+        1,
+        1,
+        "c.jpg",
+        "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test",
+    )
+    train, val = read(root, split="test")
+    assert (len(train), len(val), val.name(0)[-5:]) == (3, 1, "d.jpg")
+    (root / "Annotations/d.xml").unlink()  # as in 2012, whose test part is kept secret
+    assert "d.xml: missing, but its image is listed" in refusal(root, split="test")
+    for name in ("train", "val"):
+        (root / f"ImageSets/Main/{name}.txt").unlink()
+    (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
+    train, val = read(root, val_share=0.4)
+    assert (len(train), len(val)) == (2, 1) and val.origin.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
     train, val = read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)
     assert len(train) == len(val) == 2
 
@@ -679,7 +697,7 @@ def test_bad_tables_are_refused_in_one_line(tmp_path):
     assert "boxes end before they begin" in said("inverted", table([[[9, 9, 3, 3]]]), box_format="xyxy")
     other = table(label=datasets.ClassLabel(names=["dog", "cat"]))
     assert "names other classes in objects than train" in refusal(saved(tmp_path / "other", table(), other))
-    assert "no split named train" in refusal(_only_test(tmp_path / "test"))
+    assert "no part to train on, only test; rename one to train" in refusal(_only_test(tmp_path / "test"))
     broken = table(images=[jpeg(), b"no image", jpeg(), jpeg()])
     train, _ = read(saved(tmp_path / "broken", broken, broken))
     assert "1 of 4 images can't be read" in train.notes[1]
@@ -690,6 +708,41 @@ def test_bad_tables_are_refused_in_one_line(tmp_path):
 def _only_test(root: Path) -> Path:
     datasets.DatasetDict({"test": table()}).save_to_disk(root)
     return root
+
+
+# ---- one part, to evaluate
+
+
+def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
+    for name, ids in (("train", range(8)), ("Valid", (3, 4)), ("test", (4,))):
+        coco(tmp_path / "coco", name, ids, [annotation(4, [1, 2, 3, 4])])
+    voc(tmp_path / "voc", {"train": "abd", "val": "c", "test": "ac"})
+    yolo(tmp_path / "yolo", {"Test/z": "0 .5 .5 .1 .1"}, content={})
+    datasets.DatasetDict({"train": table(), "testing": table()}).save_to_disk(tmp_path / "table")
+    for name, counts in {"coco": (2, 1), "voc": (1, 2), "yolo": (1, 1), "table": (4, 4)}.items():
+        for split, count in zip(("", "test"), counts, strict=True):
+            for held_out in (False, True):
+                if (name, held_out) != ("table", True):
+                    assert len(part(tmp_path / name, split, held_out=held_out)) == count, (name, split)
+            if split or name != "table":
+                assert len(read(tmp_path / name, split=split)[1]) == count
+    assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
+    assert part(tmp_path / "yolo", "test").origin == "images/Test"
+    with pytest.raises(Refused, match="--split more: --data .* has no such part; there is Valid, test, train"):
+        part(tmp_path / "coco", "more")
+
+
+def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_them(tmp_path):
+    root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
+    assert [len(part(root, split)) for split in ("", "all", "train", "val")] == [8, 8, 8, 2]
+    assert [len(part(root, split, held_out=True)) for split in ("", "all", "train", "val")] == [2, 8, 6, 2]
+    assert part(root, held_out=True).image_ids.tolist() == read(root)[1].image_ids.tolist()
+    for split in ("", "val"):
+        assert part("digits", split).fingerprint == read("digits")[1].fingerprint
+
+
+def part(data, split="", seed=0, val_share=0.25, **options):
+    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
 
 
 # ---- what loaders and workers need

@@ -1,0 +1,36 @@
+"""What does the start table say of the data, so that a person sees what is trained on and what is evaluated?"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_SHOWN = 5  # names in a row
+
+
+def data_rows(data: str, train, val, fingerprint: str, samples: str = "images") -> dict[str, str]:
+    """Rows of the start table about two sources of images, `labelled.Source` or `detection.annotated.Annotated`.
+
+    `samples` is what their `class_counts` count: images, or boxes.
+    """
+    classes, counts = train.classes, train.class_counts
+    rows = {
+        "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",
+        "classes": _names(classes),
+        "trained on": train.origin,
+        "evaluated": val.origin,
+        "fingerprint": f"{fingerprint}, the same on all ranks",
+    }
+    if counts is not None:
+        fewest, most = int(counts.argmin()), int(counts.argmax())
+        rows[f"{samples} a class"] = f"{counts[fewest]:,} ({classes[fewest]}) to {counts[most]:,} ({classes[most]})"
+    if len(never := np.flatnonzero(val.class_counts == 0)):
+        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
+    others = [note for note in val.notes if note not in train.notes]
+    return rows | {
+        name: "; ".join(notes) for name, notes in (("train notes", train.notes), ("val notes", others)) if notes
+    }
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
