@@ -46,8 +46,8 @@ def read(config: object = None) -> Source:
     file = started(config)
     if not file:
         return {f"{_NO_FILE}.py": _typed()}
-    folder = file.resolve().parent
-    names = [file.name]
+    file = file.resolve()
+    folder, names = file.parent, [file.name]
     for name in names:  # which grows
         names += [other for other in _imported(name, folder) if other not in names]
     return {name: _text(folder / name) for name in names}
@@ -65,11 +65,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     others = sorted((before.keys() | now.keys()) - {*mains})
     for was, name in (mains, *zip(others, others, strict=True)):
         texts = before.get(was, ""), now.get(name, "")
-        if texts[0] != texts[1]:
-            plain = [_plain(text).splitlines() for text in texts]
-            wrapped = [[part for line in of_text for part in textwrap.wrap(line, _WIDTH)] for of_text in plain]
+        plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
+        if plain[0] != plain[1]:
+            wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
             found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
-            lines += [line for line in found if not line.startswith("@@")]  # these count lines without comments
+            # Their @@ count lines without comments.
+            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: other blanks in a text"]
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 

@@ -28,7 +28,7 @@ STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 +                run.stop("enough")
              if run.saves(done):
 """
-BREAK = """The loop is left behind the checkpoint of the fourth step.
+BREAK = """The loop is left behind a step.
 @@
                  run.save(done)
 +            if done == 4:
@@ -93,19 +93,20 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
             cases[name] = [recipe, *own, *EXACT, *flags.split(), *output]
         one_rank, mean, broken = (
             copy(folder / f"{name}.py", diff)
-            for name, diff in (("one_rank", STOP_ON_ONE_RANK), ("mean", MEAN), ("broken", BREAK))
+            for name, diff in (
+                ("one_rank", STOP_ON_ONE_RANK),
+                ("mean", MEAN),
+                ("broken", BREAK.replace("4", str(5 - processes))),
+            )
         )
         cases["one_rank"] = [one_rank, *data, *short, *output]
         cases["mean"] = [mean, *data, *short, *output]
         cases["broken"] = [broken, *data, *short, "--checkpoint_every", 4, *output]
         stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--patience", 8]
         stopped += ["--lr", 1e-9, *output, "--name", "stopped"]  # nothing gets better than the first evaluation
-        cases |= {"stopped": stopped, "stopped again": stopped}
+        cases |= {"stopped": stopped, "stopped again": stopped, "broken again": [*cases["broken"], "--name", "broken"]}
         if processes == 1:
-            cases |= {
-                "broken again": [*cases["broken"], "--name", "broken"],
-                "stopped, longer": [*stopped, "--max_steps", 44],
-            }
+            cases["stopped, longer"] = [*stopped, "--max_steps", 44]
             module = cases["module"]
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
@@ -119,6 +120,7 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
             cases["finished by the original"] = [copy(folder / "focal/cls.py", change("focal")), *same]
             cases["other words"] = [copy(folder / "words/cls.py", COMMENTS), *same, "--max_steps", 5]
             allowed = ["--max_steps", 6, "--allow_changed_source"]
+            cases["finished, allowed"] = [folder / "focal/cls.py", *same, "--allow_changed_source", "--max_steps", 5]
             cases["allowed"] = [folder / "focal/cls.py", *same, *allowed]
             cases["as before"] = [*same, "--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
@@ -192,12 +194,11 @@ def test_a_longer_run_goes_on_where_it_was_stopped(runs) -> None:
 
 def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:
     why = "the recipe, which left its loop"
-    for processes in (1, 3):
-        run = runs[processes]["broken"]
+    for processes, step in ((1, 4), (3, 2)):  # where a checkpoint is due, and where none is
+        run, again = runs[processes]["broken"], runs[processes]["broken again"]
         assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
-        assert status(run) == ("finished", 4, why) and run.checkpoint.name == "step_00000004"
-    again = runs[1]["broken again"]
-    assert again.outcome == "ok" and f"this run was ended at step 4 of 8 by {why}" in again.stdout
+        assert status(run) == ("finished", step, why) and run.checkpoint.name == f"step_0000000{step}"
+        assert again.outcome == "ok" and f"this run was ended at step {step} of 8 by {why}" in again.stdout
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -234,6 +235,8 @@ def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
         assert way_out in refused.text
     assert "+        log_probabilities = logits.log_softmax(1)" in refused.stdout
     assert "going on from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
+    finished = runs[1]["finished, allowed"]
+    assert finished.outcome == "refused" and "is finished, and was made by another source" in finished.text
     allowed = runs[1]["allowed"]
     assert allowed.outcome == "ok" and "as --allow_changed_source says" in allowed.stdout
     assert runs[1]["as before"].outcome == "refused", "it was made by the changed one since"
