@@ -177,7 +177,10 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
 
 
 def freeze(*modules: nn.Module) -> None:
-    """Freeze parts of a model, such as its first stages, after `convert`: neither weights nor running statistics move."""
+    """Freeze parts of a model after `convert`: their weights stay, and their batch norms normalise by statistics that stay.
+
+    batch_norm.freeze(model.conv1, model.bn1, model.layer1)
+    """
     for module in modules:
         module.requires_grad_(False)
         for layer in module.modules():

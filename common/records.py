@@ -78,14 +78,19 @@ class Records:
         is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
         if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
             ledger.ended_by = ledger.ended_by or str(said["cause"])
-        goes_on = now > before or not is_here or difference(found.record.get("source") or self._source, self._source)
-        if ledger.ended_by and not goes_on:
+        changed = "source" in found.record and difference(found.record["source"], self._source)
+        if ledger.ended_by and is_here and now <= before and not changed:
             say(
                 f"this run was ended at step {step} of {before} by {ledger.ended_by}; a larger --epochs or --max_steps takes "
                 "it further"
             )
             return step
         ledger.ended_by = ""
+        if step >= now and changed:
+            raise Refused(
+                f"{found.path} is finished, and was made by another source: give this run another --name, or a larger --epochs "
+                "or --max_steps to train on with this one"
+            )
         if step >= now:
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now

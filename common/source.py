@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.durable import make_folder, replace_file
@@ -46,12 +46,11 @@ def read(config: object = None) -> Source:
     file = started(config)
     if not file:
         return {f"{_NO_FILE}.py": _typed()}
-    folder = file.resolve().parent
-    found, names = {}, [file.name]
+    file = file.resolve()
+    folder, names = file.parent, [file.name]
     for name in names:  # which grows
-        found[name] = _text(folder / name)
-        names += sorted(set(_imported(found[name], folder)) - set(names))
-    return found
+        names += [other for other in _imported(name, folder) if other not in names]
+    return {name: _text(folder / name) for name in names}
 
 
 def digests(source: Source) -> dict[str, str]:
@@ -66,11 +65,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     others = sorted((before.keys() | now.keys()) - {*mains})
     for was, name in (mains, *zip(others, others, strict=True)):
         texts = before.get(was, ""), now.get(name, "")
-        if texts[0] != texts[1]:
-            plain = [_plain(text).splitlines() for text in texts]
-            wrapped = [[part for line in of_text for part in textwrap.wrap(line, _WIDTH)] for of_text in plain]
+        plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
+        if plain[0] != plain[1]:
+            wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
             found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
-            lines += [line for line in found if not line.startswith("@@")]  # these count lines without comments
+            # Their @@ count lines without comments.
+            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: other blanks in a text"]
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 
@@ -80,21 +80,20 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def _imported(text: str, folder: Path) -> Iterator[str]:
-    """Files in `folder` that a recipe imports: its own modules, but for `common`."""
+@functools.cache
+def _imported(file: str, folder: Path) -> list[str]:
+    """Files in `folder` that one of them imports, but for `common`."""
+    names = set()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(_text(folder / file))):
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 module = node.module or ""
-                names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-            else:
-                continue
-            for name in names:
-                place = name.replace(".", "/")
-                if name and name.split(".")[0] != "common":
-                    yield from (file for file in (f"{place}.py", f"{place}/__init__.py") if (folder / file).is_file())
+                names |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
+    places = [name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"]
+    files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
+    return [file for file in files if (folder / file).is_file()]
 
 
 def keep(source: Source, run: Path) -> None:

@@ -112,7 +112,7 @@ def build_batch_norm(config: Config) -> str:
 
 
 def build_model(config: Config, classes: Sequence[str]):
-    """The model, its number of drop path layers, and what it wants to see."""
+    """The model (any nn.Module will do), its number of drop path layers, and what it wants to see."""
     with together("building the model"):
         model = models.build_classifier(
             config.model,
@@ -177,7 +177,7 @@ def build_inputs(config: Config, train: sources.Source, data_config: dict, devic
 
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
-    """losses(logits [B, K], targets [B, K]) -> [B]: one a sample, never a mean over the micro-batch."""
+    """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
     weights = class_weights(config.class_weights, train.labels, train.classes)
     weights = torch.as_tensor(weights if weights is not None else 1.0).to(device, getattr(torch, config.dtype))
 

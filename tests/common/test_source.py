@@ -78,6 +78,8 @@ def test_other_code_is_shown_in_a_few_lines() -> None:
     assert "-a = 1" in source.difference(there, {"hard.py": LOSS})
     many = source.difference(there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))})
     assert len(many) == 13 and many[-1] == "... and 90 more lines"
+    assert source.difference({"hard.py": f"'{'a' * 117}  b'"}, {"hard.py": f"'{'a' * 117} b'"}) == []  # a docstring
+    assert source.difference({"hard.py": f"x='{'a' * 114}  b'"}, {"hard.py": f"x='{'a' * 114} b'"}) != []
     assert source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"}), (
         "what is no Python, by its text"
     )
