@@ -326,9 +326,14 @@ def _for_evaluation(
     mine = {name for name in config_class.__annotations__ if not fields[name].metadata.get("may_change")}
     unknown = [name for name in origin.config if name not in fields]
     if origin.run and unknown and mine - origin.config.keys():
+        named = ", ".join(f"--{name}" for name in unknown[:5])
         raise Refused(
-            f"--eval_only {weights}: {program} does not know all flags of its run (--{', --'.join(unknown):.100}); evaluate it "
-            f"with the recipe that trained it, {origin.run['recipe'] or 'another one'}"
+            f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with "
+            + (
+                f"{origin.run['recipe']}.py, which trained it"
+                if origin.run.get("recipe")
+                else "the recipe that trained it"
+            )
         )
 
     def given(but: Sequence[str] = ()) -> C:
