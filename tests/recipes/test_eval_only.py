@@ -90,7 +90,7 @@ def odd(train, root: Path) -> Path:
     return train(
         "odd",
         f"--data {root}/flat --model test_vit --image_size 48 --crop_pct 0.7 --val_share 0.3 --seed 5 --max_steps 6 "
-        "--eval_every 3 --checkpoint_every 3 --lr 1e-3 --ema_decay 0.5 --max_micro_batch_size 32",
+        "--eval_every 3 --checkpoint_every 3 --lr 2e-4 --ema_decay 0.5 --max_micro_batch_size 32",
     )
 
 
@@ -102,7 +102,7 @@ def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd
         assert_same(results, recorded(best, "ema_"))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
-        assert "30 % held out of the folder, 21 images of 5 classes, those of the model" in said
+        assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
     of_run = json.loads((odd / "best/run.json").read_text())
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
     assert of_run["step"] in (3, 6) and of_run["commit"] == json.loads((odd / "environment.json").read_text())["commit"]
@@ -153,16 +153,16 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
     assert "5 classes, those of the model, which has them in another order" in said
     assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
     assert list(results["per_class"]) == sorted(content["label_names"])
-    assert_same(
-        results | {"per_class": 0},
-        {**everything, "per_class": 0} | {"eval_only": 0}
-        and {key: value for key, value in everything.items() if key not in ("eval_only", "per_class")}
-        | {"per_class": 0},
-    )
+    assert [results[key] for key in ("top1", "top5", "count")] == [everything[key] for key in ("top1", "top5", "count")]
+    assert results["loss"] == pytest.approx(everything["loss"], rel=1e-6)
 
-    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "some", "--workers", 0))
+    accuracies = everything["per_class"]
+    best, worst = max(accuracies, key=accuracies.get), min(accuracies, key=accuracies.get)
+    for name in (best, worst):
+        copy(root / "flat" / name, root / "two" / name)
+    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "two", "--workers", 0))
     assert "2 classes, of the 5 that the model knows" in said
-    assert results["per_class"] == {name: everything["per_class"][name] for name in ("stuff_1", "stuff_3")}
+    assert results["per_class"] == {name: accuracies[name] for name in sorted((best, worst))}
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
 
 
@@ -219,7 +219,6 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, train, scene
     shutil.copytree(odd / "best", bare, ignore=shutil.ignore_patterns("*.safetensors"))
     assert "has no weights (model.safetensors); copy the whole folder" in refusal(forks("--eval_only", bare))
     assert "nothing is there; name a run's best/" in refusal(forks("--eval_only", tmp_path / "nowhere"))
-    (tmp_path / "run.json").write_text("[]")
     for name, content in (("run.json", "[]"), ("run.json", '{"name": "x"}'), ("config.json", "{")):
         torn = tmp_path / f"torn {len(content)} {name}"
         shutil.copytree(odd / "best", torn)
@@ -227,7 +226,7 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, train, scene
         assert f"--eval_only {torn}: not a whole one (" in refusal(forks("--eval_only", torn))
     for weights in (odd / "best", odd / "checkpoints/step_00000006"):
         word = refusal(forks("--eval_only", weights, recipe="det"))
-        assert f"--eval_only {weights}: its run has flags that det.py does not know (--image_size, " in word
+        assert f"--eval_only {weights}: its run has flags that det.py does not know (--cache, " in word
         assert word.endswith("; evaluate it with cls.py, which trained it")
 
 
@@ -235,14 +234,14 @@ DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --wid
 
 
 def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> None:
-    words = f"--data {scenes} {DET} --opt muon --lr 5e-3 --max_steps 60 --eval_every 60 --ema_decay 0.5"
+    words = f"--data {scenes} {DET} --opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5"
     run = train("detector", words, recipe="det")
     wanted = recorded(run / "best", "ema_")
     assert wanted["AP"] > 0, "numbers worth comparing"
-    for weights in (run / "best", run / "checkpoints/step_00000060"):
+    for weights in (run / "best", run / "checkpoints/step_00000030"):
         results, said = printed(forks("--eval_only", weights, "--workers", 0, recipe="det"))
         assert_same(results, wanted)
-        assert f"evaluating {weights} of the run detector, step 60\n{scenes}: val.json, 7 images of 10 classes" in said
+        assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
         other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, "--workers", 0, recipe="det"))
         assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
         word = refusal(forks("--eval_only", weights))

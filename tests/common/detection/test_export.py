@@ -280,7 +280,7 @@ def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
         for name, tensor in mine.items()
         if any(tensor.shape == other.shape and torch.equal(tensor, other) for other in trained.values())
     ]
-    assert len(mine) == everything > len([name for name in loaded if "backbone" in name]) >= taken > len(mine) / 3
+    assert len(mine) == everything > len([name for name in loaded if "backbone" in name]) >= taken > 70
 
 
 def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
