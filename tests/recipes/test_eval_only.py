@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import timm
+from safetensors.torch import load_file
 
 from common import models
 from tests.recipes.conftest import draw_stripes
@@ -197,6 +198,17 @@ def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd,
     assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
 
 
+def test_the_start_table_says_what_a_new_run_begins_with(odd, root, forks, tmp_path) -> None:
+    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {tmp_path}".split()
+    ended = forks("--model", odd / "best", "--data", root / "others", "--image_size", 48, *common)
+    assert ended.code == 0, ended.stderr
+    everything = len(load_file(odd / "best/model.safetensors"))
+    said = f"{everything - 2} of {everything} tensors of {odd}/best, head new for 1 of 3 classes"
+    assert f"begins with    {said}\n" in ended.stdout
+    ended = forks("--model", "test_vit", "--data", root / "others", *common)
+    assert ended.code == 0 and "begins with" not in ended.stdout
+
+
 def test_several_labels_an_image_are_matched_by_name_too(train, root, forks) -> None:
     run = train("labels", f"--data {root}/labels --loss bce --model test_vit --max_steps 5 --lr 2e-3 --image_size 32")
     results, _ = printed(forks("--eval_only", run / "best", "--workers", 0))
@@ -227,7 +239,7 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, train, scene
     for weights in (odd / "best", odd / "checkpoints/step_00000006"):
         word = refusal(forks("--eval_only", weights, recipe="det"))
         assert f"--eval_only {weights}: its run has flags that det.py does not know (--cache, " in word
-        assert word.endswith("; evaluate it with cls.py, which trained it")
+        assert word.endswith("; evaluate it with the recipe that trained it, cls")
 
 
 DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
@@ -245,4 +257,11 @@ def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> No
         other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, "--workers", 0, recipe="det"))
         assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
         word = refusal(forks("--eval_only", weights))
-        assert "cls.py does not know (--" in word and word.endswith("; evaluate it with det.py, which trained it")
+        assert "cls.py does not know (--" in word and word.endswith(
+            "; evaluate it with the recipe that trained it, det"
+        )
+    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {root}/nothing".split()
+    ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
+    assert ended.code == 0, ended.stderr
+    everything = len(load_file(run / "best/model.safetensors"))
+    assert f"begins with    {everything} of {everything} tensors of {run}/best\n" in ended.stdout
