@@ -339,17 +339,17 @@ def _for_evaluation(
     Raises `Refused` where that was a run of another recipe, or where neither it nor a flag says what to evaluate on.
     """
     origin = read_origin(weights)
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    mine = {name for name in config_class.__annotations__ if not fields[name].metadata.get("may_change")}
-    unknown = [name for name in origin.config if name not in fields]
-    if origin.run and unknown and mine - origin.config.keys():
+    fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
+    unknown = [name for name in origin.config if name not in fixed]
+    if origin.run and unknown and fixed & config_class.__annotations__.keys() - origin.config.keys():
+        named = ", ".join(f"--{name}" for name in unknown[:5])
         raise Refused(
-            f"--eval_only {weights}: {program} does not know all flags of its run (--{', --'.join(unknown):.100}); evaluate it "
-            f"with the recipe that trained it, {origin.run['recipe'] or 'another one'}"
+            f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with the "
+            f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
         )
 
     def given(but: Sequence[str] = ()) -> C:
-        of_run = {name: value for name, value in origin.config.items() if name in fields and name not in but}
+        of_run = {name: value for name, value in origin.config.items() if name in fixed and name not in but}
         bottom = _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], program)
         return _parse(config_class, argv, bottom, program)
 

@@ -40,7 +40,7 @@ class Origin:
             if key not in config:
                 parts.append(f"without --{key} {value} of the run, a flag that is not known here")
             elif config[key] != value and key not in unsaid:
-                parts.append(f"--{key} {config[key]}, where the run had {value}")
+                parts.append(f"--{key} {config[key]}, where the run had {value if value != '' else 'none'}")
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:

@@ -28,15 +28,19 @@ class Training:
         save_file({"weight": self.state.ema.weight.detach().clone()}, folder / "model.safetensors")
         (folder / "results.json").write_text(json.dumps(results))
 
+    def record(self, step: int) -> dict:
+        of_run = {"name": "a", "recipe": "cls", "environment": {"commit": "c0ffee"}}
+        return of_run | {"step": step, "config": {"lr": 0.1, "name": ""}, "identity": {"lr": 0.1, "data": "1-2"}}
+
     def step(self, step: int, top1: float, placed: bool = True) -> None:
         with torch.no_grad():
             self.state.model.weight.fill_(-step)
             self.state.ema.weight.fill_(step)
         if self.ledger.judge(step, {"eval/top1": top1}, "eval/top1"):
-            self.best.export({"top1": top1, "of_classes": [top1, 1.0]})
+            self.best.export({"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
         self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
-        record = {"step": step, "ledger": vars(self.ledger).copy(), "best": self.best.seal()}
+        record = self.record(step) | {"ledger": vars(self.ledger).copy(), "best": self.best.seal()}
         record["ledger"] = {key: value for key, value in record["ledger"].items() if key[0] != "_"}
         self.checkpoints.save(record, files)
         if placed:
@@ -104,12 +108,23 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     training = Training(run)
     training.step(1, 0.1)
     assert weight(run) == 1
-    training.best.export({"top1": 0.2})
+    training.best.export({"top1": 0.2}, training.record(2))
     training.best.seal()  # for a checkpoint that was on its way
     training.best.place()
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
     again = training.start_again()
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
+
+
+def test_it_says_which_run_made_it_also_when_it_is_made_again(run: Path) -> None:
+    training = Training(run)
+    for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
+        training.step(step, top1)
+    wanted = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
+    assert json.loads((run / "best/run.json").read_text()) == wanted
+    lose_all(run)
+    training.start_again()
+    assert json.loads((run / "best/run.json").read_text()) == wanted
 
 
 @pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there"])
@@ -192,7 +207,7 @@ def test_where_no_evaluated_checkpoint_is_left_the_next_evaluation_is_the_best(r
     training.step(1, 0.3)
     training.ledger.last = {"step": 2, "eval/top1": 0.1}  # its checkpoint has gone as well
     shutil.rmtree(run / "checkpoints")
-    record = {"step": 3, "ledger": {"step": 3, "leading": "eval/top1"}, "best": training.best.seal()}
+    record = training.record(3) | {"ledger": {"step": 3, "leading": "eval/top1"}, "best": training.best.seal()}
     record["ledger"] |= {"best": training.ledger.best, "last": training.ledger.last}
     training.checkpoints.save(record, {"model": {}})
     cut(run)
@@ -223,7 +238,7 @@ def test_an_export_that_fails_leaves_the_old_one(run: Path) -> None:
 
     training.best._export = fail
     with pytest.raises(OSError):
-        training.best.export({"top1": 0.2})
+        training.best.export({"top1": 0.2}, training.record(2))
     assert weight(run) == 1 and names(run) == ["best", "checkpoints"]
 
 

@@ -77,7 +77,7 @@ def config_of_a_detector(root: Path, put: Place) -> None:
     put(root / "config.json")
     if not (root / "config.json").is_file():
         raise Refused("no config.json is in it")  # as the recipe says before
-    begin_with(build_detector("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1), root)
+    begin_with(build_detector("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1), root, "abc")
 
 
 def checkpoint(file: str) -> Callable[[Path, Place], None]:

@@ -369,7 +369,10 @@ IN_SETTINGS = {
     "no checkpoint in the folder": Bad(
         ["--resume", "recipes"], "recipes: no checkpoint, no manifest.json is in it; name .*"
     ),
-    "nothing to evaluate": Bad(["--eval_only", "/nowhere/best"], "/nowhere/best: no checkpoint, nothing is there; .*"),
+    "nothing to evaluate": Bad(
+        ["--eval_only", "/nowhere/best"],
+        "--eval_only /nowhere/best: no exported model and no checkpoint, nothing is there; .*",
+    ),
 }
 LATE = IN_DATA | IN_SETTINGS
 

@@ -25,7 +25,8 @@ from common.detection import sources as detection
 from common.device_augmentation import draw_colours
 from common.errors import Refused
 from common.optimization import Schedule, build_optimizer
-from common.resume import choose, load_model
+from common.origin import read_origin
+from common.resume import choose
 from common.run_folder import RunFolder
 from recipes import cls, det
 from tests.common.odd_files import bounded
@@ -226,7 +227,7 @@ LOOKUPS = {
     "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
     "--model": lambda text: models.build_classifier(text, 3),
     "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
-    "--eval_only": lambda text: load_model(None, Path(text)),
+    "--eval_only": read_origin,
     "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
     "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),
 }

@@ -161,7 +161,10 @@ SETTINGS = {  # FINE is a folder that can be trained on
         ["--batch_norm", "global", "--max_micro_batch_size", 1],
         "--batch_norm global needs the whole share .* not 4 micro-steps: raise --max_micro_batch_size to 4, .*",
     ),
-    "nothing to evaluate": Bad(["--eval_only", "/nowhere/best"], "/nowhere/best: no checkpoint, nothing is there; .*"),
+    "nothing to evaluate": Bad(
+        ["--eval_only", "/nowhere/best"],
+        "--eval_only /nowhere/best: no exported model and no checkpoint, nothing is there; .*",
+    ),
     "nothing to begin with": Bad(
         ["--init", "/nowhere/best"], "--init /nowhere/best: no exported detector, nothing is there; name a run's best/"
     ),
@@ -171,7 +174,7 @@ SETTINGS = {  # FINE is a folder that can be trained on
     ),
     "other classes to evaluate": Bad(
         ["--eval_only", "BEST", "--data", "FINE"],
-        "BEST is of other classes: 0 only there, 1 only there, .*; evaluate on its data",
+        r"BEST does not know . of the . classes of --data FINE \(.*\); it knows 0, 1, 2, 3, 4, ...: evaluate it on data .*",
     ),
 }
 

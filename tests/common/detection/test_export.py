@@ -13,9 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from common import models
 from common.detection import scenes
 from common.detection.augmentation import BoxAugmentation
-from common.detection.detectors import build_detector
+from common.detection.detectors import Matched, build_detector
 from common.detection.export import begin_with, export, load
 from common.detection.loading import EvaluationScenes
 from common.errors import Refused
@@ -154,7 +155,7 @@ def test_a_folder_is_loaded_bit_by_bit_also_where_the_script_can_not(family, bac
     folder = leave(detector, tmp_path / "best")
     for parameter in other.parameters():
         torch.nn.init.zeros_(parameter)
-    load(other, SOURCE.classes, folder)
+    load(other, folder)
     mine, theirs = detector.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -164,31 +165,26 @@ def of_two_stages(**options):
 
 
 @pytest.mark.parametrize(
-    "make_other, classes, says",
+    "make_other, says",
     [
         (
             lambda: make("fcos", classes=3),
-            "cat dog emu",
             "--detector faster_rcnn there, fcos here; --convolutions None",
         ),
         (
             lambda: of_two_stages(backbone="test_convnext"),
-            "cat dog emu",
             "--model test_resnet there, test_convnext here",
         ),
         (
             lambda: of_two_stages(levels=(3, 6)),
-            "cat dog emu",
             "--levels 3-5 there, 3-6 here; give the flags that made it",
         ),
-        (lambda: of_two_stages(width=64), "cat dog emu", "--width 32 there, 64 here; give the flags that made it"),
-        (of_two_stages, "cat dog elk", "is of other classes: emu only there, elk only here; evaluate on its data"),
-        (of_two_stages, "dog cat emu", "is of other classes: another order; evaluate on its data"),
+        (lambda: of_two_stages(width=64), "--width 32 there, 64 here; give the flags that made it"),
     ],
 )
-def test_another_detector_is_refused_with_the_flag_that_differs(make_other, classes, says, best) -> None:
+def test_another_detector_is_refused_with_the_flag_that_differs(make_other, says, best) -> None:
     with pytest.raises(Refused, match=says) as error:
-        load(make_other(), classes.split(), best[1])
+        load(make_other(), best[1])
     assert "\n" not in str(error.value)
 
 
@@ -212,40 +208,108 @@ def damage(folder, name, content):
 def test_a_folder_that_is_not_whole_is_refused_in_one_line(name, content, says, tmp_path) -> None:
     damage(tmp_path / "best", name, content)
     with pytest.raises(Refused, match=says) as error:
-        begin_with(of_two_stages(), tmp_path / "best")
+        begin_with(of_two_stages(), tmp_path / "best", Three.classes)
     assert "\n" not in str(error.value)
     with pytest.raises(Refused, match="nothing is there"):
-        begin_with(of_two_stages(), tmp_path / "nowhere")
+        begin_with(of_two_stages(), tmp_path / "nowhere", Three.classes)
 
 
-def test_a_new_run_begins_with_all_that_does_not_depend_on_the_classes(best) -> None:
-    trained, folder = best
-    fresh = make("faster_rcnn", classes=5)
-    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-    said = begin_with(fresh, folder)
-    theirs = trained.state_dict()
-    new = {name for name, tensor in fresh.state_dict().items() if tensor.shape != theirs[name].shape}
-    assert new == {
-        f"roi_heads.box_predictor.{n}"
-        for n in ("cls_score.weight", "cls_score.bias", "bbox_pred.weight", "bbox_pred.bias")
+NEW_CLASSES = {
+    "emu cat dog": (3, 0),  # in another order
+    "elk emu gnu": (3, 2),  # as many
+    "gnu elk dog fox cat": (5, 3),
+    "elk gnu": (2, 2),
+}
+
+
+@pytest.mark.parametrize("family", ["fcos", "retinanet", "mask_rcnn"])
+def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp_path) -> None:
+    options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
+    trained = make(family, classes=3, **options)
+    folder, theirs = leave(trained, tmp_path / "best", source=Three()), trained.state_dict()
+    background = 1 if family.endswith("rcnn") else 0
+    heads = {
+        name
+        for name in theirs
+        if re.search(r"(?<!rpn.head.)(cls_logits|cls_score|mask_fcn_logits)\.|box_predictor.bbox", name)
     }
-    for name, tensor in fresh.state_dict().items():
-        assert torch.equal(tensor, before[name] if name in new else theirs[name]), name
-    assert said.endswith("; new: roi_heads.box_predictor.bbox_pred, roi_heads.box_predictor.cls_score")
+    assert len(heads) == (6 if background else 2)
+
+    def of_class(tensor, count: int, number: int):
+        """The part of a tensor that is for a class, as torchvision lays it out: -1 is the background."""
+        if background:
+            return tensor.reshape(count + 1, -1)[number + 1]
+        return tensor.reshape(-1, count, *tensor.shape[1:])[:, number]
+
+    for names, (count, new) in NEW_CLASSES.items():
+        fresh, names = make(family, classes=count, **options), names.split()
+        before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+        said = begin_with(fresh, folder, names)
+        for name, tensor in fresh.state_dict().items():
+            if name not in heads:
+                assert torch.equal(tensor, theirs[name]), name
+                continue
+            for number in range(-background, count):
+                known = number < 0 or names[number] in Three.classes
+                place = Three.classes.index(names[number]) if known and number >= 0 else number
+                wanted = of_class(theirs[name], 3, place) if known else of_class(before[name], count, number)
+                assert torch.equal(of_class(tensor, count, number), wanted), (name, number)
+        taken = len(theirs) - len(heads) * bool(new)
+        head = {0: "", count: ", head new for all classes"}.get(new, f", head new for {new} of {count} classes")
+        assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
+
+
+def test_what_begins_is_of_the_same_architecture(best) -> None:
     with pytest.raises(Refused, match="--width 32 there, 64 here"):
-        begin_with(of_two_stages(width=64), folder)
+        begin_with(of_two_stages(width=64), best[1], Three.classes)
+
+
+@pytest.mark.parametrize(
+    "family, backbone", [("fcos", "test_vit"), ("fcos", "test_resnet"), ("rtdetr_v2", "test_resnet")]
+)
+def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
+    source = models.build_classifier(backbone, 3, image_size=128)
+    models.export(source, Three.classes, models.data_config(source, 128), {}, tmp_path / "timm")
+    built = build_detector(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64)
+    taken, everything = map(
+        int, re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with).groups()
+    )
+    trained, mine = source.state_dict(), built.state_dict()
+    loaded = [
+        name
+        for name, tensor in mine.items()
+        if any(tensor.shape == other.shape and torch.equal(tensor, other) for other in trained.values())
+    ]
+    assert len(mine) == everything > len([name for name in loaded if "backbone" in name]) >= taken > 70
+
+
+def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
+    found = {
+        "boxes": torch.arange(20.0).reshape(5, 4),
+        "scores": torch.arange(5.0),
+        "labels": torch.tensor([2, 0, 1, 2, 0]),
+    }
+    detector = make("fcos", classes=3)
+    detector.detect = lambda images, sizes: [found]
+    (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
+    assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]
+    assert torch.equal(matched["boxes"], found["boxes"][[0, 1, 3, 4]])
 
 
 def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
     pytest.importorskip("transformers")
     detector, other = (build_detector("rtdetr_v2", "test_resnet", 10, width=64, seed=seed) for seed in (1, 2))
     folder = leave(detector, tmp_path / "best")
-    load(other, SOURCE.classes, folder)
+    load(other, folder)
     mine, theirs = detector.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    with pytest.raises(Refused, match="is of other classes: another order"):
-        load(other, SOURCE.classes[::-1], folder)
     with pytest.raises(Refused, match="given as --model"):
-        begin_with(other, folder)
+        begin_with(other, folder, SOURCE.classes)
     with pytest.raises(Refused, match="--detector None there, fcos here"):
-        load(make("fcos"), SOURCE.classes, folder)
+        load(make("fcos"), folder)
+    names = [*SOURCE.classes[:2], "cat"]  # as --model: what it knows of classes by name is kept
+    again = build_detector("rtdetr_v2", str(folder), 3, names=names)
+    head = [name for name in mine if "class_embed" in name or "enc_score_head" in name]
+    said = f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes"
+    assert again.begins_with == said and build_detector("rtdetr_v2", "test_resnet", 3, width=64).begins_with == ""
+    assert sum(torch.equal(mine[name], tensor) for name, tensor in again.state_dict().items()) >= len(mine) - len(head)

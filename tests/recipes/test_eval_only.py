@@ -1,0 +1,267 @@
+"""Does `--eval_only` give the numbers that the run recorded, and does it say what it evaluates otherwise?
+
+Each command is typed as a user would: the folder, and the one flag that the test is about.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import load_file
+
+from common import models
+from tests.recipes.conftest import draw_stripes
+from tests.recipes.forked import Ended, Forks
+from tests.recipes.test_cls_evaluation import save_colours
+
+STUFFS = [f"stuff_{number}" for number in range(5)]
+
+
+def printed(ended: Ended) -> tuple[dict, str]:
+    """The results that an evaluation prints, and what it says before them."""
+    assert ended.code == 0, ended.stderr
+    *said, results = ended.stdout.splitlines()
+    return json.loads(results), "\n".join(said)
+
+
+def refusal(ended: Ended) -> str:
+    assert ended.code == 2 and ended.stderr.count("\n") == 1, ended
+    return ended.stderr.strip()
+
+
+def recorded(best: Path, prefix: str = "") -> dict:
+    """What the run recorded for its best model, of the weights or, with `ema_`, of their average."""
+    results = json.loads((best / "results.json").read_text())
+    of_ema = {key.removeprefix("ema_"): value for key, value in results.items() if key.startswith("ema_")}
+    return of_ema if prefix else {key: value for key, value in results.items() if not key.startswith("ema_")}
+
+
+def assert_same(found: dict, wanted: dict) -> None:
+    """The same numbers: a loss but for the order of its sum."""
+    found = {key: value for key, value in found.items() if key != "eval_only"}
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key] == (pytest.approx(value, rel=1e-6) if key == "loss" else value), key
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Data: a flat folder, one with three parts, one with the classes in another order, one with fewer, one with others."""
+    root = tmp_path_factory.mktemp("eval_only")
+    draw_stripes(root / "flat", (20, 16, 14, 12, 10))
+    for seed, part in enumerate(("train", "val", "test")):
+        draw_stripes(root / "parts" / part, (16, 14, 12, 10, 8), seed=seed)
+    for number, name in enumerate(STUFFS):
+        copy(root / "flat" / name, root / "renamed" / f"{9 - number} {name}")
+    for number in (3, 1):
+        copy(root / "flat" / STUFFS[number], root / "some" / STUFFS[number])
+        copy(root / "flat" / STUFFS[number], root / "others" / STUFFS[number])
+    copy(root / "flat" / STUFFS[0], root / "others" / "cat")
+    save_colours(root / "labels")
+    return root
+
+
+def copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+
+
+@pytest.fixture(scope="module")
+def train(forks: Forks, root: Path):
+    """Train a run of this name in `root`, once."""
+
+    def run(name: str, words: str, recipe: str = "cls") -> Path:
+        if not (root / "runs" / name).exists():
+            common = f"--name {name} --output_dir {root}/runs --tracker none --workers 0"
+            ended = forks(*words.split(), *common.split(), recipe=recipe)
+            assert ended.code == 0, ended.stderr
+        return root / "runs" / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def odd(train, root: Path) -> Path:
+    """A run of which nothing is as the flags have it by default."""
+    return train(
+        "odd",
+        f"--data {root}/flat --model test_vit --image_size 48 --crop_pct 0.7 --val_share 0.3 --seed 5 --max_steps 6 "
+        "--eval_every 3 --checkpoint_every 3 --lr 2e-4 --ema_decay 0.5 --max_micro_batch_size 32",
+    )
+
+
+@pytest.mark.smoke
+def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd, forks, tmp_path) -> None:
+    shutil.copytree(odd / "best", tmp_path / "model")
+    for best in (odd / "best", tmp_path / "model"):
+        results, said = printed(forks("--eval_only", best, "--workers", 0))
+        assert_same(results, recorded(best, "ema_"))
+        assert 0 < results["top1"] < 1, "numbers worth comparing"
+        assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
+        assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
+    of_run = json.loads((odd / "best/run.json").read_text())
+    assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
+    assert of_run["step"] in (3, 6) and of_run["commit"] == json.loads((odd / "environment.json").read_text())["commit"]
+    assert list(recorded(best)["per_class"]) == STUFFS
+
+
+def test_a_checkpoint_has_the_numbers_of_its_step(odd, forks) -> None:
+    for step, row in ((3, rows(odd)[0]), (6, rows(odd)[-1])):
+        results, said = printed(forks("--eval_only", odd / f"checkpoints/step_{step:08d}", "--workers", 0))
+        wanted = {key.removeprefix("eval/ema_"): value for key, value in row.items() if key.startswith("eval/ema_")}
+        assert_same(results, wanted | {"per_class": results["per_class"]})
+        assert row["step"] == step and f"of the run odd, step {step}" in said
+
+
+def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path) -> None:
+    plain, _ = printed(forks("--eval_only", odd / "best", "--workers", 0))
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("crop_pct: 1.0\nimage_size: 32\n")
+    words = ["--config", preset, "--eval_only", odd / "best", "--image_size", 64, "--max_micro_batch_size", 7]
+    results, said = printed(forks(*words, "--workers", 0))
+    assert "; --image_size 64, where the run had 48; --crop_pct 1.0, where the run had 0.7" in said
+    assert results["loss"] != plain["loss"]
+    word = refusal(forks("--eval_only", odd / "best", "--model", "test_resnet"))
+    assert word == f"cls.py: --model test_resnet: {odd}/best brings its own model, test_vit; leave --model out"
+
+
+def test_a_part_is_evaluated_by_its_name_and_a_folder_whole_unless_it_was_trained_on(odd, train, root, forks) -> None:
+    run = train("parts", f"--data {root}/parts --model test_vit --image_size 32 --max_steps 4 --lr 1e-3")
+    for words, part in (([], "val/, 60"), (["--split", "test"], "test/, 60"), (["--split", "train"], "train/, 60")):
+        results, said = printed(forks("--eval_only", run / "best", *words, "--workers", 0))
+        assert f"{root}/parts: {part} images of 5 classes, those of the model" in said
+        assert results["count"] == 60 and list(results["per_class"]) == STUFFS
+    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "parts/test", "--workers", 0))
+    assert results["count"] == 60 and f"--data {root}/parts/test, where the run had {root}/flat" in said
+    assert "the folder, 60 images" in said and "val_share" not in said
+
+
+def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, forks) -> None:
+    everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all", "--workers", 0))
+    best = root / "renamed best"
+    shutil.copytree(odd / "best", best)
+    content = json.loads((best / "config.json").read_text())
+    content["label_names"] = [
+        f"{9 - number} {name}" for number, name in enumerate(STUFFS)
+    ]  # sorted the other way round
+    (best / "config.json").write_text(json.dumps(content))
+    results, said = printed(forks("--eval_only", best, "--data", root / "renamed", "--workers", 0))
+    assert "5 classes, those of the model, which has them in another order" in said
+    assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
+    assert list(results["per_class"]) == sorted(content["label_names"])
+    assert [results[key] for key in ("top1", "top5", "count")] == [everything[key] for key in ("top1", "top5", "count")]
+    assert results["loss"] == pytest.approx(everything["loss"], rel=1e-6)
+
+    accuracies = everything["per_class"]
+    best, worst = max(accuracies, key=accuracies.get), min(accuracies, key=accuracies.get)
+    for name in (best, worst):
+        copy(root / "flat" / name, root / "two" / name)
+    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "two", "--workers", 0))
+    assert "2 classes, of the 5 that the model knows" in said
+    assert results["per_class"] == {name: accuracies[name] for name in sorted((best, worst))}
+    assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
+
+
+def test_classes_that_the_model_does_not_know_are_refused(odd, root, forks) -> None:
+    checkpoint = odd / "checkpoints/step_00000006"
+    for weights in (odd / "best", checkpoint):
+        word = refusal(forks("--eval_only", weights, "--data", root / "others"))
+        assert (
+            f"{weights} does not know 1 of the 3 classes of --data {root}/others (cat); it knows stuff_0, stuff_1"
+            in word
+        )
+    assert "10 of the 10 classes of --data digits (0, 1, 2, 3, 4, ...)" in refusal(
+        forks("--eval_only", odd / "best", "--data", "digits")
+    )
+
+
+def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
+    model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
+    models.export(model, STUFFS, models.data_config(model, 64, 0.9), {}, folder)
+    content = json.loads((folder / "config.json").read_text())
+    del content["label_names"]
+    (folder / "config.json").write_text(json.dumps(content))
+    assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
+    results, said = printed(forks("--eval_only", folder, "--data", root / "flat", "--workers", 0))
+    assert f"evaluating {folder}, which names no run" in said
+    assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
+    sized, _ = printed(
+        forks("--eval_only", folder, "--data", root / "flat", "--image_size", 64, "--crop_pct", 0.9, "--workers", 0)
+    )
+    assert_same(results, {key: value for key, value in sized.items() if key != "eval_only"})
+    word = refusal(forks("--eval_only", folder, "--data", root / "some"))
+    assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
+
+
+def test_the_start_table_says_what_a_new_run_begins_with(odd, root, forks, tmp_path) -> None:
+    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {tmp_path}".split()
+    ended = forks("--model", odd / "best", "--data", root / "others", "--image_size", 48, *common)
+    assert ended.code == 0, ended.stderr
+    everything = len(load_file(odd / "best/model.safetensors"))
+    said = f"{everything - 2} of {everything} tensors of {odd}/best, head new for 1 of 3 classes"
+    assert f"begins with    {said}\n" in ended.stdout
+    ended = forks("--model", "test_vit", "--data", root / "others", *common)
+    assert ended.code == 0 and "begins with" not in ended.stdout
+
+
+def test_several_labels_an_image_are_matched_by_name_too(train, root, forks) -> None:
+    run = train("labels", f"--data {root}/labels --loss bce --model test_vit --max_steps 5 --lr 2e-3 --image_size 32")
+    results, _ = printed(forks("--eval_only", run / "best", "--workers", 0))
+    assert_same(results, recorded(run / "best"))
+    assert list(results["per_class"]) == ["red", "green", "blue"]
+    best = root / "labels best"
+    shutil.copytree(run / "best", best)
+    content = json.loads((best / "config.json").read_text())
+    assert content["problem_type"] == "multi_label_classification"
+    content["label_names"] = ["blue", "green", "red"]
+    (best / "config.json").write_text(json.dumps(content))
+    turned, said = printed(forks("--eval_only", best, "--workers", 0))
+    assert "in another order" in said and turned["f1"] != results["f1"]
+
+
+def test_what_is_no_weights_is_refused_before_anything_is_read(odd, train, scenes, forks, tmp_path) -> None:
+    word = f"cls.py: --eval_only {odd}: is a run folder; name {odd}/best or a folder in {odd}/checkpoints"
+    assert refusal(forks("--eval_only", odd)) == word
+    bare = tmp_path / "bare"
+    shutil.copytree(odd / "best", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "has no weights (model.safetensors); copy the whole folder" in refusal(forks("--eval_only", bare))
+    assert "nothing is there; name a run's best/" in refusal(forks("--eval_only", tmp_path / "nowhere"))
+    for name, content in (("run.json", "[]"), ("run.json", '{"name": "x"}'), ("config.json", "{")):
+        torn = tmp_path / f"torn {len(content)} {name}"
+        shutil.copytree(odd / "best", torn)
+        (torn / name).write_text(content)
+        assert f"--eval_only {torn}: not a whole one (" in refusal(forks("--eval_only", torn))
+    for weights in (odd / "best", odd / "checkpoints/step_00000006"):
+        word = refusal(forks("--eval_only", weights, recipe="det"))
+        assert f"--eval_only {weights}: its run has flags that det.py does not know (--cache, " in word
+        assert word.endswith("; evaluate it with the recipe that trained it, cls")
+
+
+DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
+
+
+def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> None:
+    words = f"--data {scenes} {DET} --opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5"
+    run = train("detector", words, recipe="det")
+    wanted = recorded(run / "best", "ema_")
+    assert wanted["AP"] > 0, "numbers worth comparing"
+    for weights in (run / "best", run / "checkpoints/step_00000030"):
+        results, said = printed(forks("--eval_only", weights, "--workers", 0, recipe="det"))
+        assert_same(results, wanted)
+        assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
+        other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, "--workers", 0, recipe="det"))
+        assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
+        word = refusal(forks("--eval_only", weights))
+        assert "cls.py does not know (--" in word and word.endswith(
+            "; evaluate it with the recipe that trained it, det"
+        )
+    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {root}/nothing".split()
+    ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
+    assert ended.code == 0, ended.stderr
+    everything = len(load_file(run / "best/model.safetensors"))
+    assert f"begins with    {everything} of {everything} tensors of {run}/best\n" in ended.stdout
