@@ -14,13 +14,13 @@ _MISSING = {
     "levels": (DETR_FAMILIES, "has a neck of its own"),
     "long_side": (DETR_FAMILIES, "stretches images to squares"),
 }
-_OF_INIT = ("model", "levels", "width")  # what --init must have in common with the detector that it begins with
+_OF_WEIGHTS = ("model", "levels", "width")  # what a detector must have in common with the one whose weights it takes
 
 
 def suited(config) -> dict:
-    """What `common.defaults.suited` says, without what the detector's family or --init decides."""
+    """What `common.defaults.suited` says, without what the detector's family, or weights that are given, decide."""
     others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
-    others |= {*_OF_INIT} if config.init else set()
+    others |= {*_OF_WEIGHTS} if config.init or config.eval_only else set()
     return {name: value for name, value in defaults.suited(config).items() if name not in others}
 
 

@@ -16,7 +16,10 @@ PROCESSES = (1, 2, pytest.param(3, marks=pytest.mark.long))
 DIGITS = (  # 359 images to evaluate on, a prime, in batches of 32
     "--data digits --model test_convnext --lr 3e-3 --max_micro_batch_size 32 --max_steps 12 --dtype float64 --ema_decay 0.5"
 )
-STRIPES = "--model test_vit --lr 2e-3 --max_micro_batch_size 10 --max_steps 15 --log_every 1 --eval_every 15"
+STRIPES = (
+    "--image_size 32 --crop_pct 1 --model test_vit --lr 2e-3 --max_micro_batch_size 10 --max_steps 15 --log_every 1 "
+    "--eval_every 15"
+)
 LABELS = "--model test_vit --lr 2e-3 --loss bce --max_steps 15 --dtype float64 --mixup 0.2 --ema_decay 0.7"
 
 
