@@ -349,7 +349,8 @@ class Run:
             self._folder.status("running", record["step"])
 
     def _draw_curves(self) -> None:
-        self.draw("curves", pictures.curves, self.path)
+        ledger = self._records.ledger
+        self.draw("curves", pictures.curves, self.path, ledger.leading, ledger.best.get("step"))
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))
