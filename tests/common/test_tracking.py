@@ -108,7 +108,7 @@ def test_wandb_gets_boxes_in_its_own_format(launch: Launcher, tmp_path: Path) ->
     row = of_kind(rows, "history")[-1]["item"]
     (folder,) = tmp_path.glob("wandb/offline-run-*/files")
     wide = [row[f"objects/01.{key}"] for key in ("_type", "width", "height", "caption")]
-    assert (row["step"], wide) == (7, ["image-file", 100, 50, "a/wide one.jpg"])
+    assert (row["step"], wide) == (8, ["image-file", 100, 50, "a/wide one.jpg"])
     assert all((folder / row[f"objects/{number}.path"]).is_file() for number in ("01", "02"))
     files = (row[f"objects/01.boxes.{name}.path"] for name in ("ground_truth", "predictions"))
     truth, found = (json.loads((folder / file).read_text()) for file in files)
