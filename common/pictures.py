@@ -186,7 +186,7 @@ def short(name: Any, most: int, path: bool = False) -> str:
 
 
 def count_of(number: int, thing: str) -> str:
-    """ "1 image", "2,000 images"."""
+    """A number of things in words: 1 image, 2,000 images."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
