@@ -127,10 +127,9 @@ class Records:
         self._broken.count(report.step, report.broken)
         if self._config.dry_run:
             self._first_loss = self._first_loss or max(1.0, report.loss)
-            if (
-                report.loss > EXPLODED * self._first_loss
-            ):  # later steps, which a dry run does not make, would not be finite
-                raise Refused(f"step {report.step}: the loss rose to {report.loss:.3g}; {MENDED_BY}")
+            if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
+                rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
+                raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
         if report.step % self._config.log_every == 0 or evaluated:
             self.journal.note(report.step, self._row(report))
 

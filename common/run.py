@@ -67,8 +67,7 @@ class Run:
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
         self._records = Records(config, self.path, self._folder)
-        self._journal = self._records.journal
-        self.say = self._journal.say
+        self._journal, self.say = self._records.journal, self._records.journal.say
         self._profile = Profile(*profiled, self.path, self.say) if profiled else None
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
@@ -161,13 +160,12 @@ class Run:
         `export(results, folder)` writes a folder of the model that is evaluated: what `keep_best` makes `best/` of.
         """
         self._state, self._stream, self.total_steps = state, stream, schedule.total_steps
-        told = identity(self.config) | {"data": fingerprint}
-        records = self._records
+        told, records = identity(self.config) | {"data": fingerprint}, self._records
         records.begin(state, stream, schedule, told)
         heartbeat.note("choosing and loading a checkpoint")
         self._best = Best(self.path, state, export, self.say) if self._folder else None
         if found := choose_together(self.config.resume, self._checkpoints, told, self.say):
-            with self._records.writing(f"loading {found.path}"):
+            with records.writing(f"loading {found.path}"):
                 state.check(found.shapes(), str(found.path))
                 try:
                     records.ledger = Ledger(**found.record["ledger"])
@@ -186,7 +184,7 @@ class Run:
         self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype))
-        with self._records.writing("writing the run folder"):
+        with records.writing("writing the run folder"):
             if self._folder and self._step < self.total_steps:
                 records.open(self.accelerator, facts)
         self._started = True
@@ -214,9 +212,9 @@ class Run:
 
         Call it on every rank, once per step or once per micro-batch, before `observe`. What is logged is the mean over all
         values that all ranks gave in this step: with one value per sample, [n], the mean over the global batch, the same
-        on every layout. A number or a tensor [] counts as one value of a call. Nothing waits for the device. Calls before
-        the first step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already;
-        a value that is not finite, or a name that some ranks left out, stops the run within two steps.
+        on every layout. A number or a tensor [] counts as one value. Nothing waits for the device. Calls before the first
+        step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already; a value
+        that is not finite, or a name that some ranks left out, stops the run within two steps.
         """
         check_names(values)
         if self._started:
@@ -349,8 +347,8 @@ class Run:
             self._folder.status("running", record["step"])
 
     def _draw_curves(self) -> None:
-        ledger = self._records.ledger
-        self.draw("curves", pictures.curves, self.path, ledger.leading, ledger.best.get("step"))
+        of = self._records.ledger
+        self.draw("curves", pictures.curves, self.path, of.leading, of.best.get("step"))
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (step % every == 0 if every else self._stream.ends_epoch(step))

@@ -69,7 +69,10 @@ def test_a_dry_run_is_refused_where_a_run_would_be_lost_soon(records) -> None:
     for losses, told in (([2.3, 5e7], "the loss rose to 5e[+]07"), ([1e-9, 1e3 + 1], "the loss rose to 1e[+]03")):
         kept = records(dry_run=True)
         kept.take_in(report(1, losses[0]), 0.1, evaluated=False)
-        with pytest.raises(Refused, match=f"^step 2: {told}; lower --lr, set --clip 1 or --warmup_epochs$"):
+        with pytest.raises(
+            Refused,
+            match=f"^step 2: {told}, more than 1,000 times the first; lower --lr, set --clip 1 or --warmup_epochs$",
+        ):
             kept.take_in(report(2, losses[1]), 0.1, evaluated=True)
     for losses in ([2.3, 700.0], [5.0, 0.1]):
         kept = records(dry_run=True)
