@@ -60,7 +60,10 @@ def _families(letters: str) -> tuple[frozenset[str], tuple[str, ...]]:
     for path in sorted(font_manager.findSystemFonts(), key=_order) if lacking else ():
         if (without := _without(rest, path)) != rest:
             known = len(font_manager.fontManager.ttflist)
-            font_manager.fontManager.addfont(path)
+            try:
+                font_manager.fontManager.addfont(path)
+            except Exception:  # a font without a proper name: the picture can do without it
+                continue
             families.append(font_manager.fontManager.ttflist[known].name)
             rest = without
         if not rest:
