@@ -94,9 +94,8 @@ class Health:
         """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
         loss = losses.sum(dtype=_exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
-        numbers += [
-            torch.zeros_like(loss) + total.to(loss.dtype) for total in self._sums.values()
-        ]  # also of the host's
+        for total in self._sums.values():  # one on the host becomes an argument: to copy it would wait for the device
+            numbers.append(total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype))
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
         posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by, self._counts)
         self._sums, self._counts = {}, {}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.health import Report
+from common.metrics import display_name
 
 
 @dataclass
@@ -52,8 +53,6 @@ class Ledger:
         return better
 
     def headline(self, results: dict[str, float]) -> str:
-        """The leading result for people, such as `top1 99.72 %`."""
+        """The leading result for people, such as `top-1 99.72 %`."""
         value = results[self.leading]
-        return self.leading.removeprefix("eval/") + (
-            " unknown" if value is None else f" {value:.2%}".replace("%", " %")
-        )
+        return display_name(self.leading) + (" unknown" if value is None else f" {value:.2%}".replace("%", " %"))

@@ -16,6 +16,21 @@ from common.collectives import gather_objects, reduce_counts, reduce_dict
 
 CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
 
+NAMES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "f1": "F1",
+    "f1_macro": "macro F1",
+    "mean_class_accuracy": "mean class accuracy",
+}
+
+
+def display_name(key: str) -> str:
+    """The name of a result for people: eval/top1 -> top-1, eval/ema_AP -> AP (EMA)."""
+    name = key.removeprefix("eval/")
+    metric = name.removeprefix("ema_")
+    return NAMES.get(metric, metric) + " (EMA)" * (metric != name)
+
 
 class ClassificationCounts:
     """Counts of one evaluation; give it every sample once, on any rank, then read `reduce().results()`.

@@ -7,6 +7,7 @@ a viewer never sees half of one.
 import io
 import json
 import math
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common import fonts
 from common.durable import make_folder, replace_file
+from common.metrics import display_name
 
 if TYPE_CHECKING:  # Matplotlib takes 0.4 s to import, which waits for the first picture
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from common.labelled import Source
+    from common.metrics import Mistake
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour vision.
 BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
@@ -28,37 +34,47 @@ SHOWN_CELLS = 150  # a side; with more classes the cells would be too small to s
 SMOOTHED_POINTS = 300  # from so many on, a line is drawn pale under its mean over windows
 
 
-def curves(folder: Path, path: Path | None = None) -> None:
-    """Draws loss, accuracy and learning rate of `folder/metrics.jsonl` (at `pictures/curves.png`, unless `path` says).
-
-    Where the run detects objects, average precision takes the place of accuracy.
+def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
+    """Draws loss, the leading metric and learning rate of `folder/metrics.jsonl`.
 
     Torn lines, missing keys and values that are no finite numbers are passed over.
+
+    Args:
+        leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
+        best_step: the step of the evaluation that `best/` is of; it is marked.
+        path: of the picture (default: `folder/pictures/curves.png`).
     """
     from matplotlib.ticker import MaxNLocator
 
     folder = Path(folder)
     rows = list(_rows(folder / "metrics.jsonl"))
+    known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
+    leading = leading or next(iter(known), "eval/evaluation")
+    metric = leading.removeprefix("eval/").removeprefix("ema_")
+    name = display_name(metric)
     figure = new_figure(7.5, 7.5)
-    loss, accuracy, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
+    loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
     _line(loss, rows, "train/loss", "training", BLUE)
     _line(loss, rows, "eval/loss", "evaluation", ORANGE)
-    top1 = _line(accuracy, rows, "eval/top1", "top-1", ORANGE, 100)
-    top1 += _line(accuracy, rows, "eval/ema_top1", "top-1 of the averaged weights (EMA)", GREEN, 100)
-    _line(accuracy, rows, "eval/f1", "F1", ORANGE, 100)
-    ap50 = _line(accuracy, rows, "eval/AP50", "AP50", ORANGE, 100, style="--")
-    ap50 += _line(accuracy, rows, "eval/ema_AP50", "AP50 of the averaged weights (EMA)", GREEN, 100, style="--")
-    _line(accuracy, rows, "eval/AP", "AP", ORANGE, 100)
-    _line(accuracy, rows, "eval/ema_AP", "AP of the averaged weights (EMA)", GREEN, 100)
-    _line(rate, rows, "train/lr", "", INK)
-    quality = "average precision (%)" if ap50 else "accuracy (%)"
-    for axes, label in ((loss, "loss"), (accuracy, quality), (rate, "learning rate")):
+    kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
+    values = [_finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
+    values = [value for value in values if value is not None]
+    scale, unit = (100, " (%)") if values and 0 <= min(values) <= max(values) <= 1 else (1, "")
+    if metric == "AP":
+        for part, label, colour in kinds:
+            _line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
+    for part, label, colour in kinds:
+        _line(quality, rows, f"{part}{metric}", label, colour, scale)
+    for axes, label in ((loss, "loss"), (quality, name + unit), (rate, "learning rate")):
         axes.set_ylabel(label)
+    _line(rate, rows, "train/lr", "", INK)
+    title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
+    for axes in (loss, quality, rate):
         axes.grid(color=PALE, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         if not axes.lines:
             axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
-        elif axes is not rate:
+        elif axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
     rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     rate.set_ylim(bottom=0)
@@ -66,8 +82,6 @@ def curves(folder: Path, path: Path | None = None) -> None:
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     rate.xaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
-    best = f": best top-1 {max(top1):.2f} %" if top1 else f": best AP50 {max(ap50):.2f} %" if ap50 else ""
-    title(figure.suptitle, folder.resolve().name + best)
     save(figure, path or folder / "pictures" / "curves.png")
 
 
@@ -122,33 +136,28 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     save(figure, path)
 
 
-def mistakes(
-    images: Sequence[Any],
-    labels: Sequence[int],
-    predictions: Sequence[int],
-    confidences: Sequence[float],
-    class_names: Sequence[str],
-    path: Path,
-) -> None:
-    """Draws a sheet of wrongly classified images (PIL or uint8[height, width, 3]), captioned "true → predicted"."""
-    columns = min(6, max(len(images), 3))
-    lines = max(1, math.ceil(len(images) / columns))
-    figure = new_figure(1.75 * columns, 2.15 * lines + 0.5)
+def mistakes(source: "Source", mistakes: Sequence["Mistake"], path: Path) -> None:
+    """Draws a sheet of wrongly classified images of `source`, captioned "true → predicted"."""
+    columns = min(6, max(len(mistakes), 3))
+    lines = max(1, math.ceil(len(mistakes) / columns))
+    figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in grid:
         axes.set_axis_off()
-    for axes, image, label, predicted, confidence in zip(grid, images, labels, predictions, confidences, strict=False):
-        pixels = np.asarray(image)
+    for axes, mistake in zip(grid, mistakes, strict=False):
+        pixels = np.asarray(source.image(mistake.index))
         every = 1 + max(pixels.shape[:2]) // 512
         pixels = pixels[::every, ::every]
         height, width = pixels.shape[:2]
         half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
         axes.imshow(pixels, cmap="gray", interpolation="nearest" if half < 50 else "antialiased")
         axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
-        true, guess = (short(class_names[index], 22) for index in (label, predicted))
-        caption = f"{true} → {guess}" if len(true) + len(guess) <= 18 else f"{true}\n→ {guess}"
-        axes.set_title(f"{caption}\n{confidence:.0%}".replace("%", " %"), fontsize=9, color=INK, parse_math=False)
-    found = "most confident mistakes (true → predicted)" if len(images) else "no mistakes"
+        true, guess = (short(source.classes[index], 19) for index in (mistake.label, mistake.predicted))
+        caption = f"{true} → {guess}" if breadth(true + guess) <= 17 else f"{true}\n→ {guess}"
+        share = f"{mistake.confidence:.0%}".replace("%", " %")
+        axes.set_title(f"{caption}\n{share}", fontsize=9, color=INK, parse_math=False)
+        footnote(axes, source.name(mistake.index), 32)
+    found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
     title(figure.suptitle, f"{run_of(path)}, last evaluation: {found}")
     save(figure, path)
 
@@ -158,10 +167,35 @@ def run_of(path: Path) -> str:
     return Path(path).resolve().parent.parent.name
 
 
-def short(name: Any, most: int) -> str:
-    """A name in one line of at most `most` characters."""
+def breadth(text: str) -> float:
+    """How wide a text is, in average Latin letters: Chinese, Japanese and Korean ones are nearly twice as wide."""
+    return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def short(name: Any, most: int, path: bool = False) -> str:
+    """A name in one line, as wide as at most `most` letters: both ends of it, or the end of a path."""
     name = " ".join(str(name).split())
-    return name if len(name) <= most else name[: most - 1] + "…"
+    head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
+    while breadth(head + tail) > most - (head + tail != name):
+        head, tail = (head[:-1], tail) if breadth(head) > breadth(tail) else (head, tail[1:])
+    if head + tail != name:
+        name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
+    if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in name):
+        return f"\u200e{name}\u200e"  # what stands before and after it stays there
+    return name
+
+
+def count_of(number: int, thing: str) -> str:
+    """A number of things in words: 1 image, 2,000 images."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def footnote(axes: "Axes", name: str, most: int) -> None:
+    """Writes an image's name under it."""
+    text = short(name, most, path=True)
+    axes.text(
+        0.5, -0.02, text, fontsize=6, color=GREY, ha="center", va="top", transform=axes.transAxes, parse_math=False
+    )
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -179,8 +213,9 @@ def title(place: Callable, text: str) -> None:
 def save(figure: "Figure", path: Path) -> None:
     """Writes the PNG file durably, in one move; a failure leaves the old one. Raises OSError."""
     content = io.BytesIO()
+    fonts.provide(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names in scripts that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # said by `fonts`
         figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
     make_folder(Path(path).parent)
     replace_file(Path(path), content.getvalue())
@@ -198,11 +233,10 @@ def _rows(path: Path) -> Iterator[dict]:
 
 def _line(
     axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
-) -> list[float]:
-    points = [(row["step"], row[key] * scale) for row in rows if isinstance(row.get(key), int | float)]
-    points = [point for point in points if math.isfinite(point[1])]
+) -> None:
+    points = [(row["step"], row[key] * scale) for row in rows if _finite(row.get(key)) is not None]
     if not points:
-        return []
+        return
     data = np.array(points)
     if len(data) > SMOOTHED_POINTS:
         axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
@@ -210,7 +244,22 @@ def _line(
     few = len(data) <= 30
     marker = "o" if few else None
     axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
-    return [value for _, value in points]
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
+    """Marks the evaluation that `best/` is of; what the title says of it."""
+    value = next((_finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
+    if value is None:
+        return ""
+    for axes in panels:
+        axes.axvline(step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
+    panels[-1].plot(step, value * scale, "o", color=INK, fillstyle="none", markersize=9, label=f"best/ (step {step:,})")
+    figure = f"{100 * value:.2f} %" if scale == 100 else f"{value:.4g}"
+    return f": best/ is of step {step:,}, {display_name(leading)} {figure}"
 
 
 def _most_confused(counts: np.ndarray, class_names: Sequence[str], most: int = 6) -> str:

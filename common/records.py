@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from common import config as configuration
+from common import fonts
 from common.broken_images import BrokenImages
 from common.checkpoint import Checkpoint
 from common.collectives import broadcast_object, together
@@ -25,6 +27,9 @@ from common.source import Source, difference, keep, stem
 from common.state import TrainingState
 from common.stream import Stream
 from common.tracking import Tracker
+
+EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
+MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # The names of a row that are not free for numbers of one's own, and what they begin with.
 OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps"}
@@ -50,6 +55,7 @@ class Records:
         self._config, self._path, self._folder = config, path, folder
         self.journal = Journal(folder)
         self.ledger = Ledger()
+        self._first_loss = 0.0
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -143,12 +149,22 @@ class Records:
         """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
         self.ledger.take_in(report, seconds)
         self._broken.count(report.step, report.broken)
+        if self._config.dry_run:
+            self._first_loss = self._first_loss or max(1.0, report.loss)
+            if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
+                rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
+                raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
         if report.step % self._config.log_every == 0 or evaluated:
             self.journal.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str) -> bool:
         """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
+        if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
+            text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
+            if self._config.dry_run:
+                raise Refused(text)
+            self.journal.say(text)  # a run may get over it; if not, the loss of a later step stops it
         self.journal.note(step, numbers)
         return self.ledger.judge(step, numbers, f"eval/{leading}")
 
@@ -158,6 +174,11 @@ class Records:
             path = self._path / "pictures" / f"{name}.png"
             try:
                 boxed_images = function(*arguments, path)
+                if letters := fonts.missing():
+                    self.journal.say(
+                        f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
+                        "Noto Sans CJK (Debian: fonts-noto-cjk)"
+                    )
                 self.journal.pictures(self.ledger.step, {name: path}, boxed_images)
             except Exception as error:  # a picture is not worth a run
                 self.journal.say(f"{path} could not be drawn: {type(error).__name__}: {error}")

@@ -67,8 +67,7 @@ class Run:
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
         self._records = Records(config, self.path, self._folder)
-        self._journal = self._records.journal
-        self.say = self._journal.say
+        self._journal, self.say = self._records.journal, self._records.journal.say
         self._profile = Profile(*profiled, self.path, self.say) if profiled else None
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
         self._writer = Writer()
@@ -234,9 +233,9 @@ class Run:
 
         Call it on every rank, once per step or once per micro-batch, before `observe`. What is logged is the mean over all
         values that all ranks gave in this step: with one value per sample, [n], the mean over the global batch, the same
-        on every layout. A number or a tensor [] counts as one value of a call. Nothing waits for the device. Calls before
-        the first step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already;
-        a value that is not finite, or a name that some ranks left out, stops the run within two steps.
+        on every layout. A number or a tensor [] counts as one value. Nothing waits for the device. Calls before the first
+        step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already; a value
+        that is not finite, or a name that some ranks left out, stops the run within two steps.
         """
         check_names(values)
         if self._started:
@@ -391,7 +390,8 @@ class Run:
             self._folder.status("running", record["step"])
 
     def _draw_curves(self) -> None:
-        self.draw("curves", pictures.curves, self.path)
+        of = self._records.ledger
+        self.draw("curves", pictures.curves, self.path, of.leading, of.best.get("step"))
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))

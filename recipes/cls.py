@@ -238,9 +238,7 @@ def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: 
     if counts.confusion is not None:
         run.draw("confusion", pictures.confusion, counts.confusion, val.classes)
     if mistakes:
-        indices, labels, predictions, confidences = zip(*mistakes, strict=True)
-        images = [val.image(index) for index in indices]
-        run.draw("mistakes", pictures.mistakes, images, labels, predictions, confidences, val.classes)
+        run.draw("mistakes", pictures.mistakes, val, mistakes)
 
 
 def main() -> None:

@@ -13,7 +13,22 @@ from common import pictures
 from common.detection.annotated import Annotated
 from common.detection.matching import IN_CROWD, IOU, FalseAlarm, Matches, Miss
 from common.images import BrokenImage
-from common.pictures import BLUE, GREEN, GREY, INK, ORANGE, PALE, new_figure, run_of, save, short, title
+from common.pictures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    breadth,
+    count_of,
+    footnote,
+    new_figure,
+    run_of,
+    save,
+    short,
+    title,
+)
 from common.tracking import Box, BoxedImage
 
 if TYPE_CHECKING:
@@ -54,7 +69,7 @@ def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedIm
         of_found = matches.hits[found]
         styles = [_CROWD if hit == IN_CROWD else _RIGHT if hit >= 0 else _WRONG for hit in of_found]
         _mark(right, guesses, styles)
-        _caption(left, short(source.name(index), 34))
+        _caption(left, short(source.name(index), 34, path=True))
         _caption(right, f"{(of_found >= 0).sum()} of {(~crowd).sum()} found, {styles.count(_WRONG)} false")
         sheet.append(BoxedImage(image, source.name(index), {"ground_truth": true, "predictions": guesses}))
     _legend(figure, crowds)
@@ -111,7 +126,7 @@ def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
     """Draws which objects are shown as which class, with a row and a column for the background."""
     headline = (
         f"{matches.hit.sum():,} of {matches.object_count:,} objects found\n"
-        f"{matches.false_alarm_count:,} false alarms (score ≥ {matches.threshold:.2f}, of best F1; IoU ≥ {IOU})"
+        f"{count_of(matches.false_alarm_count, 'false alarm')} (score ≥ {matches.threshold:.2f}, of best F1; IoU ≥ {IOU})"
     )
     pictures.confusion(matches.confusion(), class_names, path, headline)
 
@@ -119,14 +134,15 @@ def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
 def misses(source: Annotated, matches: Matches, path: Path) -> None:
     """Draws a sheet of the worst misses and of the most confident false alarms, cut out around them."""
     missed, alarms = matches.misses(SHOWN_CROPS), matches.false_alarms(SHOWN_CROPS)
-    lines = [math.ceil(len(part) / CROPS_A_LINE) for part in (missed, alarms)]
-    figure = new_figure(CROPS_A_LINE * 1.9, sum(lines) * 2.2 + 1.3)
+    columns = min(CROPS_A_LINE, max(4, len(missed), len(alarms)))
+    lines = [math.ceil(len(part) / columns) for part in (missed, alarms)]
+    figure = new_figure(columns * 1.9, sum(lines) * 2.35 + 1.3)
     upper, lower = figure.subfigures(2, 1, height_ratios=[max(0.25, count) for count in lines])
     good = f"at a score of {matches.threshold:.2f} or more"
     headline = f"not found {good}: largest first, less what other boxes cover" if missed else f"nothing missed {good}"
-    _crops(upper, headline, missed, source, matches)
+    _crops(upper, headline, columns, missed, source, matches)
     headline = f"false alarms {good}: most confident first" if alarms else f"no false alarms {good}"
-    _crops(lower, headline, alarms, source, matches)
+    _crops(lower, headline, columns, alarms, source, matches)
     title(figure.suptitle, f"{run_of(path)}, last evaluation: worst misses and false alarms")
     save(figure, path)
 
@@ -209,7 +225,7 @@ def _mark(axes: "Axes", boxes: list[Box], styles: list[dict]) -> None:
     for box, style in zip(boxes, styles, strict=True):
         score = "" if box.score is None else f" {box.score:.2f}".replace("0.", ".")
         text = short(box.class_name, 16) + score
-        width, height = (0.66 * len(text) + 0.3) * FONT * point, 1.35 * FONT * point
+        width, height = (0.66 * breadth(text) + 0.3) * FONT * point, 1.35 * FONT * point
         others = [other.corners for other in boxes if other is not box]
         places = [place for place in _places(box.corners, width, height) if _within(place, (left, top, right, bottom))]
         places = [place for place in places if not any(_overlap(place, other) for other in placed)]
@@ -279,10 +295,15 @@ def _curve(precision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _crops(
-    part: "SubFigure", headline: str, cases: list[Miss] | list[FalseAlarm], source: Annotated, matches: Matches
+    part: "SubFigure",
+    headline: str,
+    columns: int,
+    cases: list[Miss] | list[FalseAlarm],
+    source: Annotated,
+    matches: Matches,
 ) -> None:
     part.suptitle(headline, fontsize=10, color=INK)
-    grid = _grid(part, max(1, math.ceil(len(cases) / CROPS_A_LINE)), CROPS_A_LINE).ravel()
+    grid = _grid(part, max(1, math.ceil(len(cases) / columns)), columns).ravel()
     for axes, case in zip(grid, cases, strict=False):
         image = _read(source, case.image)
         true = _boxes_of_objects(source, [case.object] if case.object >= 0 else [])
@@ -301,6 +322,7 @@ def _crops(
                 _outline(axes, box, _RIGHT)
         _outline(axes, wrong, _MISSED if isinstance(case, Miss) else _WRONG)
         _caption(axes, text)
+        footnote(axes, source.name(case.image), 34)
 
 
 def _explanation(alarm: FalseAlarm, true: list[Box]) -> str:

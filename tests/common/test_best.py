@@ -186,8 +186,8 @@ def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_
     (said,) = again.said
     for part in (
         f"{run}/best is damaged or another (",
-        "the checkpoint of step 1 that it came from has gone: the best model, top1 30.00 %, is lost",
-        "best/ is now that of step 3, top1 20.00 %",
+        "the checkpoint of step 1 that it came from has gone: the best model, top-1 30.00 %, is lost",
+        "best/ is now that of step 3, top-1 20.00 %",
     ):
         assert part in said, said
     assert weight(run) == 3 and again.ledger.best == {"step": 3, "eval/top1": 0.2}
@@ -213,7 +213,7 @@ def test_where_no_evaluated_checkpoint_is_left_the_next_evaluation_is_the_best(r
     cut(run)
     again = training.start_again()
     (said,) = again.said
-    assert "top1 30.00 %, is lost; best/ will be the best of the evaluations from now on" in said
+    assert "top-1 30.00 %, is lost; best/ will be the best of the evaluations from now on" in said
     assert again.ledger.best == {} and names(run) == ["best.damaged", "checkpoints"]
     again.step(4, 0.01)
     assert weight(run) == 4

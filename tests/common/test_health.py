@@ -185,3 +185,87 @@ def fail_while_others_name_broken_images() -> str:
 def test_names_and_refusals_do_not_cross(processes: Processes) -> None:
     answers = processes.run(fail_while_others_name_broken_images, ranks=2)
     assert answers == [answers[0]] * 2 and answers[0].startswith("step 3: the loss of the samples at positions 4, 5 is")
+
+
+# --- numbers of one's own
+
+
+def test_numbers_of_ones_own_are_means_over_all_values_of_the_step() -> None:
+    state = Health(2)
+    state.add({"train/a": torch.tensor([1.0, 2.0]), "train/b": 3})
+    state.add({"train/a": torch.tensor([6.0], requires_grad=True), "train/empty": torch.zeros(0)})
+    post(state, 1, [1.0, 2.0])
+    state.add({"train/b": torch.tensor(0.25)})
+    post(state, 2, [1.0, 2.0])
+    post(state, 3, [1.0, 2.0])
+    logged = [report.logged for report in state.settle()]
+    assert logged == [{"train/a": 3.0, "train/b": 3.0}, {"train/b": 0.25}, {}]
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        (torch.zeros(2, 3), "has shape [2, 3]; give one number, or one per sample, [n]"),
+        ("much", "is 'much'; give a number or a tensor"),
+        (None, "is None; give a number or a tensor"),
+    ],
+)
+def test_what_is_no_number_of_ones_own_is_refused_at_once(value: object, told: str) -> None:
+    with pytest.raises(Refused) as raised:
+        Health(1).add({"train/a": value})
+    assert str(raised.value) == f"run.log: train/a {told}"
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_number_of_ones_own_that_is_not_finite_stops_the_run_but_in_a_skipped_step(value: float) -> None:
+    for fp16, norm in ((False, 1.0), (True, 1.0), (True, INF)):
+        state = Health(1, fp16=fp16)
+        for step in (1, 2):  # the first time, names travel, too
+            state.add({"train/a": torch.tensor([1.0 if step == 1 else value])})
+            post(state, step, [1.0], norm)
+        if fp16 and norm == INF:
+            assert [report.skipped for report in state.settle()] == [True, True]
+        else:
+            assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
+
+
+def test_ever_new_names_are_refused() -> None:
+    state = Health(1)
+    state.add({f"train/{number}": 1.0 for number in range(health._MOST_NAMES + 1)})
+    post(state, 1, [1.0])
+    assert refusal(state).startswith("step 1: run.log got more than 1,000 names, the last train/999; ")
+
+
+def log_on_ranks() -> tuple[list[dict], list[str]]:
+    """Rank r has r + 1 samples; then one rank leaves a name out, in the first and in a later step."""
+    state, reports = Health(6), []
+    for step in range(1, 5):
+        own = torch.arange(rank() + 1, dtype=torch.float64) + 10 * rank() + step
+        if step != 3:
+            state.add({"train/a": own})
+        state.add({"train/late": own[:1] if step > 1 else own[:0], "train/rank": rank()})
+        post(state, step, [1.0] * (rank() + 1))
+        reports += state.read()
+    reports += state.settle()
+    refusals = []
+    for first in (1, 2):
+        state = Health(6)
+        for step in (1, 2):
+            if rank() != 1 or step < first:
+                state.add({"train/a": 1.0})
+            post(state, step, [1.0] * (rank() + 1))
+        refusals.append(refusal(state))
+    return [report.logged for report in reports], refusals
+
+
+def test_numbers_of_ones_own_are_those_of_all_ranks_and_belong_to_all(processes: Processes) -> None:
+    answers = processes.run(log_on_ranks, ranks=3)
+    assert answers == [answers[0]] * 3
+    reports, refusals = answers[0]
+    values = [float(10 * rank + place) for rank in range(3) for place in range(rank + 1)]
+    for step, logged in enumerate(reports, 1):
+        assert logged["train/rank"] == 1
+        assert logged.get("train/a") == (None if step == 3 else pytest.approx(sum(values) / 6 + step, abs=1e-12))
+        assert logged.get("train/late") == (10 + step if step > 1 else None)
+    for step, told in enumerate(refusals, 1):
+        assert told.startswith(f"step {step}: run.log: train/a came from 2 of 3 processes; log it on all of them")

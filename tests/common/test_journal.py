@@ -29,11 +29,11 @@ class Dashboard:
     def summary(self, values: dict) -> None:
         self.results = values
 
-    def images(self, images: dict) -> None:
-        self.shown = images
+    def images(self, step: int, images: dict) -> None:
+        self.shown = {step: images}
 
-    def boxed_images(self, images: list) -> None:
-        self.boxed = images
+    def boxed_images(self, step: int, images: list) -> None:
+        self.boxed = [step, *images]
 
     def finish(self, exit_code: int, patience: float) -> None:
         self.ended = (exit_code, patience)
@@ -109,10 +109,10 @@ def test_results_go_to_the_summary_and_the_dashboard(opened) -> None:
     assert json.loads((path / "summary.json").read_text()) == values
     expected = {"best/step": 20, "best/eval/top1": 0.9, "last/step": 30, "last/eval/top1": 0.8}
     assert dashboard.results == expected
-    journal.pictures({"curves": path})
-    assert dashboard.shown == {"curves": path} and dashboard.boxed == []
-    journal.pictures({"predictions": path}, ["an image with boxes"])
-    assert dashboard.boxed == ["an image with boxes"]
+    journal.pictures(30, {"curves": path})
+    assert dashboard.shown == {30: {"curves": path}} and dashboard.boxed == []
+    journal.pictures(31, {"predictions": path}, ["an image with boxes"])
+    assert dashboard.boxed == [31, "an image with boxes"]
     assert journal.close(exit_code=1, patience=2.0) == "over there" and dashboard.ended == (1, 2.0)
 
 

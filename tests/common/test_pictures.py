@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from common import pictures
+from common.metrics import Mistake
 
 ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
@@ -18,6 +20,31 @@ ROWS = [
     {"step": 3, "eval/loss": 1.5, "eval/top1": 0.5, "eval/ema_top1": 0.75},
     {"epoch": 1},
 ]
+
+
+class Source:
+    """Stands in for a source of images."""
+
+    def __init__(self, images: list, classes: list[str]):
+        self.images, self.classes = images, classes
+
+    def image(self, index: int):
+        return self.images[index]
+
+    def name(self, index: int) -> str:
+        return f"/data/a very long path to/where/the images are/train/{self.classes[0]}/{index}.png"
+
+
+def texts(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> list[str]:
+    """All texts of what `draw` draws."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figures = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, file, **options: figures.append(figure))
+        draw()
+    return [text.get_text() for text in figures[0].findobj(Text) if text.get_text()]
 
 
 def drawn(path: Path) -> np.ndarray:
@@ -51,8 +78,58 @@ def test_curves_of_a_detector_show_average_precision(tmp_path: Path) -> None:
     assert [has(pixels, colour) for colour in (pictures.BLUE, pictures.ORANGE, pictures.GREEN)] == [False, True, True]
 
 
+CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ -> title and lines
+    "the weights lead": (
+        {"top1": [0.5, 0.7, 0.7], "ema_top1": [0.4, 0.6, 0.9]},
+        "top1",
+        2,
+        "best/ is of step 2, top-1 70.00 %",
+        ["top-1", "top-1 of the averaged weights (EMA)"],
+    ),
+    "the averaged weights lead": (
+        {"top1": [0.9, 0.7, 0.7], "ema_top1": [0.4, 0.6, 0.65]},
+        "ema_top1",
+        3,
+        "best/ is of step 3, top-1 (EMA) 65.00 %",
+        ["top-1", "top-1 of the averaged weights (EMA)"],
+    ),
+    "several labels": ({"f1": [0.1, 0.5, 0.2]}, "f1", 2, "best/ is of step 2, F1 50.00 %", ["F1"]),
+    "a detector": (
+        {"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]},
+        "AP",
+        2,
+        "best/ is of step 2, AP 30.00 %",
+        ["AP", "AP50"],
+    ),
+    "a metric of one's own": (
+        {"neg_error": [-3.0, -2.0, -1.5]},
+        "neg_error",
+        3,
+        "step 3, neg_error -1.5",
+        ["neg_error"],
+    ),
+    "no row of it": ({"top1": [0.1, 0.3, 0.2]}, "top1", 7, "run", ["top-1"]),
+    "none yet": ({"loss": [3.0, 2.0, 1.0]}, "", None, "run", []),
+}
+
+
+@pytest.mark.parametrize("case", CURVES)
+def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path, monkeypatch, case: str) -> None:
+    results, leading, best, told, lines = CURVES[case]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = texts(monkeypatch, lambda: pictures.curves(folder, f"eval/{leading}" * bool(leading), best))
+    assert [text for text in said if text.startswith("run")][0].endswith(told)
+    marked = f"best/ (step {best})"
+    assert (marked in said) == ("step" in told)
+    assert all(line in said for line in lines)
+    assert not [text for text in said if "top-1" in text and "top-1" not in lines]
+
+
 def test_curves_of_a_long_run_and_of_none(tmp_path: Path) -> None:
-    pictures.curves(tmp_path, tmp_path / "pictures" / "other.png")
+    pictures.curves(tmp_path, path=tmp_path / "pictures" / "other.png")
     drawn(tmp_path / "pictures" / "other.png")
     rows = ({"step": step, "train/loss": 1 / step, "train/lr": 0.0} for step in range(1, 2001))
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -93,8 +170,24 @@ def test_mistakes_of_all_shapes(tmp_path: Path) -> None:
     red = np.zeros((8, 8, 3), np.uint8) + np.array([200, 0, 0], np.uint8)
     images = [red, Image.new("RGB", (3000, 20), "blue"), Image.new("RGB", (1, 1))]
     for count in (0, 1, 3):
-        pictures.mistakes(images[:count], [0] * count, [1] * count, [0.97] * count, ["a $ 猫", "b" * 200], path)
+        pictures.mistakes(Source(images, ["a $ 猫", "b" * 200]), [Mistake(n, 0, 1, 0.97) for n in range(count)], path)
         assert has(drawn(path), "#c80000") == (count > 0)
+
+
+def test_a_name_keeps_what_tells_it_from_others() -> None:
+    assert pictures.short("a  b\n", 5) == "a b"
+    assert pictures.short("defect_of_type_12", 9) == "defe…e_12"
+    assert pictures.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
+    assert pictures.short("/data/train/cat_of_a_neighbour_0017.png", 12, path=True) == "…ur_0017.png"
+    assert pictures.breadth(pictures.short("汽车和卡车的混合类别", 10)) <= 10
+    assert pictures.short("قطة", 9) == "\u200eقطة\u200e"  # else "قطة → dog" would read as "dog → قطة"
+    assert [pictures.count_of(number, "image") for number in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
+
+
+def test_mistakes_carry_the_ends_of_file_names(tmp_path: Path, monkeypatch) -> None:
+    source = Source([Image.new("RGB", (9, 9))], ["cat", "dog"])
+    said = texts(monkeypatch, lambda: pictures.mistakes(source, [Mistake(0, 0, 1, 0.9)], tmp_path / "a.png"))
+    assert "cat → dog\n90 %" in said and "…/the images are/train/cat/0.png" in said
 
 
 def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

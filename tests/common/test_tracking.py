@@ -96,7 +96,7 @@ cat = Box((10, 20, 50, 40), 3, "cat")
 wide = BoxedImage(Image.new("RGB", (100, 50)), "a/wide one.jpg", {"ground_truth": [cat], "predictions": [
     Box((12.5, 20, 50, 40), 3, "cat", 0.75), Box((0, 0, 100, 50), 5, "dog", 0.25)]})
 grey = BoxedImage(Image.new("L", (8, 16)), "grey", {"ground_truth": [], "predictions": []})
-tracker.boxed_images([wide, grey])
+tracker.boxed_images(8, [wide, grey])
 tracker.finish(timeout_s=60)
 """
 
@@ -108,7 +108,7 @@ def test_wandb_gets_boxes_in_its_own_format(launch: Launcher, tmp_path: Path) ->
     row = of_kind(rows, "history")[-1]["item"]
     (folder,) = tmp_path.glob("wandb/offline-run-*/files")
     wide = [row[f"objects/01.{key}"] for key in ("_type", "width", "height", "caption")]
-    assert (row["step"], wide) == (7, ["image-file", 100, 50, "a/wide one.jpg"])
+    assert (row["step"], wide) == (8, ["image-file", 100, 50, "a/wide one.jpg"])
     assert all((folder / row[f"objects/{number}.path"]).is_file() for number in ("01", "02"))
     files = (row[f"objects/01.boxes.{name}.path"] for name in ("ground_truth", "predictions"))
     truth, found = (json.loads((folder / file).read_text()) for file in files)
@@ -260,7 +260,7 @@ def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
 
     backend.boxed_images = refuse
     tracker = tracker_of(tmp_path, said.append)
-    tracker.boxed_images([tracking.BoxedImage(None, "a", {})])
+    tracker.boxed_images(1, [tracking.BoxedImage(None, "a", {})])
     tracker.log(2, {"a": 1.0})
     tracker.finish()
     assert backend.rows == [(2, {"a": 1.0})]
@@ -291,8 +291,8 @@ def test_only_the_main_process_sends_and_none_means_nothing(backend, tmp_path) -
     for tracker in (tracker_of(tmp_path, accelerator=OTHER), tracker_of(tmp_path, kind="none")):
         tracker.log(1, {"a": 1.0})
         tracker.summary({"a": 1.0})
-        tracker.images({"a": tmp_path / "a.png"})
-        tracker.boxed_images([tracking.BoxedImage(None, "a", {})])
+        tracker.images(1, {"a": tmp_path / "a.png"})
+        tracker.boxed_images(1, [tracking.BoxedImage(None, "a", {})])
         tracker.finish()
         assert tracker.where() == "" and tracker.run_id
     assert backend.rows == [] and list(tmp_path.iterdir()) == []
@@ -327,10 +327,11 @@ def test_tensorboard_gets_rows_results_and_pictures(tmp_path: Path) -> None:
         for step in range(first, 5):
             tracker.log(step, {"train/loss": 1 / step})
         tracker.summary({"best/top1": 0.5})
-        tracker.images({"curves": tmp_path / "curves.png"})
-        tracker.boxed_images([tracking.BoxedImage(Image.new("RGB", (4, 4)), "a", {})])  # it knows no boxes
+        tracker.images(5, {"curves": tmp_path / "curves.png"})  # of a step whose row comes later
+        tracker.boxed_images(5, [tracking.BoxedImage(Image.new("RGB", (4, 4)), "a", {})])  # it knows no boxes
         tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert said == []
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert {event.step for event in events.Images("curves")} == {5}
     assert {"curves"} == set(events.Tags()["images"]) and "summary/best/top1" in events.Tags()["scalars"]

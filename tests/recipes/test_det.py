@@ -89,6 +89,11 @@ def test_losses_weights_and_results_do_not_depend_on_the_layout(name, processes,
     losses = one.column("train/loss")
     assert len(losses) == STEPS and losses[-5:].mean() < losses[:5].mean()
     np.testing.assert_allclose(other.column("train/loss"), losses, rtol=1e-8)
+    parts = [key for key in one.rows[0] if key.startswith("train/loss_")]
+    assert {"train/loss_class", "train/loss_box"} <= set(parts)
+    np.testing.assert_allclose(sum(one.column(part) for part in parts), losses, rtol=1e-12)
+    for part in parts:
+        np.testing.assert_allclose(other.column(part), one.column(part), rtol=1e-8, atol=1e-12)
     before = start(name)
     for file in ("model", "ema"):
         assert distance(parameters(one.tensors(file)), parameters(other.tensors(file)), before) < 1e-8

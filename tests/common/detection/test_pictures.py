@@ -12,7 +12,7 @@ from common.detection.annotated import Annotations
 from common.detection.matching import Matches
 from common.images import BrokenImage
 from common.pictures import BLUE, GREY, ORANGE
-from tests.common.test_pictures import drawn, has
+from tests.common.test_pictures import drawn, has, texts
 
 
 class Plain(Annotations):
@@ -84,6 +84,17 @@ def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
     drawn(path)
     pictures.misses(source, matches, path)
     assert has(drawn(path), ORANGE) == (matches.missed.any() or matches.false_alarm_count > 0)
+
+
+def test_misses_and_false_alarms_carry_the_ends_of_file_names_and_one_is_singular(tmp_path: Path, monkeypatch) -> None:
+    source = annotated(2, 1, 1)
+    twice = np.column_stack([source.boxes, [0.9, 0.9], [0, 0]]).astype(np.float32)[[0, 0]]
+    matches = Matches(source, np.zeros(2, np.int64), twice)  # of two objects one is found, twice
+    for draw in (pictures.misses, pictures.predictions):
+        said = texts(monkeypatch, lambda draw=draw: draw(source, matches, tmp_path / "a.png"))
+        assert [text for text in said if text.startswith("…/") and text.endswith("/the image of it.jpeg")], said
+    said = texts(monkeypatch, lambda: pictures.confusion(matches, source.classes, tmp_path / "a.png"))
+    assert any("\n1 false alarm (" in text for text in said)
 
 
 def test_grey_images_and_crowds_are_shown(tmp_path: Path) -> None:

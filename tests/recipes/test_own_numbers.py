@@ -1,0 +1,81 @@
+"""A copied recipe logs numbers of its own and draws in mid-run: the same on any layout, in every tracker, at their step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ROOT
+from tests.recipes.conftest import Outcome
+
+CHANGES = {
+    "            return loss_fn(logits, targets)\n\n        trial": """
+            losses = loss_fn(logits, targets)
+            probabilities = logits.detach().softmax(1)
+            run.log({"train/confidence": probabilities.amax(1), "train/squared": losses.detach() ** 2})
+            return losses
+
+        trial""",
+    "            accelerator.unscale_gradients(optimizer)\n": """
+            run.log({"train/weight": parameters[0].detach().norm(), "train/half": 0.5})
+            accelerator.unscale_gradients(optimizer)
+""",
+    "                if done == last:\n": "                if True:\n",  # pictures at each evaluation
+}
+FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
+OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
+
+
+@pytest.fixture(scope="module")
+def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
+    """The copy on one process and on three with unequal shares; a dry run at a learning rate that is much too high."""
+    copy = tmp_path_factory.mktemp("copy") / "mine.py"
+    source = (ROOT / "recipes" / "cls.py").read_text()
+    for old, new in CHANGES.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new.lstrip("\n"))
+    copy.write_text(source)
+    cases = {
+        "one": f"{FLAGS} --tracker tensorboard --workers 2 --max_micro_batch_size 20".split(),
+        "dry": "--lr 1e3 --dry_run".split(),
+    }
+    three = {"three": f"{FLAGS} --max_micro_batch_size 9".split()}
+    return run_several(1, cases, recipe=copy, pictures=True) | run_several(3, three, recipe=copy)
+
+
+def test_numbers_of_ones_own_stand_in_the_rows_and_are_the_same_on_any_layout(outcomes) -> None:
+    one, three = outcomes["one"], outcomes["three"]
+    assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
+    assert [row["step"] for row in one.rows] == [row["step"] for row in three.rows] == [2, 3, 4, 6]
+    for name in OWN:
+        np.testing.assert_allclose(three.column(name), one.column(name), rtol=1e-8)
+        assert len(one.column(name)) == 4 and (name == "train/half" or np.ptp(one.column(name)) > 0)
+    # Squares of the losses whose mean stands beside them.
+    assert (one.column("train/squared") > one.column("train/loss") ** 2).all()
+
+
+def test_the_tracker_has_them_and_each_picture_at_its_step_and_what_the_start_table_says(outcomes) -> None:
+    one = outcomes["one"]
+    events = EventAccumulator(str(one.folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0}).Reload()
+    for name in OWN:
+        assert [event.step for event in events.Scalars(name)] == [2, 3, 4, 6]
+        np.testing.assert_allclose([event.value for event in events.Scalars(name)], one.column(name), rtol=1e-6)
+    for name, steps in (("confusion", [3, 6]), ("mistakes", [3, 6]), ("curves", [6])):
+        assert [event.step for event in events.Images(name)] == steps
+    (config,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
+    told = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
+    assert told["model"] == "test_vit"
+    wanted = {"train_images": "1438", "val_images": "359", "classes": "10", "input_size": "(3, 32, 32)", "steps": "6"}
+    wanted |= {"world_size": "1", "micro_batch_size": "17", "micro_steps": "3", "precision": "fp64"}
+    wanted |= {"parameters": told["run/parameters"], "peak_learning_rate": told["run/peak_learning_rate"]}
+    assert {name: told[f"run/{name}"] for name in wanted} == wanted
+    assert int(told["run/parameters"]) > 1e5 and float(told["run/peak_learning_rate"]) > 0
+    assert f"fingerprint    {told['run/fingerprint']}," in one.stdout
+
+
+def test_a_dry_run_whose_loss_explodes_is_refused(outcomes) -> None:
+    dry = outcomes["dry"]
+    assert dry.outcome == "refused" and dry.text.startswith("step 2: the loss rose to "), dry.text
+    assert dry.text.endswith("; lower --lr, set --clip 1 or --warmup_epochs")
+    assert not Path(dry.folder).exists()
