@@ -1,10 +1,13 @@
 """How does a name become a model, and a trained model a folder that others can load?"""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import math
+import re
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ from common.state import Tensors
 
 # What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
+_WISHES = {"drop_rate": "--drop", "drop_path_rate": "--drop_path", "img_size": "--image_size"}
 
 
 def build_classifier(
@@ -122,19 +126,14 @@ def create(
     Raises `Refused` as `build_classifier` does.
     """
     local = Path(name).is_dir()
-    if local and not (Path(name) / "config.json").is_file():
-        raise Refused(
-            f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
-        )
-    if local and not is_of_timm(Path(name)):
-        raise Refused(
-            f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
-            "--eval_only, or load its model.safetensors there"
-        )
-    if not (local or name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
-        raise Refused(
-            f"--model {name}: not a model of timm {timm.__version__}{nearest(name.lower(), timm.list_models())}"
-        )
+    if local:
+        _check_folder(name)
+    elif not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
+        if Path(name).exists():
+            raise Refused(f"--model {name}: a file; name the folder of a model that timm saved, such as a run's best/")
+        meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
+        meant = meant or nearest(name.lower(), timm.list_models())
+        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{meant}")
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
     try:
@@ -146,20 +145,60 @@ def create(
                 model = timm.create_model(source, pretrained=pretrained, **options, **wishes)
                 break
             except TypeError as error:
-                unknown = [wish for wish in wishes if f"'{wish}'" in str(error)]
-                if not unknown or any(wishes[wish] and wish not in optional for wish in unknown):
+                unknown = [
+                    wish for wish in wishes if re.search(f"(unexpected|for) keyword argument '{wish}'", str(error))
+                ]
+                if not unknown:  # the constructor's own, which may be somebody's own model
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    place = f"{Path(where.filename).name}, line {where.lineno}"
+                    raise Refused(f"--model {name}: can't be made: TypeError in {place}: {error}") from None
+                if refused := [wish for wish in unknown if wishes[wish] and wish not in optional]:
+                    flag = _WISHES.get(refused[0], refused[0])
                     raise Refused(
-                        f"--model {name}: does not take --drop, --drop_path or --image_size ({error})"
+                        f"--model {name}: does not take {flag}: leave it out, or take another model"
                     ) from None
                 del wishes[unknown[0]]
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
         weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
         raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    if (channels := _input_channels(model)) != 3:
+        raise Refused(
+            f"--model {name}: sees images of {channels} channel{'s' * (channels > 1)}, and is given 3, of grey images too: "
+            "save it again from timm.create_model(..., in_chans=3), which keeps its weights, or take another model"
+        )
     model.created_with = {**options, **wishes}
     if not pretrained:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)
     return model
+
+
+def _check_folder(name: str) -> None:
+    """Refuse a folder of which timm can't make a model, such as one with a detector."""
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        raise Refused(
+            f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
+        )
+    with contextlib.suppress(OSError, ValueError):  # which is said where it is read to make the model
+        content = json.loads(read_text(file, SMALL))
+        if "module" in content:
+            raise Refused(
+                f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
+                "--eval_only, or load its model.safetensors there"
+            )
+        if "architecture" not in content:
+            instead = "; a detector is begun with by --init, and evaluated by --eval_only" * ("classes" in content)
+            raise Refused(f"--model {name}: its config.json names no architecture of timm{instead}")
+
+
+def _input_channels(model: torch.nn.Module) -> int:
+    """How many channels the images of `model` have, by its first layer or else by what its configuration says."""
+    config = getattr(model, "pretrained_cfg", {})
+    first = config.get("first_conv")
+    with contextlib.suppress(AttributeError, TypeError):
+        return model.get_submodule(first if isinstance(first, str) else first[0]).in_channels
+    return (config.get("input_size") or [3])[0]
 
 
 def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:

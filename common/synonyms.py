@@ -1,7 +1,7 @@
 """Which flag of a recipe does somebody mean who types the name that another tool has for it?
 
-For messages only: no name here is accepted. What is left of the colon are flags of the recipes; on the right the names in timm's train.py,
-torchvision's references, Ultralytics, MMDetection, detectron2, and the Trainer of transformers, without dashes and in lower case.
+For messages only: no name here is accepted. Left of the colon stands a flag of the recipes; on the right stand its names in
+timm's train.py, torchvision's references, Ultralytics, MMDetection, detectron2 and the Trainer of transformers, without dashes.
 """
 
 import re
@@ -13,7 +13,9 @@ FLAGS = {
     "model": "arch a net network backbone model_name model_name_or_path architecture",
     "pretrained": "weights_backbone pretrained_backbone use_pretrained",
     "init": "weights initial_checkpoint load_from finetune checkpoint",
-    "global_batch_size": "batch_size b bs batch train_batch_size per_device_train_batch_size ims_per_batch samples_per_gpu batch_per_gpu",
+    "global_batch_size": (
+        "batch_size b bs batch train_batch_size per_device_train_batch_size ims_per_batch samples_per_gpu batch_per_gpu"
+    ),
     "max_micro_batch_size": "gradient_accumulation_steps grad_accum_steps accum_iter accumulate micro_batch_size",
     "epochs": "num_epochs n_epochs num_train_epochs max_epochs total_epochs",
     "max_steps": "steps num_steps iterations max_iter max_iters total_steps max_train_steps",

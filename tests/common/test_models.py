@@ -228,12 +228,37 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     (folder / "config.json").write_text("{")
     assert "can't be made" in refusal()
     (folder / "config.json").write_text("{}")
-    assert "can't be made" in refusal()
+    assert "its config.json names no architecture of timm" in refusal()
+    (folder / "config.json").write_text('{"classes": ["dog"], "detector": "fcos"}')
+    assert refusal().endswith("; a detector is begun with by --init, and evaluated by --eval_only")
+    folder = folder / "model.safetensors"
+    folder.touch()
+    assert "a file; name the folder of a model that timm saved" in refusal()
+    folder = tmp_path / "nowhere"
+    assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
+
+
+def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
+    for channels in (1, 2):
+        grey, folder = timm.create_model("test_resnet", in_chans=channels), tmp_path / str(channels)
+        sees = {"input_size": (channels, SIZE, SIZE), "mean": (0.5,) * channels, "std": (0.5,) * channels}
+        models.export(grey, CLASSES, grey.pretrained_cfg | sees, {}, folder)
+        with pytest.raises(Refused, match=f"{folder}: sees images of {channels} channels?, and is given 3, of grey"):
+            build_classifier(str(folder), len(CLASSES))
+
+
+def test_what_a_constructor_itself_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(pretrained=False, **options):
+        return nn.Linear(options["num_classes"])
+
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "mine", mine)
+    with pytest.raises(Refused, match=r"TypeError in test_models.py, line \d+: .*missing 1 required .*'out_features'$"):
+        build_classifier("mine", 3, drop=0.1)
 
 
 def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
     name = "selecsls42"
-    with pytest.raises(Refused, match="--model selecsls42: does not take --drop, --drop_path .*drop_path_rate"):
+    with pytest.raises(Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"):
         build_classifier(name, 3, drop_path=0.1)
     model = build_classifier(name, 3, drop=0.2)
     assert model.head_drop.p == 0.2
