@@ -35,14 +35,15 @@ MOST_EPOCHS = 10**6
 _MOST = 2**63 - 1  # that a whole number may be for torch
 
 
-def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None):
+def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None, added=False):
     """A field with limits (both included); `may_change` marks what a resumed run may be given another value for.
 
     `check(value)` says what is wrong with a text, "" where nothing is. `photographs` is the default for data other than
-    digits (`common.defaults`).
+    digits (`common.defaults`). `added` marks a field that runs of before don't have: they resume with its default.
     """
     limits = {"low": low, "high": high, "check": check}
-    return dataclasses.field(default=default, metadata=limits | {"may_change": may_change, "photographs": photographs})
+    others = {"may_change": may_change, "photographs": photographs, "added": added}
+    return dataclasses.field(default=default, metadata=limits | others)
 
 
 def path_option(default: str, *, may_change=False, photographs=None):
@@ -89,7 +90,7 @@ class RunConfig:
 
     val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out for evaluation if the data has no part to validate on."""
-    split: str = ""
+    split: str = option("", added=True)
     """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; with --eval_only also
     train, or all of data without parts. Default: val, or if there is none the held-out share."""
     image_column: str = ""
@@ -273,8 +274,13 @@ def save(config, path: Path) -> None:
 
 def identity(config) -> dict:
     """The fields that make the run what it is: all but those that may change at a resume."""
-    fixed = {field.name for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
-    return {name: value for name, value in dataclasses.asdict(config).items() if name in fixed}
+    fields = {field.name: field for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
+    return {
+        name: value
+        for name, value in values.items()
+        if not (fields[name].metadata.get("added") and value == fields[name].default)
+    }
 
 
 def short_hash(values: dict) -> str:

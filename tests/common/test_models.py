@@ -242,7 +242,7 @@ def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
     for channels in (1, 2):
         grey, folder = timm.create_model("test_resnet", in_chans=channels), tmp_path / str(channels)
         sees = {"input_size": (channels, SIZE, SIZE), "mean": (0.5,) * channels, "std": (0.5,) * channels}
-        models.export(grey, CLASSES, grey.pretrained_cfg | sees, {}, folder)
+        models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, folder)
         with pytest.raises(Refused, match=f"{folder}: sees images of {channels} channels?, and is given 3, of grey"):
             build_classifier(str(folder), len(CLASSES))
 
