@@ -239,9 +239,14 @@ def parse(
     default = _layered(config_class, layers, program, config_class(**_suited) if _suited else None)
     if {"-h", "--help"} & set(argv):
         _help(config_class, default, program)
-    config = _parse(config_class, argv, default, program)
+    config = _checked(_parse(config_class, argv, default, program))
     if weights := getattr(config, "eval_only", ""):
-        config = _for_evaluation(config_class, weights, layers, argv, program)
+        config = _checked(_for_evaluation(config_class, weights, layers, argv, program))
+    return config
+
+
+def _checked(config: C) -> C:
+    """`config`, whose values are within their limits. Raises `Refused`."""
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):

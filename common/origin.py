@@ -32,15 +32,15 @@ class Origin:
 
     def describe(self, config: Mapping) -> str:
         """The weights in words, and what `config` evaluates otherwise than their run did."""
-        if not self.run:
-            return f"evaluating {self.path}, which names no run: flags that are not given have their defaults"
-        parts = [f"evaluating {self.path} of the run {self.run['name']}, step {self.run['step']}"]
-        unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA))
+        of = f" of the run {self.run['name']}, step {self.run['step']}" if self.run else ", which names no run"
+        parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
+        unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA), *(() if self.run else ("data",)))
         for key, value in self.config.items():
             if key not in config:
-                parts.append(f"without --{key} {value} of the run, a flag that is not known here")
+                parts += [f"without --{key} {value} of the run, a flag that is not known here"] if self.run else []
             elif config[key] != value and key not in unsaid:
-                parts.append(f"--{key} {config[key]}, where the run had {value if value != '' else 'none'}")
+                theirs = value if value or self.run and value != "" else "none" if self.run else "its own"
+                parts.append(f"--{key} {config[key]}, where {had} {theirs}")
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from tests.conftest import Launcher, Started
 from tests.faults.nodes import Node, machines, why_not
 from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, distance, draw_scenes, draw_stripes, identical
+from tests.recipes.conftest import Outcome, best_files, distance, draw_scenes, draw_stripes, identical
 from tests.recipes.forked import Fork, Forks
 
 STEPS = 16
@@ -138,8 +138,7 @@ class Campaign:
             early = load_file(self.scratch / f"whole/checkpoints/step_00000002/{file}.safetensors")
             assert distance(theirs, mine, early) < FAR if self.moves else identical(mine, theirs), file
         if not self.moves:
-            for file in (self.whole.folder / "best").iterdir():
-                assert (one.folder / "best" / file.name).read_bytes() == file.read_bytes(), file.name
+            assert best_files(one.folder) == best_files(self.whole.folder)
             mine, theirs = (_read(outcome.folder, "summary.json") for outcome in (one, self.whole))
             for key in theirs.keys() - {"train_seconds", "images_per_second"}:
                 assert mine[key] == theirs[key], (key, mine[key], theirs[key])

@@ -78,6 +78,12 @@ def identical(one: Tensors, other: Tensors) -> bool:
     )
 
 
+def best_files(run: Path) -> dict[str, bytes | dict]:
+    """The content of the files in `best/`, by name; without the name of the run, which another one does not share."""
+    files = {path.name: path.read_bytes() for path in (run / "best").iterdir()}
+    return files | {"run.json": json.loads(files["run.json"]) | {"name": ""}}
+
+
 def keeps_best(run: Path, record: dict) -> bool:
     """Whether the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
     for name in ("best", ".best.tmp", ".best.old"):

@@ -3,7 +3,6 @@
 One process; what happens to several, and to launchers, is in test_cls_signals.py.
 """
 
-import filecmp
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from common.checkpoint import Damaged, verify
-from tests.recipes.conftest import Outcome, identical, keeps_best
+from tests.recipes.conftest import Outcome, best_files, identical, keeps_best
 from tests.recipes.forked import Ended
 
 STEPS = 12
@@ -141,7 +140,7 @@ def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
     assert one.checkpoint.name == other.checkpoint.name
     for key in ("step", "identity", "numbers", "ledger"):
         assert records[0][key] == records[1][key], key
-    assert not filecmp.dircmp(folder / "best", reference / "best").diff_files
+    assert best_files(folder) == best_files(reference)
     assert read(folder, "status.json")["status"] == "finished"
 
 

@@ -227,7 +227,7 @@ LOOKUPS = {
     "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
     "--model": lambda text: models.build_classifier(text, 3),
     "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
-    "--eval_only": read_origin,
+    "--resume as --eval_only": read_origin,  # which the parser itself reads
     "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
     "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),
 }

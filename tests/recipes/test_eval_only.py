@@ -188,12 +188,16 @@ def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd,
     (folder / "config.json").write_text(json.dumps(content))
     assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
     results, said = printed(forks("--eval_only", folder, "--data", root / "flat", "--workers", 0))
-    assert f"evaluating {folder}, which names no run" in said
     assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
-    sized, _ = printed(
+    sized, said_of_sized = printed(
         forks("--eval_only", folder, "--data", root / "flat", "--image_size", 64, "--crop_pct", 0.9, "--workers", 0)
     )
     assert_same(results, {key: value for key, value in sized.items() if key != "eval_only"})
+    assert f"{folder}, which names no run\n" in said
+    assert (
+        "; --image_size 64, where the folder has its own; --crop_pct 0.9, where the folder has its own\n"
+        in said_of_sized
+    )
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
     assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
 
