@@ -62,6 +62,8 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
 
     Raises `Refused`.
     """
+    if not len(source):
+        raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
     if len(missing := source.missing) > max_broken_share * len(source) or len(missing) == len(source):
         raise Refused(
             f"--data {data}: {len(missing):,} of {len(source):,} images are missing, the first is {source.name(missing[0])}"

@@ -121,7 +121,7 @@ def _read(
             found = "a file of a kind that is not known" if path.exists() else "nothing is there"
             raise Refused(
                 f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
-                "parquet, or a Hugging Face name such as owner/name"
+                "parquet, CSV, or a Hugging Face name such as owner/name"
             )
 
         def checked(name: str, first: Source | None) -> Source:

@@ -21,6 +21,7 @@ from PIL import Image
 from common import tables
 from common.errors import Refused
 from common.images import BrokenImage
+from common.labelled import refuse_broken
 from common.sources import load, load_part
 
 
@@ -761,6 +762,8 @@ def test_a_folder_of_links_that_lead_nowhere_is_refused_with_the_count(tmp_path)
     assert "10 of 10 images are missing, the first is" in refusal(tmp_path)
     pets(tmp_path, cats=40, dogs=40)
     assert "10 of 90 images are missing, the first is" in refusal(tmp_path, max_broken_share=0.02)
+    with pytest.raises(Refused, match="--data here: a part of it has no images"):
+        refuse_broken("here", read(tmp_path)[0].part(np.arange(0)), 0.02)
 
 
 # ---- the Hub

@@ -121,6 +121,9 @@ SETTINGS = {  # FINE is a folder that can be trained on
         ["--data", "FINE", "--detector", "mask_rcnn"],
         "FINE/train.json: none of its 16 objects has an outline .*; add them, or choose a detector of boxes",
     ),
+    "no such part": Bad(
+        ["--data", "FINE", "--split", "test"], "--split test: --data FINE has no such part; there is train, val"
+    ),
     "box format of a folder": Bad(
         ["--data", "FINE", "--box_format", "xyxy"], "--data FINE: is no table, so leave out .*--box_format"
     ),
