@@ -211,7 +211,7 @@ def bad_data(tmp_path_factory) -> Path:
     os.mkfifo(folder / "pipe")
     (folder / "zero.parquet").symlink_to("/dev/zero")
     (folder / "piped model").mkdir()
-    (folder / "piped model/config.json").write_text("{}")
+    (folder / "piped model/config.json").write_text('{"architecture": "test_resnet"}')
     (folder / "piped model/model.safetensors").symlink_to("../pipe")
     shutil.copytree(folder / "fine", folder / "hostile/train")
     shutil.copytree(folder / "fine", folder / "hostile/val")

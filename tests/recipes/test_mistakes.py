@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.conftest import ROOT
@@ -62,6 +63,8 @@ cls --num_processes 2
     unknown flag --num_processes; it is a flag of accelerate launch, which stands before the recipe
 cls --multi_gpu
     unknown flag --multi_gpu; it is a flag of accelerate launch, which stands before the recipe
+cls --config_file accelerate_configs/cpu.yaml
+    unknown flag --config_file; it is a flag of accelerate launch, which stands before the recipe
 cls --nproc_per_node 8
     unknown flag --nproc_per_node; accelerate launch starts the processes: its --num_processes stands before the recipe
 cls --amp
@@ -260,3 +263,27 @@ def test_each_mistake_is_answered_by_one_line_and_leaves_nothing_behind(forks, a
             wrong.append(f"{command}\n    {line}\n    [{ended.code}] {ended.stderr}")
     assert not wrong, "\n".join(wrong)
     assert snapshot(a_desk) == before
+
+
+# Where no file of accelerate_configs/ is named before the recipe, Accelerate's own words stand around the line.
+LAUNCHES = {
+    "-m accelerate.commands.launch recipes/cls.py": (
+        "launched for 1 GPU, but this machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the CPU with "
+        "--config_file accelerate_configs/cpu.yaml before the recipe"
+    ),
+    "-m torch.distributed.run --nproc_per_node 2 --rdzv_backend machines recipes/cls.py --lr fast": (
+        "--lr fast: must be a number"
+    ),
+}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
+def test_a_wrong_launch_is_answered_by_one_line_of_the_recipe(launch, tmp_path) -> None:
+    started = [launch.start_python(*command.split(), "--output_dir", tmp_path / "runs") for command in LAUNCHES]
+    for each, (command, line) in zip(started, LAUNCHES.items(), strict=True):
+        done = each.finish()
+        said = [word for word in done.stderr.splitlines() if word.startswith("cls.py: ")]
+        assert done.returncode and said == [f"cls.py: {line}"], done
+        if "accelerate" not in command:
+            assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert not (tmp_path / "runs").exists()
