@@ -90,7 +90,7 @@ def training_transform(config: AugmentationConfig, data_config: dict) -> Trainin
             )
     except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
         raise Refused(
-            f"--augment {config.augment}: not a policy of timm ({error}); "
+            f"--augment {config.augment}: not a policy of timm ({error or type(error).__name__}); "
             "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
         ) from None
     return TrainingTransform(size, config.crop_scale, config.hflip, config.vflip, interpolation, policy)

@@ -301,16 +301,21 @@ def nearest(name: str, names) -> str:
 
 def _read(path: Path) -> dict:
     try:
-        content = read_yaml(path, SMALL) or {}
+        content = read_yaml(path, SMALL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        presets = sorted(str(p) for p in path.parent.glob("*.yaml")) or sorted(
-            str(p) for p in Path().glob("recipes/presets/*.yaml")
-        )
-        raise Refused(f"--config {path}: no such file" + nearest(str(path), presets)) from None
+        found = [
+            str(file) for folder in (path.parent, Path("recipes/presets")) for file in sorted(folder.glob("*.yaml"))
+        ]
+        presets = {Path(file).stem: file for file in found}
+        same = presets.get(path.stem, "")
+        near = f"; did you mean {same}?" if same else nearest(str(path), found)
+        raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"--config {path}: not readable as YAML: {error}") from None
+    if content is None:  # of comments alone
+        return {}
     if not isinstance(content, dict):
         raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
     return content
@@ -447,6 +452,14 @@ def _help(config_class: type, default, program: str) -> NoReturn:
     raise SystemExit
 
 
+_PLAINER = {  # what tyro says, and how the other refusals would say it
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: '(.*)'": "{0} {1}: must be a whole number",
+    r"Error parsing (\S+): could not convert string to float: '(.*)'": "{0} {1}: must be a number",
+    r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\).": "{1} {0}: must be one of {2}",
+    r"Missing value for argument '(\S+)'.*": "{0} needs a value",
+}
+
+
 def _one_line(box: str) -> str:
     """The message below the title of the box that tyro draws, in lines or where there is no UTF-8 in dashes, up to a rule."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
@@ -456,4 +469,8 @@ def _one_line(box: str) -> str:
             message.append(line)
         elif message:
             break
-    return " ".join(message)
+    said = " ".join(message)
+    for theirs, ours in _PLAINER.items():
+        if found := re.fullmatch(theirs, said):
+            return ours.format(*(group.replace("'", "") for group in found.groups()))
+    return said

@@ -277,7 +277,7 @@ def check_launch(environ: Mapping[str, str], accelerators: int, asked_for: tuple
         name = "multi_cpu.yaml" if world_size > 1 else "cpu.yaml"
         raise Refused(
             f"launched for {world_size} GPU{'s' * (world_size > 1)}, but this machine shows none: check the driver and "
-            f"CUDA_VISIBLE_DEVICES, or train on the CPU with accelerate_configs/{name}"
+            f"CUDA_VISIBLE_DEVICES, or train on the CPU with --config_file accelerate_configs/{name} before the recipe"
         )
     else:
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1))

@@ -132,8 +132,11 @@ def create(
         if Path(name).exists():
             raise Refused(f"--model {name}: a file; name the folder of a model that timm saved, such as a run's best/")
         meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
-        meant = meant or nearest(name.lower(), timm.list_models())
-        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{meant}")
+        alike = ", ".join([known for known in timm.list_models() if name.lower() in known][:3])
+        meant = meant or nearest(name.lower(), timm.list_models()) or (alike and f"; did you mean {alike}?")
+        raise Refused(
+            f"--model {name}: not a model of timm {timm.__version__}{meant or '; timm.list_models() lists them'}"
+        )
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
     try:

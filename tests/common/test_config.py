@@ -197,7 +197,7 @@ def test_whatever_a_file_holds_there_is_a_configuration_or_one_line(text: str) -
         (["--config="], "--config needs the path of a YAML file"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
         (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
-        (["--config", "recipes/presets"], "--config recipes/presets: no such file"),
+        (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named_in_one_line(arguments: list, told: str) -> None:
