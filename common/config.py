@@ -244,8 +244,8 @@ def parse(
             raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
-    suited = suit(config) if suit else None
-    if suited != _suited:  # until it settles: the model depends on the data, its image size on the model
+    suited = suit(config) if suit else {}
+    if suited != (_suited or {}):  # until it settles: the model depends on the data, its image size on the model
         return parse(config_class, words, program, suit, suited)
     return config
 
