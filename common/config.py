@@ -241,7 +241,10 @@ def parse(
         _help(config_class, default, program)
     config = _checked(_parse(config_class, argv, default, program))
     if weights := getattr(config, "eval_only", ""):
-        config = _checked(_for_evaluation(config_class, weights, layers, argv, program))
+        return _checked(_for_evaluation(config_class, weights, layers, argv, program))
+    suited = suit(config) if suit else {}
+    if suited != (_suited or {}):  # until it settles: the model depends on the data, its image size on the model
+        return parse(config_class, words, program, suit, suited)
     return config
 
 
@@ -262,9 +265,6 @@ def _checked(config: C) -> C:
             raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
-    suited = suit(config) if suit and not weights else None  # else they are those of the run
-    if suited != _suited:  # until it settles: the model depends on the data, its image size on the model
-        return parse(config_class, words, program, suit, suited)
     return config
 
 

@@ -20,7 +20,7 @@ def suited(config) -> dict:
         return {}
     values = {field.name: field.metadata.get("photographs") for field in dataclasses.fields(config)}
     found = {name: value for name, value in values.items() if value is not None}
-    own = models.own_view(config.model) if 0 in (found.get("image_size"), found.get("crop_pct")) else {}
+    own = models.own_view(config.model) if "image_size" in found else {}
     return found | {name: value for name, value in own.items() if found.get(name) == 0}
 
 
@@ -32,5 +32,5 @@ def describe(config, suit: Callable[..., dict] = suited) -> dict[str, str]:
     recipes_first = sorted(chosen.items(), key=lambda item: item[0] not in type(config).__annotations__)
     rows = {"defaults": f"for photographs: {', '.join(f'{name} {value}' for name, value in recipes_first)}"}
     if not (config.pretrained or getattr(config, "init", "") or Path(config.model).is_dir()):
-        rows["begins with"] = "random weights; --pretrained downloads timm's, which need fewer photographs"
+        rows["pretrained"] = "no; --pretrained downloads weights to begin with, which need fewer photographs"
     return rows

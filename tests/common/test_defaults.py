@@ -60,7 +60,6 @@ def test_tests_on_small_drawings_know_all_defaults_that_others_have(recipe) -> N
         "boxes": ("det", "", ALL_BOXES),
         "boxes on squares": ("det", "--detector dfine", {**BOXES, "model": "convnext_atto", "width": 128}),
         "weights to begin with": ("det", "--init runs/x/best", {**BOXES, "long_side": 800}),
-        "weights to evaluate": ("det", "--eval_only runs/x/best", {**BOXES, "long_side": 800}),
     }.values(),
 )
 def test_own_data_get_what_suits_photographs_where_nothing_is_given(recipe, words, expected) -> None:
@@ -68,15 +67,17 @@ def test_own_data_get_what_suits_photographs_where_nothing_is_given(recipe, word
 
 
 def test_a_folder_brings_its_own_size_to_train_and_to_evaluate(tmp_path) -> None:
-    own = {"pretrained_cfg": {"input_size": [3, 64, 64], "crop_pct": 0.9}}
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    for flag in ("--model", "--eval_only"):
-        found = chosen("cls", "--data", "x", flag, str(tmp_path))
+    file = tmp_path / "config.json"
+    for field in ("model", "eval_only"):
+        config = CONFIGS["cls"](data="x", **{field: str(tmp_path)})
+        file.write_text(json.dumps({"pretrained_cfg": {"input_size": [3, 64, 64], "crop_pct": 0.9}}))
+        found = defaults.suited(config)
         assert (found["image_size"], found["crop_pct"]) == (64, 0.9)
-    for odd in ({}, {"pretrained_cfg": {"input_size": [3, 64, 32]}}, {"pretrained_cfg": {"input_size": 3}}, []):
-        (tmp_path / "config.json").write_text(json.dumps(odd))
-        found = chosen("cls", "--data", "x", "--model", str(tmp_path))
-        assert (found["image_size"], found["crop_pct"]) == (0, 0.0), odd
+        for odd in ({}, {"pretrained_cfg": {"input_size": [3, 64, 32]}}, {"pretrained_cfg": {"input_size": 3}}, []):
+            file.write_text(json.dumps(odd))
+            found = defaults.suited(config)
+            assert (found["image_size"], found["crop_pct"]) == (0, 0.0), odd
+    assert not {"model", "levels", "width"} & detection.suited(CONFIGS["det"](data="x", eval_only="y")).keys()
 
 
 def test_a_preset_is_given_and_a_saved_configuration_stays_as_it_is(tmp_path) -> None:
@@ -95,5 +96,5 @@ def test_the_start_table_says_what_was_chosen_and_nothing_that_was_given() -> No
     assert rows["defaults"] == (
         "for photographs: model convnext_atto, image_size 224, crop_pct 0.875, lr 0.001, crop_scale 0.35"
     )
-    assert rows["begins with"].startswith("random weights; --pretrained ")
-    assert "begins with" not in defaults.describe(parse(CONFIGS["cls"], [*words, "--pretrained"], suit=defaults.suited))
+    assert rows["pretrained"].startswith("no; --pretrained ")
+    assert "pretrained" not in defaults.describe(parse(CONFIGS["cls"], [*words, "--pretrained"], suit=defaults.suited))

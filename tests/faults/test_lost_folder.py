@@ -11,6 +11,7 @@ import pytest
 
 from common.checkpoint import Checkpoints, verify
 from tests.faults.campaign import without_pictures
+from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, identical
 from tests.recipes.interrupted import Interrupted
 
@@ -24,7 +25,8 @@ SAID = "was removed, renamed or replaced while this run was at work in it: nothi
 
 
 def words(data: Path, folder: Path, *more: object) -> tuple:
-    return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", "none", *more)
+    own = ("--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", "none", *more)
+    return (*as_digits([*WORDS, *own]),)
 
 
 def delete(folder: Path) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from common.checkpoint import Checkpoints, verify
 from tests.faults.campaign import without_pictures
 from tests.faults.test_checkpoint_files import seal
+from tests.harness import as_digits
 from tests.recipes import forked
 from tests.recipes.conftest import Outcome, best_files, draw_stripes, identical, keeps_best
 from tests.recipes.disks import Ext4, after_power_loss, ext4
@@ -218,7 +219,7 @@ def test_a_power_loss_at_any_moment_of_a_launched_run_loses_nothing(launch, fork
     more = ("--max_steps", steps, "--eval_every", 1, "--checkpoint_every", 1)
     with ext4(tmp_path, "48m") as disk, (disk.folder / "canary").open("wb", buffering=0) as canary:
         flags = ("--num_processes", 2)
-        command = (*words(data, disk.folder / "run", "wandb"), *more)
+        command = as_digits([*words(data, disk.folder / "run", "wandb"), *more])
         started = launch.start("multi_cpu", "recipes/cls.py", *command, flags=flags)
         family, count, before = psutil.Process(started.process.pid), 0, None
         while started.process.poll() is None:

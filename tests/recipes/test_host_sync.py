@@ -56,7 +56,10 @@ CASES = {
     "sgd": ("fp16", "--opt sgd --loss bce --class_weights balanced"),
     "drop path": ("bf16", "--model test_vit --drop_path 0.2 --drop 0.1 --layer_decay 0.8"),
     "group norm": ("bf16", "--batch_norm group --norm_batch_size 8 --max_micro_batch_size 16"),
-    "decoded on the device": ("bf16", f"{PHOTOGRAPHS} --decode device --data JPEGS"),
+    "decoded on the device": (
+        "bf16",
+        f"{PHOTOGRAPHS} --decode device --data JPEGS --model test_resnet --image_size 32",
+    ),
     "compiled": ("bf16", f"{PHOTOGRAPHS} --mixup 0.2 --compile"),
 }
 

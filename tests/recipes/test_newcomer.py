@@ -77,7 +77,7 @@ def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_
             "for photographs: model convnext_atto, image_size 224, crop_pct 0.875, "
             "lr 0.001, warmup_epochs 1.0, crop_scale 0.35, hflip 0.5"
         )
-        assert said["begins with"].startswith("random weights; --pretrained ")
+        assert said["pretrained"].startswith("no; --pretrained ")
         assert said["input"] == "3 x 224 x 224"
         assert said["batch norm"].startswith("none in this model")
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
@@ -104,7 +104,7 @@ def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, boxes
         "hflip 0.5, warmup_epochs 1.0"
     )
     assert said["batch norm"].startswith("none in this model")
-    assert said["begins with"].startswith("random weights; --pretrained ")
+    assert said["pretrained"].startswith("no; --pretrained ")
     exported = json.loads((run.folder / "best" / "config.json").read_text())
     assert (exported["short_side"], exported["long_side"]) == (480, 800)
     recipe = load(Path("recipes/det.py"))
