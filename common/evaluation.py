@@ -28,7 +28,8 @@ def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> t
     """
 
     def load(*data, **options):  # one part, where training has two
-        return 2 * [load_part(*data, held_out=origin.trained_on(config.data), **options)]
+        held_out = origin.trained_on(config.data) and not origin.config.get("split")
+        return 2 * [load_part(*data, held_out=held_out, **options)]
 
     _, val, _ = build_data(config, load)
     places = origin.places(val.classes, config.data)
