@@ -18,10 +18,12 @@ DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt)-
 # Two tests at a time, since a launch mostly waits for one of its processes; those of a module share what they launch.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 
-# Where `make demo` trains: on the GPUs that are there, else in two processes on the CPU.
+# Where `make demo` trains: on all GPUs that have a group of samples for batch norm, or with two CPU processes if there are none.
+PROCESSES_cls := 16
+PROCESSES_det := 2
 define CONFIG_FOR_THIS_MACHINE
-import torch
-gpus = torch.cuda.device_count()
+import sys, torch
+gpus = min(torch.cuda.device_count(), int(sys.argv[1]))
 config = "multi_cpu.yaml" if gpus == 0 else "single_gpu.yaml" if gpus == 1 else f"multi_gpu.yaml --num_processes {gpus}"
 print("accelerate_configs/" + config)
 endef
@@ -35,7 +37,7 @@ help: ## list the doors
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
 demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls or det, flags for the recipe in ARGS="--epochs 5")
-	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE") && \
+	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE" $(PROCESSES_$(TASK))) && \
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 

@@ -46,8 +46,8 @@ MEAN = """A mean as loss, of shape [1] or [].
 """
 MEAN_OF_BOXES = """A mean as loss, of shape [].
 @@
--                return network(normalize(batch.images), batch.targets, totals)[0]
-+                return network(normalize(batch.images), batch.targets, totals)[0].mean()
+-            return losses
++            return losses.mean()
 """
 COMMENTS = """Words, and no other code.
 @@
@@ -148,7 +148,7 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
         focal.rows[-1]["eval/f1_macro"]
         == json.loads((focal.folder / "summary.json").read_text())["last"]["eval/f1_macro"]
     )
-    assert "best      f1_macro" in focal.stdout and "labels.csv: 199" in focal.stdout
+    assert "best      macro F1" in focal.stdout and "labels.csv: 199" in focal.stdout
     assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
     assert json.loads((focal.folder / "best/config.json").read_text())["module"] == "TwoHeads"
 
