@@ -299,6 +299,16 @@ def nearest(name: str, names) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
+def nearest_path(path: Path) -> str:
+    """The same for a path that is not there, of what lies in its folder; nothing if it is there."""
+    try:
+        if path.exists():
+            return ""
+        return nearest(path.name, [other.name for other in path.parent.iterdir()])
+    except (OSError, ValueError):
+        return ""
+
+
 def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)

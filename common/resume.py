@@ -100,7 +100,7 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
         check_regular(path)
         files = {"model": load_file(path / "model.safetensors")}
     else:
-        files = _whole(path).tensors()
+        files = _whole(path, "--eval_only").tensors()
     shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
     TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
@@ -125,7 +125,7 @@ def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callabl
 
 
 def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint:
-    found, there = _whole(path), checkpoints.paths()
+    found, there = _whole(path, "--resume"), checkpoints.paths()
     if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
         return found
     if path.resolve().parent != checkpoints.folder.resolve():
@@ -135,11 +135,11 @@ def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Ch
     )
 
 
-def _whole(path: Path) -> Checkpoint:
+def _whole(path: Path, flag: str) -> Checkpoint:
     if not (path / "manifest.json").is_file():
         found = "no manifest.json is in it" if path.exists() else "nothing is there"
-        raise Refused(f"{path}: no checkpoint, {found}; name a folder such as RUN/checkpoints/step_00000200")
+        raise Refused(f"{flag} {path}: no checkpoint, {found}; name a folder such as RUN/checkpoints/step_00000200")
     try:
         return verify(path)
     except Damaged as error:
-        raise Refused(f"{path}: not a whole checkpoint ({error})") from None
+        raise Refused(f"{flag} {path}: not a whole checkpoint ({error})") from None

@@ -17,6 +17,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common import partition
+from common.config import nearest_path
 from common.digits import load_digits
 from common.errors import Refused, printable
 from common.files import walk
@@ -29,7 +30,7 @@ from common.tables import Table, TableParts, table_opener
 _SHARDS = re.compile(r"\.(tar|tgz)(\.\w+)?$|::|://|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
 _NOT_YET = (
     "tar/WebDataset shards, URLs and streaming are not supported yet; "
-    "extract to a folder with a folder a class, or convert to parquet"
+    "extract to an image folder with one subfolder per class, or convert to parquet"
 )
 
 
@@ -46,8 +47,8 @@ def load(
     """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
-    - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with a folder a class;
-    - a folder with a folder a class;
+    - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with one subfolder per class;
+    - an image folder with one subfolder per class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
     - a CSV file of paths and labels, or a pattern of them.
@@ -120,8 +121,8 @@ def _read(
         else:
             found = "a file of a kind that is not known" if path.exists() else "nothing is there"
             raise Refused(
-                f"--data {data}: {found}; expected digits, a folder with a folder a class, a save_to_disk folder, "
-                "parquet, CSV, or a Hugging Face name such as owner/name"
+                f"--data {data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
+                f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(path)}"
             )
 
         def checked(name: str, first: Source | None) -> Source:
@@ -208,7 +209,7 @@ def _load_digits() -> tuple[Source, Source]:
 
 @dataclass(frozen=True, eq=False)
 class Folder(Source):
-    """Image files in a folder a class, at any depth below it; class ids are the sorted names of the folders."""
+    """Image files in one subfolder per class, at any depth below it; class ids are the sorted names of the folders."""
 
     root: Path
     paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
@@ -283,7 +284,7 @@ def _class_folders(folder: Path, least: int) -> list[str]:
         raise Refused(f"{folder}: {_NOT_YET}")
     if len(names) < least:
         found = f"only the class folder {names[0]}/" if names else "no class folders"
-        raise Refused(f"{folder}: {found}; images belong in a folder a class, of two classes or more")
+        raise Refused(f"{folder}: {found}; images belong in one subfolder per class, of two classes or more")
     return names
 
 

@@ -78,9 +78,9 @@ NOTES = {
     "freeze_backbone": "--freeze_backbone, all layers but the head",
     "global_batch_size": "--global_batch_size, the total over all processes",
     "init": "--init for a detector of this recipe, --pretrained for a backbone",
-    "max_micro_batch_size": "nothing: --max_micro_batch_size limits what a device takes at once, and the rest follows",
+    "max_micro_batch_size": "not needed: --max_micro_batch_size limits what a device takes at once, and the rest follows",
     "min_lr_ratio": "--min_lr_ratio, a share of the peak",
-    "resume": "nothing: the same command resumes (--resume for another checkpoint)",
+    "resume": "not needed: the same command resumes (--resume for another checkpoint)",
     "step_epochs": "--step_epochs, in epochs",
     "tracker": "--tracker, one of wandb, tensorboard, trackio, none",
     "warmup_epochs": "--warmup_epochs, in epochs",
@@ -117,7 +117,8 @@ def hint(name: str, flags: Collection[str], recipe: Path) -> str:
     name = name.lower().replace("-", "_")
     for flag, names in FLAGS.items():
         if name in names.split() and flag in flags:
-            return f"; here it is {NOTES.get(flag, f'--{flag}')}"
+            note = NOTES.get(flag, f"--{flag}")
+            return f"; {note}" if note.startswith("not needed") else f"; here it is {note}"
     for text, names in OTHERS.items():
         if name in names.split():
             return f"; {text}"

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.config import nearest_path
 from common.csv_files import read_csv
 from common.errors import Refused, printable
 from common.files import check_regular, sizes_of
@@ -281,7 +282,7 @@ def _open_hub(name: str, config: str | None) -> dict[str, Any]:
     except (ConnectionError, FileNotFoundError) as error:
         raise Refused(
             f"--data {name}: nothing of this name is here or in the cache of the Hugging Face Hub, "
-            f"which can't be reached ({why}); give an existing folder, or download the data set first"
+            f"which can't be reached ({why}); give an existing folder, or download the data set first{nearest_path(Path(name))}"
         ) from error
 
 

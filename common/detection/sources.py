@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import partition
+from common.config import nearest_path
 from common.detection import scenes
 from common.detection.annotated import Annotated
 from common.detection.annotated_files import AnnotatedFiles
@@ -151,7 +152,7 @@ def _read(wanted: _Wanted, image_column: str, objects_column: str, box_format: s
     found = "a folder or file of a kind that is not known" if path.exists() else "nothing is there"
     raise Refused(
         f"--data {data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
-        "data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects"
+        f"data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects{nearest_path(path)}"
     )
 
 

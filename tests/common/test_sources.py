@@ -322,7 +322,9 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path):
     assert "nothing is there" in refusal(tmp_path / "missing/data")
     assert refusal(tmp_path / "missing/data").startswith(f"--data {tmp_path}/missing/data: ")
     (tmp_path / "empty").mkdir()
-    assert f"{tmp_path}/empty: no class folders; images belong in a folder a class" in refusal(tmp_path / "empty")
+    assert f"{tmp_path}/empty: no class folders; images belong in one subfolder per class" in refusal(
+        tmp_path / "empty"
+    )
     picture(tmp_path / "flat/0.png")
     assert f"{tmp_path}/flat: no class folders" in refusal(tmp_path / "flat")
     picture(tmp_path / "one/cat/0.png")
@@ -339,7 +341,7 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path):
     (tmp_path / "bare/val").mkdir()
     assert f"{tmp_path}/bare/val: no images to evaluate on" in refusal(tmp_path / "bare")
     (tmp_path / "notes.txt").write_text("a,b")
-    assert "a file of a kind that is not known; expected digits, a folder" in refusal(tmp_path / "notes.txt")
+    assert "a file of a kind that is not known; expected digits, an image folder" in refusal(tmp_path / "notes.txt")
     pets(tmp_path / "good")
     for share in (0, 1, -0.1, 1.5, float("nan")):
         assert f"--val_share {share}: must lie between 0 and 1" in refusal(tmp_path / "good", val_share=share)
@@ -375,7 +377,7 @@ def test_a_folder_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
 def test_shards_and_streams_are_told_what_to_do_instead(data):
     text = refusal(data)
     assert text.startswith(f"--data {data}: tar/WebDataset shards, URLs and streaming are not supported yet; ")
-    assert "extract to a folder with a folder a class, or convert to parquet" in text
+    assert "extract to an image folder with one subfolder per class, or convert to parquet" in text
 
 
 def test_a_folder_of_shards_is_refused_but_an_archive_beside_the_classes_is_not(tmp_path):

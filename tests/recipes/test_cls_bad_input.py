@@ -244,7 +244,7 @@ IN_DATA = {  # DATA stands for the folder above
         ["--data", "DATA/no classes"], "DATA/no classes: no class folders; images belong in a folder a .*"
     ),
     "empty folder": Bad(
-        ["--data", "DATA/nothing"], "DATA/nothing: no class folders; images belong in a folder a class.*"
+        ["--data", "DATA/nothing"], "DATA/nothing: no class folders; images belong in one subfolder per class.*"
     ),
     "no folder": Bad(["--data", "DATA/nowhere"], "--data DATA/nowhere: nothing is there; expected digits, .*"),
     "test without train": Bad(
@@ -362,10 +362,10 @@ IN_SETTINGS = {
         ["--output_dir", "pyproject.toml/runs"], "--output_dir pyproject.toml/runs: .* can't be written .*"
     ),
     "no checkpoint": Bad(
-        ["--resume", "/nowhere/step_00000002"], "/nowhere/step_00000002: no checkpoint, nothing is there.*"
+        ["--resume", "/nowhere/step_00000002"], "--resume /nowhere/step_00000002: no checkpoint, nothing is there.*"
     ),
     "no checkpoint in the folder": Bad(
-        ["--resume", "recipes"], "recipes: no checkpoint, no manifest.json is in it; name .*"
+        ["--resume", "recipes"], "--resume recipes: no checkpoint, no manifest.json is in it; name .*"
     ),
     "nothing to evaluate": Bad(
         ["--eval_only", "/nowhere/best"],

@@ -40,7 +40,7 @@ cls --imgsz 640
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
-    unknown flag --accum_iter; here it is nothing: --max_micro_batch_size limits what a device takes at once, ...
+    unknown flag --accum_iter; not needed: --max_micro_batch_size limits what a device takes at once, ...
 cls --sync_bn
     unknown flag --sync_bn; here it is --batch_norm global for statistics over all processes
 cls --model_ema
@@ -50,7 +50,7 @@ cls --weights IMAGENET1K_V1
 det --weights COCO_V1
     unknown flag --weights; here it is --init for a detector of this recipe, --pretrained for a backbone
 cls --start-epoch 3
-    unknown flag --start-epoch; here it is nothing: the same command resumes (--resume for another checkpoint)
+    unknown flag --start-epoch; not needed: the same command resumes (--resume for another checkpoint)
 cls --detector fcos
     unknown flag --detector; it is a flag of recipes/det.py
 cls --global_batchsize 8
@@ -163,8 +163,28 @@ cls --config mmdet.py
 -- data
 cls --data pets/cat/0.png
     --data pets/cat/0.png: a file of a kind that is not known; expected digits, ...
+cls --data petss
+    --data petss: nothing of this name is here or in the cache of the Hugging Face Hub, ...; did you mean pets?
+cls --data ./petz
+    --data ./petz: nothing is there; expected digits, ...; did you mean pets?
+det --data ./petz
+    --data ./petz: nothing is there; expected digits, ...; did you mean pets?
+cls --data pets --split test
+    --split test: --data pets has no such part; there is ...
+cls --data labels.csv
+    ...: 2 of 2 images are missing, the first is ...nowhere/0.png (paths start from the folder of the table...
+cls --data bare.csv
+    bare.csv: its first line must name the columns, such as image,label; it is 'pets/cat/0.png,cat'
+cls --eval_only runs/first
+    --eval_only runs/first: is a run folder; name runs/first/best or a folder in runs/first/checkpoints
+cls --eval_only weights.pth
+    --eval_only weights.pth: no exported model and no checkpoint, ...; name a run's best/
+det --eval_only runs/first/best
+    --eval_only runs/first/best: its run has flags that det.py does not know (--cache, ...); evaluate it with the recipe that trained it, cls
+cls --eval_only runs/first/best --data digits
+    runs/first/best does not know 10 of the 10 classes of --data digits (0, 1, 2, 3, 4, ...); it knows cat, dog: ...
 cls --data flat
-    .../flat: no class folders; images belong in a folder a class, of two classes or more
+    .../flat: no class folders; images belong in one subfolder per class, of two classes or more
 cls --data https://example.com/pets.zip
     --data https://example.com/pets.zip: tar/WebDataset shards, URLs and streaming are not supported yet; ...
 cls --data pets --class_weights 0.3,0.7
@@ -182,11 +202,11 @@ cls --name my/run
 {FIRST} --lr 0.5
     runs/first/checkpoints/step_00000002 belongs to another run: lr 0.004 there, 0.5 here; give this run another --name
 cls --name second --resume runs/first
-    runs/first: no checkpoint, no manifest.json is in it; name a folder such as RUN/checkpoints/step_00000200
+    --resume runs/first: no checkpoint, no manifest.json is in it; name a folder such as RUN/checkpoints/step_00000200
 cls --name first --resume never
     --resume never: runs/first holds step_00000002; give this run another --name, or remove that folder
 cls --name third --resume true
-    true: no checkpoint, nothing is there; name a folder such as RUN/checkpoints/step_00000200
+    --resume true: no checkpoint, nothing is there; name a folder such as RUN/checkpoints/step_00000200
 det --init weights.pth
     --init weights.pth: no exported detector, ...; name a run's best/
 """.replace("{FIRST}", FIRST)
@@ -217,6 +237,8 @@ def a_desk(forks, tmp_path_factory) -> Path:
         (folder / f"pets/stuff_{number}").rename(folder / "pets" / name)
     (folder / "flat").mkdir()
     Image.new("RGB", (32, 32)).save(folder / "flat/0.png")
+    (folder / "labels.csv").write_text("image,label\nnowhere/0.png,cat\nnowhere/1.png,dog\n")
+    (folder / "bare.csv").write_text("pets/cat/0.png,cat\npets/dog/0.png,dog\n")
     (folder / "empty").mkdir()
     (folder / "detector").mkdir()
     (folder / "detector/config.json").write_text('{"detector": "fcos", "classes": ["cat"]}')
