@@ -180,7 +180,7 @@ cls --eval_only runs/first
 cls --eval_only weights.pth
     --eval_only weights.pth: no exported model and no checkpoint, ...; name a run's best/
 det --eval_only runs/first/best
-    --eval_only runs/first/best: its run has flags that det.py does not know (--cache, ...); evaluate it with the recipe that trained it, cls
+    --eval_only runs/first/best: its run has flags that det.py does not know (...); evaluate it with the recipe that ... cls
 cls --eval_only runs/first/best --data digits
     runs/first/best does not know 10 of the 10 classes of --data digits (0, 1, 2, 3, 4, ...); it knows cat, dog: ...
 cls --data flat
