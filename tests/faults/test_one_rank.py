@@ -1,6 +1,7 @@
 """What becomes of a run when one process of it hangs, fails or sees something else? All end, soon, and one message says why."""
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import json
@@ -82,10 +83,10 @@ def fail_in_a_step(error: Exception) -> None:
 
 
 def see_other_data() -> None:
-    from common import sources
+    from recipes import cls
 
-    load = sources.load
-    sources.load = lambda data, **options: load(f"{data}_of_another_time", **options)
+    build = cls.build_data
+    cls.build_data = lambda config: build(dataclasses.replace(config, data=f"{config.data}_of_another_time"))
 
 
 def make_a_loss_nan() -> None:
