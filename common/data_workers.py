@@ -2,15 +2,57 @@
 
 import contextlib
 import ctypes
-import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import stat
 import sys
 import threading
+from multiprocessing.connection import wait
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
 _PATIENCE = 5.0  # seconds for a killed worker to be gone: one that waits for a dead network drive may never be
+_UP_S = 30.0  # for a fork to get to its first line, which takes some milliseconds
+
+
+class _Worker(multiprocessing.context.ForkProcess):
+    """A forked process that is up when `start` returns.
+
+    Python before 3.12 can hang in a fork for ever, if a thread of torch held a lock of the interpreter at that moment: the fork
+    has the lock, but not the thread that would let go of it. Such a child never gets to its first line, and is replaced.
+    """
+
+    _up: tuple[int, int]  # of a pipe: the end that is read, and the end that the child writes to
+
+    @staticmethod
+    def _Popen(process: "_Worker"):
+        process._up = os.pipe()
+        try:
+            while True:
+                child = multiprocessing.context.ForkProcess._Popen(process)
+                if wait([process._up[0], child.sentinel], _UP_S):
+                    return child
+                child.kill()
+                child.wait()
+                child.close()
+        finally:
+            for end in process._up:
+                os.close(end)
+
+    def run(self) -> None:
+        os.write(self._up[1], b"u")
+        for end in self._up:
+            os.close(end)
+        super().run()
+
+
+class _Forks(multiprocessing.context.ForkContext):
+    Process = _Worker
+
+
+def context() -> multiprocessing.context.BaseContext | None:
+    """What data workers are started with: None for torch's own choice, where that does not fork."""
+    return _Forks() if multiprocessing.get_start_method() == "fork" else None
 
 
 def begin(kept: int) -> None:

@@ -328,6 +328,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = Da
         samples,
         batch_sampler=batches,
         num_workers=workers,
+        multiprocessing_context=data_workers.context() if workers else None,
         collate_fn=handover,
         worker_init_fn=partial(_begin_worker, handover),
         pin_memory=torch.cuda.is_available(),

@@ -43,6 +43,13 @@ KILLED = """
     print("ready", flush=True)
     time.sleep(3600)
 """
+HUNG = """
+    from common import data_workers
+    data_workers._UP_S, forks = 1.0, []
+    hang = lambda: len(forks) == 1 and time.sleep(3600)
+    os.register_at_fork(before=lambda: forks.append("one"), after_in_child=hang)
+    print([int(batch.numbers[0]) for batch in _loader(Data(""), [[0], [1]], 1)], len(forks))
+"""
 SHARED = """
     near, far = socket.socketpair()
     class Counted(Data):
@@ -116,3 +123,7 @@ def test_a_worker_keeps_no_socket_and_outlives_the_thread_that_started_it(tmp_pa
 
 def test_a_process_that_is_replaced_leaves_no_worker_to_its_successor(tmp_path):
     assert printed(tmp_path, REPLACED) == "[]"
+
+
+def test_a_worker_that_hangs_in_its_fork_is_replaced(tmp_path):
+    assert printed(tmp_path, HUNG) == "[0, 1] 2"
