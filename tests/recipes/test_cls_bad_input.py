@@ -241,7 +241,7 @@ IN_DATA = {  # DATA stands for the folder above
     ),
     "one class": Bad(["--data", "DATA/one class"], "DATA/one class: only the class folder cat/; .*two classes or more"),
     "no classes": Bad(
-        ["--data", "DATA/no classes"], "DATA/no classes: no class folders; images belong in a folder a .*"
+        ["--data", "DATA/no classes"], "DATA/no classes: no class folders; images belong in one subfolder per .*"
     ),
     "empty folder": Bad(
         ["--data", "DATA/nothing"], "DATA/nothing: no class folders; images belong in one subfolder per class.*"
@@ -263,7 +263,7 @@ IN_DATA = {  # DATA stands for the folder above
         ["--data", "DATA/notes.txt"], "--data DATA/notes.txt: a file of a kind that is not known; expected .*"
     ),
     "tar shards": Bad(
-        ["--data", "DATA/train-{0000..0009}.tar"], ".*shards, .* are not supported yet; extract to a folder.*"
+        ["--data", "DATA/train-{0000..0009}.tar"], ".*shards, .* are not supported yet; extract to an image folder.*"
     ),
     "folder of tar shards": Bad(["--data", "DATA/shards"], "DATA/shards: tar/WebDataset shards, .*convert to parquet"),
     "streaming": Bad(["--data", "streaming:imagenet-1k"], "--data streaming:imagenet-1k: .* are not supported yet; .*"),
