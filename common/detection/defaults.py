@@ -20,7 +20,7 @@ _OF_WEIGHTS = ("model", "levels", "width")  # what a detector must have in commo
 def suited(config) -> dict:
     """What `common.defaults.suited` says, without what the detector's family, or weights that are given, decide."""
     others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
-    others |= {*_OF_WEIGHTS} if config.init or config.eval_only else set()
+    others |= {*_OF_WEIGHTS} if config.init else set()
     return {name: value for name, value in defaults.suited(config).items() if name not in others}
 
 

@@ -61,6 +61,7 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
         (tmp_path / folder / "mine.py").write_text("import loss\nfrom common import plan\n")
         (tmp_path / folder / "loss.py").write_text(loss)
         monkeypatch.setattr("sys.argv", [str(tmp_path / folder / "mine.py")])
+        monkeypatch.setattr("__main__.__file__", str(tmp_path / folder / "mine.py"), raising=False)  # no notebook
         return facts(Config(lr))
 
     before = of("here", "a = 1", 0.1)

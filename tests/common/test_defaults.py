@@ -66,18 +66,16 @@ def test_own_data_get_what_suits_photographs_where_nothing_is_given(recipe, word
     assert chosen(recipe, "--data", "~/flowers", *words.split()) == expected
 
 
-def test_a_folder_brings_its_own_size_to_train_and_to_evaluate(tmp_path) -> None:
+def test_a_folder_brings_its_own_size(tmp_path) -> None:
     file = tmp_path / "config.json"
-    for field in ("model", "eval_only"):
-        config = CONFIGS["cls"](data="x", **{field: str(tmp_path)})
-        file.write_text(json.dumps({"pretrained_cfg": {"input_size": [3, 64, 64], "crop_pct": 0.9}}))
+    config = CONFIGS["cls"](data="x", model=str(tmp_path))
+    file.write_text(json.dumps({"pretrained_cfg": {"input_size": [3, 64, 64], "crop_pct": 0.9}}))
+    found = defaults.suited(config)
+    assert (found["image_size"], found["crop_pct"]) == (64, 0.9)
+    for odd in ({}, {"pretrained_cfg": {"input_size": [3, 64, 32]}}, {"pretrained_cfg": {"input_size": 3}}, []):
+        file.write_text(json.dumps(odd))
         found = defaults.suited(config)
-        assert (found["image_size"], found["crop_pct"]) == (64, 0.9)
-        for odd in ({}, {"pretrained_cfg": {"input_size": [3, 64, 32]}}, {"pretrained_cfg": {"input_size": 3}}, []):
-            file.write_text(json.dumps(odd))
-            found = defaults.suited(config)
-            assert (found["image_size"], found["crop_pct"]) == (0, 0.0), odd
-    assert not {"model", "levels", "width"} & detection.suited(CONFIGS["det"](data="x", eval_only="y")).keys()
+        assert (found["image_size"], found["crop_pct"]) == (0, 0.0), odd
 
 
 def test_a_preset_is_given_and_a_saved_configuration_stays_as_it_is(tmp_path) -> None:

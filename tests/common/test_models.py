@@ -191,7 +191,7 @@ def test_the_head_has_the_classes_and_options_arrive() -> None:
         ("resnett50", r"not a model of timm .*did you mean resnet50, "),
         ("RESNET50", r"not a model of timm .*did you mean resnet50, "),
         ("vit_small_patch16", r"not a model of timm .*did you mean .*vit_small_patch16_224"),
-        ("qqqq", r"not a model of timm [0-9.]+$"),
+        ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
         ("/no/such/folder", r"not a model of timm"),
         ("resnet50.nonsense", r"can't be made: Invalid pretrained tag \(nonsense\) for resnet50"),
         ("hf-hub:nobody/nothing", r"can't be made: "),

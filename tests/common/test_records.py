@@ -25,7 +25,7 @@ def records(tmp_path: Path):
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
         state, stream = SimpleNamespace(scaler=None), SimpleNamespace(epoch=lambda step: step / 10)
-        records.begin(state, stream, lambda step: 0.1, {"data": "a"})
+        records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
         records.share()
         records.journal.open(Dashboard(), 0, 30)
         return records

@@ -31,6 +31,7 @@ def begin(folder: Path, monkeypatch, **files: str) -> source.Source:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(sys, "argv", [str(folder / "hard.py"), "--seed", "1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "hard.py"), raising=False)  # no notebook
     return source.read()
 
 

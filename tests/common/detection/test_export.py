@@ -269,7 +269,7 @@ def test_what_begins_is_of_the_same_architecture(best) -> None:
 )
 def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
     source = models.build_classifier(backbone, 3, image_size=128)
-    models.export(source, Three.classes, models.data_config(source, 128), {}, tmp_path / "timm")
+    models.export(source, Three.classes, models.data_config(source, 128), False, {}, tmp_path / "timm")
     built = build_detector(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64)
     taken, everything = map(
         int, re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with).groups()

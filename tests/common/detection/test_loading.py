@@ -204,7 +204,7 @@ def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
         optimizer.zero_grad()
         losses.sum().backward()
         optimizer.step()
-        history.append([losses.sum().item(), parts["masks"].sum().item()])
+        history.append([losses.sum().item(), parts["mask"].sum().item()])
     first, last = np.mean(history[:3], 0), np.mean(history[-3:], 0)
     assert (last < 0.8 * first).all()
     model, images = model.double(), batch.images.double() / 128 - 1
