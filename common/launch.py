@@ -68,6 +68,8 @@ def start(config: RunConfig | None = None) -> Accelerator:
     """
     # torch 2.14 proposes a successor that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    # Of 1 x 1 convolutions, whose strides have no one form.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
     if wants_cpu(os.environ) or accelerators == 0:

@@ -102,7 +102,8 @@ def read_pieces(
         else:
             sides = sides or hold_out(read(piece.name, None))
             source = sides[piece.side == HELD_OUT]
-            origin = f"{100 * (val_share if piece.side == HELD_OUT else 1 - val_share):.3g} % {piece.side} of {origin}"
+            share, side = (val_share, " held out") if piece.side == HELD_OUT else (1 - val_share, "")
+            origin = f"{100 * share:.3g} %{side} of {origin}"
         if sources and others:
             origin += "".join(f"; {labels[name]}: for --split {kind_of(name)}" for name in others)
         sources.append(replace(source, origin=origin))

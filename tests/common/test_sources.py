@@ -139,7 +139,7 @@ def test_without_a_part_to_validate_on_a_share_is_held_out_and_test_never_choose
     pets(tmp_path / "Test", cats=2, dogs=2)
     for trained, evaluated in (alone, read(tmp_path)):
         assert (len(trained), len(evaluated)) == (15, 5)
-        assert (trained.origin, evaluated.origin[:23]) == ("75 % kept of train/", "25 % held out of train/")
+        assert (trained.origin, evaluated.origin[:23]) == ("75 % of train/", "25 % held out of train/")
     assert evaluated.origin[23:] == "; Test/: for --split test"
     trained, evaluated = read(tmp_path, split="test", val_share=7)  # not asked for, so not judged
     assert (len(trained), len(evaluated)) == (20, 4)

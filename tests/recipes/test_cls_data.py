@@ -229,7 +229,7 @@ def test_a_test_part_is_evaluated_only_if_asked_for(runs):
     said = runs[2]["held out"].stdout
     assert set(runs[2]["held out"].column("eval/count")) == {6}
     assert "evaluated       20 % held out of Train/; TEST/: for --split test\n" in said
-    assert "trained on      80 % kept of Train/\n" in said
+    assert "trained on      80 % of Train/\n" in said
     assert "evaluated       TEST/\n" in runs[2]["on test"].stdout
 
 
