@@ -7,9 +7,11 @@ a gloo group, so that no call waits for a device unless it is given a device ten
 Gloo does not check who sends, so nothing that arrives is unpickled: objects travel as JSON, arrays as safetensors.
 """
 
+import gc
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from safetensors.numpy import load, save
 from common.errors import Refused
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+_LAST_WORK_S = 0.1  # in which a thread gets its turn
 NAMED_FAILURES = 3  # a thousand ranks fail for one reason: a message names this many of them
 
 _cache: dict[Hashable, Any] = {}
@@ -176,6 +179,21 @@ def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
     if is_distributed():
         dist.all_reduce(total, group=host_group())
     return total.to(counts.device)
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, so that Python can end; nothing without one.
+
+    A thread of gloo may still hold tensors of the last collective. It drops them under the interpreter's lock, and would abort
+    the process if Python were ending then; so it is given the time to.
+    """
+    global _cache_group
+    if is_distributed():
+        _cache.clear()
+        _cache_group = None
+        dist.destroy_process_group()
+        gc.collect()  # with the last reference to a group its threads end
+        time.sleep(_LAST_WORK_S)  # where somebody still has one
 
 
 def host_group() -> dist.ProcessGroup | None:

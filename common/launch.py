@@ -23,7 +23,7 @@ from torch.distributed import Store, rendezvous
 
 from common import heartbeat
 from common.agreement import agree, facts
-from common.collectives import gather_objects, is_lost_peer
+from common.collectives import gather_objects, is_lost_peer, leave_process_group
 from common.compression import data_parallel
 from common.config import RunConfig
 from common.environment import cores
@@ -132,8 +132,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     finally:
         heartbeat.end()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def say(text: str) -> None:

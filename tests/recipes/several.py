@@ -25,10 +25,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from common import pictures
-from common.collectives import gather_objects
+from common.collectives import gather_objects, leave_process_group
 from common.errors import Refused
 from common.last_word import LAST_WORD
 
@@ -80,8 +78,7 @@ def main(recipe: Path, cases: Path, *options: str) -> None:
             cases.with_name("OUTCOMES.json").write_text(json.dumps(outcomes, indent=2))
         if outcome == "failed":
             sys.exit(f"{' '.join(sys.argv)}\n{text}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":
