@@ -23,7 +23,7 @@ def begin(config) -> Origin:
 def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> tuple:
     """The data to evaluate on, the names of the model's classes, and which of these those of the data are.
 
-    `build_data(config, load)` is the recipe's, `load_part` that of its sources. Which part of the data it is, is said.
+    `build_data(config, load)` is the recipe's, `load_part` that of its sources. Logs which part of the data is evaluated.
     Raises `Refused` for classes that the model does not know.
     """
 

@@ -74,7 +74,7 @@ def check_regular(path: str | PathLike) -> None:
 
 
 def sizes_of(paths: Iterable[str]) -> list[int]:
-    """Size of each file in bytes, -1 where there is none; several are asked for at once, since a server answers late."""
+    """Size of each file in bytes, -1 for a missing one. Several files are looked up at once, since file servers are slow."""
 
     def size(path: str) -> int:
         try:

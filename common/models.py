@@ -183,7 +183,7 @@ def _check_folder(name: str) -> None:
         raise Refused(
             f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
         )
-    with contextlib.suppress(OSError, ValueError):  # which is said where it is read to make the model
+    with contextlib.suppress(OSError, ValueError):  # building the model refuses it
         content = json.loads(read_text(file, SMALL))
         if "module" in content:
             raise Refused(

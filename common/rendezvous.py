@@ -217,7 +217,7 @@ class Machines(RendezvousHandler):
         return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
 
     def _logs(self, record: logging.LogRecord) -> bool:
-        """Whether torch may log this about its processes: not that it ends them, and how one failed is said in words."""
+        """Whether torch may log `record`: not that it ends processes. That a process failed is logged here, in our words."""
         if not str(record.msg).startswith("failed (exitcode") or len(record.args) != 4:
             return not str(record.msg).startswith("Sending process")
         code, local_rank, process, _ = record.args

@@ -166,7 +166,7 @@ class _Folder(NamedTuple):
 
 
 def read_folder(path: str, wanted: _Wanted, is_own_process: bool = False) -> tuple[AnnotatedFiles, ...] | None:
-    """The parts of the folder at `path`, as the index of an earlier start has them or read anew; None for other folders.
+    """The parts of the folder at `path`, from the index of an earlier start or read again; None for other kinds of folders.
 
     Large annotations are read in a process of its own, unless this is it. Raises `Refused`.
     """
