@@ -107,9 +107,9 @@ class ClassificationCounts:
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
 
     def reduce(self) -> "ClassificationCounts":
-        """The counts of all ranks, on every rank; a collective. This object keeps its own rank's."""
+        """The counts of all ranks, on every rank and on the CPU; a collective. This object keeps its own rank's."""
         total = copy.copy(self)
-        summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]))
+        summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]).cpu())
         parts = summed.split([count.numel() for count in self._counts.values()])
         total._counts = {name: part.view_as(self._counts[name]) for name, part in zip(self._counts, parts, strict=True)}
         total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)

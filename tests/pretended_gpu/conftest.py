@@ -1,0 +1,42 @@
+"""How do tests run a recipe on GPUs that are pretended?"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, Launcher, Started
+from tests.pretended_gpu.build import build
+
+
+class Gpus:
+    """Starts scripts on machines with pretended GPUs."""
+
+    def __init__(self, launch: Launcher, environment: dict[str, str]):
+        self.launch, self.environment = launch, environment
+
+    def start(
+        self, config: str, script: str | Path, *words: object, devices: int = 1, gib: object = 16, env=None, **options
+    ) -> Started:
+        """`accelerate launch` of `script` on `devices` GPUs of `gib` GiB each ("16,0.35": the first, and all others)."""
+        flags = [*options.pop("flags", ()), *(("--num_processes", devices) if devices > 1 else ())]
+        env = self.environment | {"PRETENDED_GPUS": str(devices), "PRETENDED_GIB": str(gib)} | (env or {})
+        run = ROOT / "tests" / "pretended_gpu" / "run.py"
+        return self.launch.start(config, run, script, *words, flags=flags, env=env, **options)
+
+    def __call__(self, *arguments: object, timeout: float = 300, **options) -> str:
+        """`start`, wait for the end, which must be a good one; returns what was printed."""
+        done = self.start(*arguments, **options).finish(timeout)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert "no kernel" not in done.stderr, done.stderr
+        assert "could not be drawn" not in done.stdout, done.stdout
+        return done.stdout
+
+
+@pytest.fixture(scope="session")
+def gpus(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Gpus:
+    """`gpus("multi_gpu", "recipes/cls.py", *words, devices=2)`: a run on pretended GPUs that ends well."""
+    if not torch.version.cuda or torch.cuda.is_available() or not shutil.which("gcc"):
+        pytest.skip("needs a CUDA build of torch, gcc and no GPU")
+    return Gpus(launch, build(tmp_path_factory.mktemp("gpu")))

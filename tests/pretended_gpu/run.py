@@ -1,0 +1,16 @@
+"""accelerate launch ... tests/pretended_gpu/run.py SCRIPT words: the script as it is, with kernels that the CPU computes."""
+
+import runpy
+import sys
+
+from tests.pretended_gpu import kernels
+
+sys.argv = sys.argv[1:]
+kernels.setup()
+computing = kernels.Kernels()
+with computing:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        for what, often in computing.failed.items():
+            print(f"no kernel for {what}, {often} times", file=sys.stderr)
