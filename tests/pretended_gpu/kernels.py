@@ -1,224 +1,406 @@
 """Kernels for the GPU that the runtime pretends: whatever torch launches on it, the CPU computes in its memory.
 
-torch itself does all else: dispatch, device checks, allocation, streams, autograd, DDP. `with Kernels():` around the program.
+`with Kernels():` around a program. torch itself does all the rest, as on a GPU: dispatch, shapes, allocation, streams,
+autograd, DDP. Each operator on a CUDA tensor first runs as it is, which launches kernels that do nothing, and allocates what
+it returns; then the CPU computes the same operator on the same memory, and what it returns is copied there. An operator that
+the CPU has no kernel for stands in `INSTEAD`; one that is missing there too raises, as does a difference in shape.
 """
 
 import ctypes
 import os
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torchvision  # noqa: F401 (registers its operators)
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-library = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
-seen_waits = Counter()
-HOLD = []
+runtime = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
 
-
-def host(t):
-    """The memory of a CUDA tensor, as a CPU tensor."""
-    s = t.untyped_storage()
-    if s.nbytes() == 0 or s.data_ptr() == 0:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
-    raw = (ctypes.c_char * s.nbytes()).from_address(s.data_ptr())
-    flat = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
-    out = torch.empty(0, dtype=t.dtype)
-    out.set_(flat, t.storage_offset(), t.shape, t.stride())
-    return out.conj() if t.is_conj() else out
-
-
-def is_cuda(x):
-    return isinstance(x, torch.Tensor) and x.is_cuda
-
-
-def wait():
-    torch._C._cuda_synchronize if False else torch.cuda.current_stream().synchronize()
-
-
-# what the host has to wait for to know a shape, or what reads numbers inside
-DYNAMIC = {
-    "nonzero",
-    "masked_select",
-    "unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "nms",
-    "repeat_interleave",
-    "bincount",
-    "nonzero_static",
-}
-NOTHING = {
+# Of these torch needs no kernel, or just reads memory that is already right.
+NO_KERNEL = {
+    "_fused_sdp_choice",
+    "_has_compatible_shallow_copy_type",
+    "_local_scalar_dense",
+    "_pin_memory",
     "empty",
-    "empty_strided",
     "empty_like",
+    "empty_strided",
+    "is_pinned",
+    "is_same_size",
     "new_empty",
     "new_empty_strided",
-    "_local_scalar_dense",
     "record_stream",
-    "pin_memory",
-    "_pin_memory",
-    "is_pinned",
-    "resize_",
-    "set_",
-    "detach",
-    "alias",
-    "lift_fresh",
-    "_to_copy_dummy",
-    "is_same_size",
-    "_has_compatible_shallow_copy_type",
-    "_scaled_dot_product_fused",
-    "equal_dummy",
 }
-READS = {"equal", "is_nonzero", "item", "allclose", "_local_scalar_dense"}
+HALF = (torch.float16, torch.bfloat16)
 
 
-def is_view(func):
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+def is_cuda(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, FakeTensor)
 
 
-def widened(x):
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+def host(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a CUDA tensor, as a CPU tensor."""
+    storage = x.untyped_storage()
+    if x.is_conj() or x.is_neg():
+        raise NotImplementedError("no kernel for tensors that are conjugated or negated by a flag")
+    if storage.nbytes() == 0:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    same = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=x.dtype).set_(same, x.storage_offset(), x.shape, x.stride())
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same numbers on a device, by no copy that the runtime hears of."""
+    result = torch.empty_like(x, device=device)
+    host(result).copy_(x)
+    return result
+
+
+def widened(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x
+
+
+def is_mask(index: object) -> bool:
+    return is_cuda(index) and index.dtype in (torch.bool, torch.uint8)
 
 
 class Kernels(TorchDispatchMode):
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
+    """While this is on, the CPU computes what torch launches on CUDA devices. `count` says how often, by operator."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.count, self.failed = Counter(), Counter()
+        self.count = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would compile nothing
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        leaves = tree.tree_leaves((args, kwargs))
+        device = cuda_device(args, kwargs)
+        if device is None or func.namespace == "c10d" or is_without_kernel(func):
+            return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        factory = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
-        if not factory and not any(is_cuda(x) for x in leaves):
-            return func(*args, **kwargs)
-        if name in NOTHING or is_view(func):
-            return func(*args, **kwargs)
         self.count[name] += 1
-        if func.namespace == "c10d":
-            return func(*args, **kwargs)
-        if name in READS and name == "equal":
-            wait()
-            return self.compute(func, args, kwargs)
-        boolean = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        if boolean:
-            wait()
-            args = list(args)
-            indices = []
-            for i in args[1]:
-                if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8):
-                    places = (host(i) if i.is_cuda else i).nonzero().unbind(1)
-                    indices += [p.clone().to(args[0].device) for p in places]
-                else:
-                    indices.append(i)
-            args[1] = indices
-        if name in DYNAMIC and func is not aten.repeat_interleave.self_int:
-            wait()
-            device = next(x.device for x in leaves if is_cuda(x))
-            result = self.compute(func, args, kwargs)
-            return tree.tree_map(lambda x: self.sent(x, device) if isinstance(x, torch.Tensor) else x, result)
-        if name.startswith("cudnn_batch_norm"):
-            return self.cudnn(name, func, args, kwargs)
-        real = func(*args, **kwargs)
-        self.finish(func, args, kwargs, real)
-        return real
-
-    def sent(self, x, device):
-        out = torch.empty(x.shape, dtype=x.dtype, device=device)
-        host(out).copy_(x)
-        return out
-
-    def compute(self, func, args, kwargs, widen=False):
-        def over(x):
-            if is_cuda(x):
-                x = host(x)
-            elif isinstance(x, torch.device) and x.type == "cuda":
-                return torch.device("cpu")
-            elif isinstance(x, torch.Generator):
-                return None
-            return widened(x) if widen else x
-
-        args, kwargs = tree.tree_map(over, (tuple(args), kwargs))
-        if "pin_memory" in kwargs:
-            kwargs = kwargs | {"pin_memory": False}
-        return func(*args, **kwargs)
-
-    def finish(self, func, args, kwargs, real):
-        mutates = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            args = self.without_masks(*args)
+        elif has_unknown_shape(func, kwargs):
+            # The host waits for the device, which knows the shape (or the answer) once it has computed.
+            torch.cuda.current_stream(device).synchronize()
+            result = compute(func, args, kwargs)
+            return tree.tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result)
+        seed = drawn_from(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
+        runtime.pretended_compute(1)
         try:
-            result = self.compute(func, args, kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if mutates:
-                self.failed[f"{func}: {str(error)[:100]}"] += 1
-                return
-            try:
-                result = self.compute(func, args, kwargs, widen=True)
-            except (RuntimeError, NotImplementedError) as error:
-                self.failed[f"{func}: {str(error)[:100]}"] += 1
-                return
-        if mutates and func._schema.name.endswith("_") or real is None:
-            return
-        for mine, theirs in zip(tree.tree_leaves(real), tree.tree_leaves(result), strict=False):
-            if is_cuda(mine) and isinstance(theirs, torch.Tensor):
-                if mine.shape != theirs.shape:
-                    if mine.numel() and theirs.numel():
-                        self.failed[f"{func}: shapes {tuple(mine.shape)} {tuple(theirs.shape)}"] += 1
-                    continue
-                host(mine).copy_(theirs)
-            elif (
-                isinstance(mine, torch.Tensor)
-                and isinstance(theirs, torch.Tensor)
-                and mine.shape == theirs.shape
-                and mine is not theirs
-            ):
-                if mine.device.type == "cpu" and mine.data_ptr() != theirs.data_ptr():
-                    mine.copy_(theirs)
+            results = func(*args, **kwargs)
+        finally:
+            runtime.pretended_compute(0)
+        fill(func, results, compute(func, args, kwargs, seed))
+        return results
 
-    def cudnn(self, name, func, args, kwargs):
-        real = func(*args, **kwargs)
-        if name == "cudnn_batch_norm":
-            x, weight, bias, mean, var, training, momentum, eps = args
-            h = [None if a is None else host(a) for a in (weight, bias, mean, var)]
-            y, m, i = aten.native_batch_norm(widened(host(x)), *h, training, momentum, eps)
-            for mine, theirs in zip(real[:3], (y, m, i)):
-                if mine.shape == theirs.shape:
-                    host(mine).copy_(theirs)
-        elif name == "cudnn_batch_norm_backward":
-            x, g, weight, mean, var, m, i, eps, *_ = args
-            gx, gw, gb = aten.native_batch_norm_backward(
-                widened(host(g)),
-                widened(host(x)),
-                host(weight),
-                None if mean is None else host(mean),
-                None if var is None else host(var),
-                host(m),
-                host(i),
-                True,
-                eps,
-                [True, True, True],
-            )
-            for mine, theirs in zip(real[:3], (gx, gw, gb)):
-                host(mine).copy_(theirs)
-        else:
-            self.failed[str(func)] += 1
-        return real
+    def without_masks(self, x, indices, *rest):
+        """What CUDA does with masks among indices: wait until it is known how many places they have."""
+        if rest and not any(rest[1:]) and is_one_number(rest[0]) and sum(map(is_tensor, indices)) == 1:
+            return x, indices, *rest  # filled under the mask
+        result = []
+        for index in indices:
+            if is_mask(index):
+                torch.cuda.current_stream(index.device).synchronize()
+                result += [sent(places, index.device) for places in host(index).nonzero().unbind(1)]
+            else:
+                result.append(index)
+        return x, result, *rest
 
 
+def is_tensor(x: object) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def is_one_number(x: torch.Tensor) -> bool:
+    return x.numel() == 1 and not x.is_cuda
+
+
+def cuda_device(args: tuple, kwargs: dict) -> torch.device | None:
+    """The device on which an operator computes; None for the CPU."""
+    for x in tree.tree_leaves((args, kwargs)):
+        if is_cuda(x):
+            return x.device
+        if isinstance(x, torch.device) and x.type == "cuda":
+            return x
+    return None
+
+
+def is_without_kernel(func) -> bool:
+    returns = func._schema.returns
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return is_view or torch.Tag.inplace_view in func.tags or func._schema.name.split("::")[1] in NO_KERNEL
+
+
+def has_unknown_shape(func, kwargs: dict) -> bool:
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    unknown = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    return unknown or func is torch.ops.torchvision.nms.default
+
+
+def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
+    """A seed for an operator that draws: of the state in which it finds the device's generator, which it moves on itself."""
+    given = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+    generator = given[0] if given else torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return hash((generator.initial_seed(), generator.get_offset())) & 0x7FFFFFFFFFFFFFFF
+
+
+def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
+    """What `func` returns on the CPU, which writes into the memory of CUDA tensors where `func` writes into its arguments."""
+    memory = tree.tree_map(lambda x: host(x) if is_cuda(x) else on_cpu(x), (tuple(args), kwargs))
+    state = None if seed is None else torch.default_generator.get_state()
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        return instead(func)(*memory[0], **memory[1])
+    except (RuntimeError, NotImplementedError):  # the CPU has this one in single and double precision only
+        wide = tree.tree_map(widened, memory)
+        if all(x is y for x, y in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)):
+            raise
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        result = instead(func)(*wide[0], **wide[1])
+        if func._schema.is_mutable:
+            for narrow, x in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True):
+                if x is not narrow:
+                    narrow.copy_(x)
+        return result
+    finally:
+        if state is not None:
+            torch.default_generator.set_state(state)
+
+
+def on_cpu(x: Any) -> Any:
+    if isinstance(x, torch.Generator):
+        return None  # `drawn_from` has made a seed of it
+    return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def fill(func, results: Any, computed: Any) -> None:
+    """Into the memory of what the device returned, what the CPU did; None in `computed` for what nobody reads."""
+    results, computed = ([x] if is_tensor(x) else list(x or ()) for x in (results, computed))
+    results, computed = (tree.tree_leaves(x, is_leaf=lambda x: x is None) for x in (results, computed))
+    for empty, full in zip(results, computed, strict=True):
+        if not is_tensor(empty) or full is None:
+            continue
+        if empty.shape != full.shape:
+            raise RuntimeError(f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the CPU")
+        memory = host(empty) if empty.is_cuda else empty
+        if memory.data_ptr() != full.data_ptr():
+            memory.copy_(full)
+
+
+# ---- Operators that the CPU has no kernel for, by name: what it computes instead
+
+
+INSTEAD: dict[str, Callable] = {}
+
+
+def instead(func) -> Callable:
+    own = INSTEAD.get(func._schema.name.split("::")[1])
+    if own is None:
+        return func
+    return own
+
+
+def kernel(function: Callable) -> Callable:
+    INSTEAD[function.__name__] = function
+    return function
+
+
+def per_channel(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[C] -> [1, C, 1 ...], to go with `like` [N, C, ...]."""
+    return x.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def over_samples(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+@kernel
+def native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
+    y, *saved = aten.native_batch_norm(widened(x), weight, bias, mean, variance, training, momentum, eps)
+    return y, *(saved if training else (None, None))
+
+
+@kernel
+def native_batch_norm_backward(gradient, x, *rest):
+    return aten.native_batch_norm_backward(widened(gradient), widened(x), *rest)
+
+
+@kernel
+def cudnn_batch_norm(*arguments):
+    return *native_batch_norm(*arguments), None
+
+
+@kernel
+def cudnn_batch_norm_backward(x, gradient, weight, mean, variance, saved_mean, saved_deviation, eps, reserve):
+    saved = mean, variance, saved_mean, saved_deviation
+    return native_batch_norm_backward(gradient, x, weight, *saved, True, eps, [True] * 3)
+
+
+@kernel
+def batch_norm_stats(x, eps):
+    variance, mean = torch.var_mean(widened(x), over_samples(x), correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+@kernel
+def batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps):
+    y = (widened(x) - per_channel(mean, x)) * per_channel(inverse_deviation, x)
+    y = y if weight is None else y * per_channel(weight, x)
+    return y if bias is None else y + per_channel(bias, x)
+
+
+@kernel
+def batch_norm_gather_stats_with_counts(x, means, inverse_deviations, running_mean, running_var, momentum, eps, counts):
+    counts = counts.to(means.dtype)[:, None]  # [ranks, 1]; the others are [ranks, C]
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    variances = inverse_deviations.pow(-2) - eps
+    squares = ((variances + (means - mean).square()) * counts).sum(0)
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        running_var.lerp_((squares / (count - 1)).to(running_var.dtype), momentum)
+    return mean, (squares / count + eps).rsqrt()
+
+
+@kernel
+def batch_norm_gather_stats(x, means, inverse_deviations, running_mean, running_var, momentum, eps, count):
+    counts = torch.full((len(means),), count, dtype=means.dtype)
+    return batch_norm_gather_stats_with_counts(
+        x, means, inverse_deviations, running_mean, running_var, momentum, eps, counts
+    )
+
+
+@kernel
+def batch_norm_backward_reduce(gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias):
+    gradient, centred = widened(gradient), widened(x) - per_channel(mean, x)
+    total, slope = gradient.sum(over_samples(x)), (gradient * centred).sum(over_samples(x))
+    own = slope * inverse_deviation if of_weight else None
+    return total if of_input else None, slope if of_input else None, own, total if of_bias else None
+
+
+@kernel
+def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, total, slope, counts):
+    count = counts.sum()
+    centred = widened(x) - per_channel(mean, x)
+    slope = per_channel(slope / count * inverse_deviation.square(), x)
+    scale = inverse_deviation if weight is None else inverse_deviation * weight
+    return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(scale, x)
+
+
+@kernel
+def _softmax(x, dim, half_to_float):
+    return aten._softmax(x.float() if half_to_float else x, dim, False)
+
+
+@kernel
+def _log_softmax(x, dim, half_to_float):
+    return aten._log_softmax(x.float() if half_to_float else x, dim, False)
+
+
+@kernel
+def _softmax_backward_data(gradient, output, dim, input_dtype):
+    return aten._softmax_backward_data(gradient, output, dim, gradient.dtype)
+
+
+@kernel
+def _log_softmax_backward_data(gradient, output, dim, input_dtype):
+    return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype)
+
+
+def attention(query, key, bias, is_causal, scale):
+    """Probabilities [B, H, queries, keys], their log-sum-exp [B, H, queries], and the scale."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    scores = scores if bias is None else scores + bias
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+    return scores.softmax(-1), scores.logsumexp(-1), scale
+
+
+def refuse_dropout(dropout):
+    if dropout:
+        raise NotImplementedError("no kernel for dropout inside of attention")
+
+
+def attention_backward(gradient, query, key, value, bias, is_causal, scale):
+    gradient, query, key, value, bias = map(widened, (gradient, query, key, value, bias))
+    p, _, scale = attention(query, key, bias, is_causal, scale)
+    of_p = gradient @ value.transpose(-2, -1)
+    of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True))
+    of_query, of_key = of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale
+    return of_query, of_key, p.transpose(-2, -1) @ gradient, of_scores
+
+
+@kernel
+def _scaled_dot_product_flash_attention(
+    query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    refuse_dropout(dropout)
+    p, sums, _ = attention(widened(query), widened(key), None, is_causal, scale)
+    return p @ widened(value), sums, *[None] * 7
+
+
+@kernel
+def _scaled_dot_product_flash_attention_backward(
+    gradient, query, key, value, out, sums, _, __, most_queries, most_keys, dropout, is_causal, *seeds, scale=None
+):
+    return attention_backward(gradient, query, key, value, None, is_causal, scale)[:3]
+
+
+@kernel
+def _scaled_dot_product_efficient_attention(
+    query, key, value, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None
+):
+    refuse_dropout(dropout)
+    p, _, _ = attention(*map(widened, (query, key, bias)), is_causal, scale)
+    return (
+        p @ widened(value),
+        None,
+        None,
+        None,
+    )  # of the sums there are more than queries; the backward pass has its own
+
+
+@kernel
+def _scaled_dot_product_efficient_attention_backward(
+    gradient, query, key, value, bias, out, sums, seed, offset, dropout, needed, is_causal=False, *, scale=None
+):
+    *of_inputs, of_scores = attention_backward(gradient, query, key, value, bias, is_causal, scale)
+    of_bias = of_scores.sum_to_size(bias.shape) if bias is not None and needed[3] else None
+    return *of_inputs, of_bias
+
+
+@kernel
+def decode_jpegs_cuda(encoded, mode, device):
+    """By libjpeg, where a GPU has nvJPEG: the two differ by a few levels in smooth colours."""
+    return [torch.ops.image.decode_jpeg(data, mode, False) for data in encoded]
+
+
+# ---- Where the host waits
+
+seen_waits = Counter()
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_listening = []  # the runtime calls it as long as it lives
 
 
-def listen(also=lambda what, where: None):
-    """Count from which line of the program the host waits."""
+def listen(also: Callable[[str, str], None] = lambda what, where: None) -> None:
+    """Count in `seen_waits` from which line of the program the host waits; `also` is called each time."""
 
     def heard(what):
         frames = [f for f in traceback.extract_stack() if "/common/" in f.filename or "/recipes/" in f.filename]
@@ -226,12 +408,10 @@ def listen(also=lambda what, where: None):
         seen_waits[(what.decode().split()[0], where)] += 1
         also(what.decode(), where)
 
-    callback = LISTENER(heard)
-    HOLD.append(callback)
-    library.pretended_listen(callback)
+    _listening.append(LISTENER(heard))
+    runtime.pretended_listen(_listening[-1])
 
 
-def setup():
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+def setup() -> None:
+    """What the runtime can't pretend: cuDNN's graphs, of which its attention is made."""
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -7,10 +7,5 @@ from tests.pretended_gpu import kernels
 
 sys.argv = sys.argv[1:]
 kernels.setup()
-computing = kernels.Kernels()
-with computing:
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        for what, often in computing.failed.items():
-            print(f"no kernel for {what}, {often} times", file=sys.stderr)
+with kernels.Kernels():
+    runpy.run_path(sys.argv[0], run_name="__main__")
