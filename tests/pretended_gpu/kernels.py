@@ -3,12 +3,15 @@
 torch itself does all else: dispatch, device checks, allocation, streams, autograd, DDP. `with Kernels():` around the program.
 """
 
+import contextlib
+import copy
 import ctypes
 import os
 import traceback
 from collections import Counter
 
 import torch
+from torch._functorch import config as functorch
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +35,32 @@ def host(t):
 
 def is_cuda(x):
     return isinstance(x, torch.Tensor) and x.is_cuda
+
+
+class NoKernel(Exception):
+    """The CPU can't compute an operator of the GPU: nothing may go on with numbers that were never written."""
+
+
+@contextlib.contextmanager
+def announced():
+    """Around an operator that is computed here: the kernels that it launches on this thread needn't do anything."""
+    library.pretended_announce(1)
+    try:
+        yield
+    finally:
+        library.pretended_announce(-1)
+
+
+def poison(tensor):
+    """Fills memory that is not written yet with NaN, as a block that is used again has what was there before."""
+    storage = tensor.untyped_storage()
+    if storage.device.type == "cuda" and storage.nbytes():
+        ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+
+
+def unknown():
+    """How many kernels and functions of the runtime were asked for that nobody computes."""
+    return ctypes.c_ulong.in_dll(library, "pretended_unknown").value
 
 
 def wait():
@@ -91,7 +120,7 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count, self.failed = Counter(), Counter()
+        self.count = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -101,10 +130,14 @@ class Kernels(TorchDispatchMode):
         if not factory and not any(is_cuda(x) for x in leaves):
             return func(*args, **kwargs)
         if name in NOTHING or is_view(func):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if "empty" in name:
+                poison(result)
+            return result
         self.count[name] += 1
         if func.namespace == "c10d":
-            return func(*args, **kwargs)
+            with self:  # which also sees the copies that a collective makes
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if name in READS and name == "equal":
             wait()
             return self.compute(func, args, kwargs)
@@ -129,7 +162,8 @@ class Kernels(TorchDispatchMode):
             return tree.tree_map(lambda x: self.sent(x, device) if isinstance(x, torch.Tensor) else x, result)
         if name.startswith("cudnn_batch_norm"):
             return self.cudnn(name, func, args, kwargs)
-        real = func(*args, **kwargs)
+        with announced():
+            real = func(*args, **kwargs)
         self.finish(func, args, kwargs, real)
         return real
 
@@ -159,20 +193,18 @@ class Kernels(TorchDispatchMode):
             result = self.compute(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if mutates:
-                self.failed[f"{func}: {str(error)[:100]}"] += 1
-                return
+                raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
             try:
                 result = self.compute(func, args, kwargs, widen=True)
             except (RuntimeError, NotImplementedError) as error:
-                self.failed[f"{func}: {str(error)[:100]}"] += 1
-                return
+                raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
         if mutates and func._schema.name.endswith("_") or real is None:
             return
         for mine, theirs in zip(tree.tree_leaves(real), tree.tree_leaves(result), strict=False):
             if is_cuda(mine) and isinstance(theirs, torch.Tensor):
                 if mine.shape != theirs.shape:
                     if mine.numel() and theirs.numel():
-                        self.failed[f"{func}: shapes {tuple(mine.shape)} {tuple(theirs.shape)}"] += 1
+                        raise NoKernel(f"no kernel for {func}: shapes {tuple(mine.shape)} {tuple(theirs.shape)}")
                     continue
                 host(mine).copy_(theirs)
             elif (
@@ -185,7 +217,8 @@ class Kernels(TorchDispatchMode):
                     mine.copy_(theirs)
 
     def cudnn(self, name, func, args, kwargs):
-        real = func(*args, **kwargs)
+        with announced():
+            real = func(*args, **kwargs)
         if name == "cudnn_batch_norm":
             x, weight, bias, mean, var, training, momentum, eps = args
             h = [None if a is None else host(a) for a in (weight, bias, mean, var)]
@@ -210,7 +243,7 @@ class Kernels(TorchDispatchMode):
             for mine, theirs in zip(real[:3], (gx, gw, gb)):
                 host(mine).copy_(theirs)
         else:
-            self.failed[str(func)] += 1
+            raise NoKernel(f"no kernel for {func}")
         return real
 
 
@@ -231,7 +264,38 @@ def listen(also=lambda what, where: None):
     library.pretended_listen(callback)
 
 
+@announced()  # Inductor tries and times kernels while it compiles
+def compiler(wrapper, model, inputs):
+    """`torch.compile`: Inductor and Triton compile for the GPU, and the operators of the same graph are what is computed."""
+    from torch._inductor import compile_fx
+
+    compile_graph = compile_fx._compile_fx_inner
+
+    @announced()
+    def compiled(graph, inputs, **options):
+        operators = copy.deepcopy(graph)  # Inductor rewrites it
+        compile_graph(graph, inputs, **options)
+
+        def call(arguments):
+            taken = list(arguments)
+            arguments.clear()  # as compiled code does, so that memory is free as early
+            return operators(*taken)
+
+        call._boxed_call = True
+        return call
+
+    if not hasattr(compile_fx, "pretended"):
+        compile_fx.pretended, compile_fx._compile_fx_inner = True, compiled
+        functorch.enable_autograd_cache = False  # it would keep Inductor's code
+    return compile_with_inductor(wrapper, model, inputs)
+
+
+compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
+
+
 def setup():
+    library.pretended_strict()
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch._TorchCompileInductorWrapper.__call__ = compiler
