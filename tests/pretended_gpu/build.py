@@ -8,6 +8,23 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|nvjpeg)")
 REAL = re.compile(r"Version|GetError|GetLastError|Property")  # need no device
+# What a function of CUDA itself or of NCCL would have had to do is missed; what these would have done is not.
+HARMLESS = re.compile(
+    r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem|ncclGroup|ncclCommAbort|ncclCommFinal"
+)
+# Functions of the libraries that compute nothing; the others are kernels.
+PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|^nvjpeg|MakePlan|^cuFile")
+
+
+def stub(name: str) -> str:
+    """A function that succeeds, or fails loudly where it would have had something to do."""
+    if re.match("cuda|cu[A-Z]|nccl", name) and not HARMLESS.search(name):
+        return f'int {name}() {{ return pretended_missing("{name}"); }}'
+    if not re.match("cuda|cu[A-Z]|nccl", name) and not PREPARES.search(name):
+        return f'int {name}() {{ return pretended_computed("{name}") ? 0 : 8; }}'
+    if "Create" in name:
+        return f"int {name}(void **p) {{ *p = calloc(1, 4096); return 0; }}"
+    return f"int {name}() {{ return 0; }}"
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -27,9 +44,9 @@ def build(folder: Path) -> dict[str, str]:
         ).stdout
         asked |= {line.split()[-1].split("@")[0] for line in lines.splitlines()}
     names = [n for n in sorted(asked) if ASKED.match(n) and not REAL.search(n) and not re.search(rf"\b{n}\s*\(", own)]
-    stub = {True: "int %s(void **p) {{ *p = calloc(1, 4096); return 0; }}", False: "int %s() {{ return 0; }}"}
     (folder / "stubs.c").write_text(
-        "#include <stdlib.h>\n" + "\n".join(stub["Create" in n].format() % n for n in names)
+        "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
+        + "\n".join(map(stub, names))
     )
     built = folder / "libcuda.so.1"
     sources = [HERE / "runtime.c", folder / "stubs.c"]

@@ -6,6 +6,8 @@ it returns; then the CPU computes the same operator on the same memory, and what
 the CPU has no kernel for stands in `INSTEAD`; one that is missing there too raises, as does a difference in shape.
 """
 
+import contextlib
+import copy
 import ctypes
 import os
 import traceback
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torchvision  # noqa: F401 (registers its operators)
+from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +43,10 @@ NO_KERNEL = {
 HALF = (torch.float16, torch.bfloat16)
 
 
+class NoKernel(Exception):
+    """The CPU can't compute an operator of the GPU: nothing may go on with numbers that were never written."""
+
+
 def is_cuda(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, FakeTensor)
 
@@ -48,7 +55,7 @@ def host(x: torch.Tensor) -> torch.Tensor:
     """The memory of a CUDA tensor, as a CPU tensor."""
     storage = x.untyped_storage()
     if x.is_conj() or x.is_neg():
-        raise NotImplementedError("no kernel for tensors that are conjugated or negated by a flag")
+        raise NoKernel("no kernel for tensors that are conjugated or negated by a flag")
     if storage.nbytes() == 0:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
@@ -65,6 +72,28 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def widened(x: Any) -> Any:
     return x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x
+
+
+@contextlib.contextmanager
+def announced():
+    """Around an operator that is computed here: the kernels that it launches on this thread needn't do anything."""
+    runtime.pretended_announce(1)
+    try:
+        yield
+    finally:
+        runtime.pretended_announce(-1)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fills memory that is not written yet with NaN, as a block that is used again has what was there before."""
+    storage = tensor.untyped_storage()
+    if is_cuda(tensor) and storage.nbytes():
+        ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+
+
+def unknown() -> int:
+    """How many kernels and functions of the runtime were asked for that nobody computes."""
+    return ctypes.c_ulong.in_dll(runtime, "pretended_unknown").value
 
 
 def is_mask(index: object) -> bool:
@@ -85,10 +114,18 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = cuda_device(args, kwargs)
-        if device is None or func.namespace == "c10d" or is_without_kernel(func):
+        if device is None:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
+        if is_without_kernel(func):
+            result = func(*args, **kwargs)
+            if "empty" in name:
+                poison(result)
+            return result
         self.count[name] += 1
+        if func.namespace == "c10d":
+            with self:  # which also sees the copies that a collective makes
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = self.without_masks(*args)
         elif has_unknown_shape(func, kwargs):
@@ -97,11 +134,8 @@ class Kernels(TorchDispatchMode):
             result = compute(func, args, kwargs)
             return tree.tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result)
         seed = drawn_from(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
-        runtime.pretended_compute(1)
-        try:
+        with announced():
             results = func(*args, **kwargs)
-        finally:
-            runtime.pretended_compute(0)
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
@@ -165,10 +199,13 @@ def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         return instead(func)(*memory[0], **memory[1])
-    except (RuntimeError, NotImplementedError):  # the CPU has this one in single and double precision only
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # the CPU may have this one in single and double precision only
         wide = tree.tree_map(widened, memory)
         if all(x is y for x, y in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)):
-            raise
+            raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         result = instead(func)(*wide[0], **wide[1])
@@ -196,7 +233,7 @@ def fill(func, results: Any, computed: Any) -> None:
         if not is_tensor(empty) or full is None:
             continue
         if empty.shape != full.shape:
-            raise RuntimeError(f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the CPU")
+            raise NoKernel(f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the CPU")
         memory = host(empty) if empty.is_cuda else empty
         if memory.data_ptr() != full.data_ptr():
             memory.copy_(full)
@@ -335,7 +372,7 @@ def attention(query, key, bias, is_causal, scale):
 
 def refuse_dropout(dropout):
     if dropout:
-        raise NotImplementedError("no kernel for dropout inside of attention")
+        raise NoKernel("no kernel for dropout inside of attention")
 
 
 def attention_backward(gradient, query, key, value, bias, is_causal, scale):
@@ -412,6 +449,37 @@ def listen(also: Callable[[str, str], None] = lambda what, where: None) -> None:
     runtime.pretended_listen(_listening[-1])
 
 
+@announced()  # Inductor tries and times kernels while it compiles
+def compiler(wrapper, model, inputs):
+    """`torch.compile`: Inductor and Triton compile for the GPU, and the operators of the same graph are what is computed."""
+    from torch._inductor import compile_fx
+
+    compile_graph = compile_fx._compile_fx_inner
+
+    @announced()
+    def compiled(graph, inputs, **options):
+        operators = copy.deepcopy(graph)  # Inductor rewrites it
+        compile_graph(graph, inputs, **options)
+
+        def call(arguments):
+            taken = list(arguments)
+            arguments.clear()  # as compiled code does, so that memory is free as early
+            return operators(*taken)
+
+        call._boxed_call = True
+        return call
+
+    if not hasattr(compile_fx, "pretended"):
+        compile_fx.pretended, compile_fx._compile_fx_inner = True, compiled
+        functorch.enable_autograd_cache = False  # it would keep Inductor's code
+    return compile_with_inductor(wrapper, model, inputs)
+
+
+compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
+
+
 def setup() -> None:
-    """What the runtime can't pretend: cuDNN's graphs, of which its attention is made."""
+    """What the runtime can't pretend: cuDNN's graphs, of which its attention is made, and compiled kernels."""
+    runtime.pretended_strict()
+    torch._TorchCompileInductorWrapper.__call__ = compiler
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -8,4 +8,9 @@ from tests.pretended_gpu import kernels
 sys.argv = sys.argv[1:]
 kernels.setup()
 with kernels.Kernels():
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        # Also where the program has caught the error.
+        if (lost := kernels.unknown()) and sys.exc_info()[0] in (None, SystemExit):
+            sys.exit(f"{lost} kernels or functions of the GPU were called that nothing computes: see above")

@@ -2,7 +2,6 @@
    LD_PRELOAD it before torch's CUDA build. PRETENDED_GPUS (1), PRETENDED_GIB (16) per device. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <execinfo.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,11 +21,31 @@ static int devices(void) { const char *s = getenv("PRETENDED_GPUS"); return s ? 
 /* PRETENDED_GIB=16,0.35: of device 0, and of all others */
 static size_t room(void) { const char *s = getenv("PRETENDED_GIB"), *rest = s ? strchr(s, ',') : NULL; if (rest && current) s = rest + 1; return (size_t)((s ? atof(s) : 16.0) * (1ull << 30)); }
 
+/* ---- kernels that nobody computes
+   kernels.py computes what an operator launches, and announces it before. A kernel that comes unannounced (one of Triton, or of C++ that calls no operator)
+   would leave its results unwritten: it fails like one that the device does not know, and its name is printed. */
+static int strict;               /* set by kernels.py; without it kernels do nothing, which is enough to measure memory */
+static __thread int announced;
+unsigned long pretended_launches, pretended_unknown;
+void pretended_strict(void) { strict = 1; }
+void pretended_announce(int more) { announced += more; }
+static int computed(const char *kernel) {
+  pretended_launches++;
+  if (!strict || announced) return 1;
+  void *cpp = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD); /* which torch has loaded */
+  char *(*readable)(const char *, char *, size_t *, int *) = cpp ? dlsym(cpp, "__cxa_demangle") : NULL;
+  int status = 1; char *name = readable ? readable(kernel, NULL, NULL, &status) : NULL;
+  fprintf(stderr, "no kernel for %.200s, which no operator has launched\n", status ? kernel : name);
+  free(name); pretended_unknown++; return 0;
+}
+int pretended_computed(const char *function) { return computed(function); } /* of a library */
+int pretended_missing(const char *function) { fprintf(stderr, "no %s in the pretended runtime\n", function); pretended_unknown++; return cudaErrorNotSupported; }
+
 /* ---- memory */
 typedef struct block { char *at; size_t size; int device; struct block *next; } block; /* device -1: pinned */
 static block *blocks; static size_t used[64];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-unsigned long pretended_launches, pretended_syncs, pretended_mallocs;
+unsigned long pretended_syncs, pretended_mallocs;
 
 static cudaError_t take(void **p, size_t size, int device) {
   if (!size) { *p = NULL; return cudaSuccess; }
@@ -35,7 +54,7 @@ static cudaError_t take(void **p, size_t size, int device) {
   if (device >= 0 && used[device] + size > room()) { pthread_mutex_unlock(&lock); *p = NULL; return cudaErrorMemoryAllocation; }
   char *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   block *b = malloc(sizeof *b); *b = (block){at, size, device, blocks}; blocks = b;
-  if (device >= 0) { used[device] += size; pretended_mallocs++; }
+  if (device >= 0) { used[device] += size; pretended_mallocs++; if (strict) memset(at, 0xff, size); } /* unwritten numbers are NaN */
   pthread_mutex_unlock(&lock);
   *p = at; return cudaSuccess;
 }
@@ -150,22 +169,25 @@ cudaError_t cudaEventElapsedTime(float *t, cudaEvent_t a, cudaEvent_t b) { *t = 
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *u) { f(u); return 0; }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *u, unsigned g) { f(s, 0, u); return 0; }
 
-/* ---- kernels: kernels.py computes what is launched between pretended_compute(1) and (0); what else is launched is lost */
-static __thread int computed;
-void pretended_compute(int on) { computed = on; }
-static int launched(void) { pretended_launches++; if (computed) return 0;
-  static int lost; if (lost++ < 4) { void *at[24]; fprintf(stderr, "no kernel for a launch from:\n"); backtrace_symbols_fd(at, backtrace(at, 24), 2); } return 0; }
+/* ---- kernels */
 void **__cudaRegisterFatBinary(void *b) { return fresh(); }
 void __cudaRegisterFatBinaryEnd(void **h) {}
 void __cudaUnregisterFatBinary(void **h) {}
-void __cudaRegisterFunction(void **h, const char *f, char *df, const char *name, int l, void *t, void *b, void *bd, void *gd, int *w) {}
+static struct { const void *function; const char *name; } *kernels; static size_t registered;
+void __cudaRegisterFunction(void **h, const char *f, char *df, const char *name, int l, void *t, void *b, void *bd, void *gd, int *w) {
+  if (!(registered & (registered - 1))) kernels = realloc(kernels, (registered ? 2 * registered : 1) * sizeof *kernels);
+  kernels[registered].function = f; kernels[registered++].name = name; }
+static cudaError_t launch(const void *f) {
+  if (announced) { pretended_launches++; return 0; }
+  for (size_t i = 0; i < registered; i++) if (kernels[i].function == f) return computed(kernels[i].name) ? 0 : said(cudaErrorNotSupported);
+  return computed("a kernel without a name") ? 0 : said(cudaErrorNotSupported); }
 void __cudaRegisterVar(void **h, char *v, char *da, const char *n, int e, size_t s, int c, int g) {}
 unsigned __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, void *s) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void *s) { *g = *b = (dim3){1, 1, 1}; *m = 0; *(void **)s = NULL; return 0; }
 cudaError_t __cudaGetKernel(void **k, const void *f) { *k = (void *)f; return 0; }
-cudaError_t __cudaLaunchKernel(void *k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launched(); }
-cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launched(); }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { return launched(); }
+cudaError_t __cudaLaunchKernel(void *k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launch(k); }
+cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launch(f); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { return launch(f); }
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) { memset(a, 0, sizeof *a); a->maxThreadsPerBlock = 1024; a->numRegs = 32;
   a->ptxVersion = a->binaryVersion = 80; a->maxDynamicSharedSizeBytes = 49152; return 0; }
 cudaError_t cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int v) { return 0; }
@@ -292,12 +314,12 @@ int cuModuleLoadData(void **m, const void *image) { *m = fresh(); return 0; }
 int cuModuleLoadDataEx(void **m, const void *image, unsigned n, void *o, void *v) { *m = fresh(); return 0; }
 int cuModuleLoad(void **m, const char *file) { *m = fresh(); return 0; }
 int cuModuleUnload(void *m) { return 0; }
-int cuModuleGetFunction(void **f, void *m, const char *name) { *f = fresh(); return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *name) { *f = strdup(name); return 0; }
 int cuFuncGetAttribute(int *v, int a, void *f) { *v = a == 0 ? 1024 : a == 4 ? 32 : 0; return 0; }
 int cuFuncSetAttribute(void *f, int a, int v) { return 0; }
 int cuFuncSetCacheConfig(void *f, int c) { return 0; }
-int cuLaunchKernel() { return launched(); }
-int cuLaunchKernelEx() { return launched(); }
+int cuLaunchKernel(const char *f) { return computed(f) ? 0 : cudaErrorNotSupported; }
+int cuLaunchKernelEx(void *how, const char *f) { return computed(f) ? 0 : cudaErrorNotSupported; }
 int cuPointerGetAttribute(void **d, int a, void *p) { *d = p; return 0; }
 int cuGetErrorString(int e, const char **s) { *s = "pretended"; return 0; }
 int cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { *n = 1; return 0; }

@@ -1,0 +1,58 @@
+"""Does a pretended GPU compute, fail and wait as a real one does?"""
+
+from tests.conftest import ROOT
+
+UNCOMPUTED = """
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from tests.pretended_gpu.kernels import NoKernel
+
+
+def failing(call):
+    try:
+        call()
+    except (NoKernel, RuntimeError) as error:
+        return str(error)
+
+
+used = torch.ones(1000, device="cuda")
+address = used.data_ptr()
+del used
+again = torch.empty(1000, device="cuda")
+assert again.data_ptr() == address and again.isnan().all(), "a block that is used again shows what was there"
+assert torch.empty(5 << 20, dtype=torch.float16, device="cuda").isnan().all()
+assert "aten._fused_dropout" in failing(lambda: torch.ops.aten._fused_dropout(again, 0.5))
+print("unknown operators are named")
+with _disable_current_modes():  # as a kernel of Triton or of C++ is, which no operator launches
+    assert "not supported" in failing(lambda: torch.zeros(3, device="cuda"))
+    assert "CUBLAS" in failing(lambda: torch.empty(3, 3, device="cuda").mm(torch.empty(3, 3, device="cuda")))
+
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.GELU(), torch.nn.Flatten())
+net.append(torch.nn.Linear(144, 5)).cuda()
+images = torch.randn(2, 3, 8, 8, device="cuda")
+
+
+def gradients():
+    net.zero_grad()
+    loss = net(images).square().sum()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]
+
+
+eager = gradients()
+net.compile()
+torch.testing.assert_close(gradients(), eager)
+print("compiled graphs are computed")
+"""
+
+
+def test_what_nothing_computes_is_named_and_never_read(launch, gpus, tmp_path):
+    """Memory that is not written is NaN, and a kernel without its operator fails, is named and ends the run with an error."""
+    script = tmp_path / "uncomputed.py"
+    script.write_text(UNCOMPUTED)
+    done = launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=gpus.environment).finish()
+    assert done.stdout == "unknown operators are named\ncompiled graphs are computed\n", done.stdout + done.stderr
+    assert "no kernel for void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor" in done.stderr
+    assert "no kernel for cublasSgemm_v2, which no operator has launched" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr.endswith("2 kernels or functions of the GPU were called that nothing computes: see above\n")
