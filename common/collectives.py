@@ -51,7 +51,8 @@ def begun() -> int:
     All ranks begin the same ones in the same order: who has begun fewer than another keeps that one waiting.
     One process: 0. Two ranks, of which rank 0 waits in a barrier for rank 1: 8 on rank 0, 7 on rank 1.
     """
-    groups = [dist.group.WORLD, *_cache.values()] if is_distributed() else []
+    default = dist.group.WORLD if is_distributed() else None
+    groups = [default, *(_cache.values() if _cache_group is default else ())]
     return sum(group._get_sequence_number_for_group() for group in groups if isinstance(group, dist.ProcessGroup))
 
 

@@ -238,7 +238,7 @@ class _Watch:
 
 
 def blamed(beats: dict[int, Beat]) -> list[int]:
-    """The ranks that keep the others waiting: of the fewest collectives, else not waiting, else of the lowest step, else all."""
+    """The ranks that keep the others waiting: of the fewest collectives, else not waiting, else of the lowest step, or all."""
     for count in (lambda beat: beat.collectives, lambda beat: beat.waits, lambda beat: beat.step):
         fewest = min(map(count, beats.values()))
         if len(late := [rank for rank, beat in beats.items() if count(beat) == fewest]) < len(beats):
