@@ -5,6 +5,8 @@ Its forward never touches the running statistics: it collects the mean and varia
 `update_running_statistics` folds them in once per optimizer step, from all micro-batches of all ranks at once.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ DESCRIPTIONS = {
     "global": "statistics of the micro-batches of all ranks together: exact on every layout without accumulation",
     "frozen": "running statistics as loaded, never changed; weight and bias are trained",
 }
+
+
+_is_alone = False
 
 
 class StepBatchNorm(_BatchNorm):
@@ -108,13 +113,15 @@ class _SharedNormalization(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = node_group() if mode == "node" else dist.group.WORLD
+        group = None if _is_alone else node_group() if mode == "node" else dist.group.WORLD
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         share = torch.full_like(mean, x.numel() // x.shape[1])
         own = torch.stack([mean, variance, share])
-        shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shares, own, group=group)
+        shares = [own]
+        if group:
+            shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(shares, own, group=group)
         means, variances, counts = torch.stack(shares, dim=1)  # each [ranks, channels]
         count = counts.sum(0)
         mean = (means * counts).sum(0) / count
@@ -134,7 +141,8 @@ class _SharedNormalization(torch.autograd.Function):
         normalized = (x.to(mean.dtype) - mean.view(channels)) * inverse_deviation.view(channels)
         own = torch.stack([wide.sum(others), (wide * normalized).sum(others)])
         total = own.clone()
-        dist.all_reduce(total, group=ctx.group)
+        if ctx.group:
+            dist.all_reduce(total, group=ctx.group)
         offset, slope = (total / count).unbind()
         scale = inverse_deviation if weight is None else inverse_deviation * weight
         x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
@@ -174,6 +182,20 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     if mode == "node":
         node_group()  # made here, by all ranks, and not in the middle of a forward
     return len(layers)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within it, `node` and `global` normalise by this rank's own samples: in the same memory, and without waiting for a rank.
+
+    For trials that some ranks may leave by an exception while others would wait for their statistics.
+    """
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
 
 
 def freeze(*modules: nn.Module) -> None:

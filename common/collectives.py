@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 _LAST_WORK_S = 0.1  # in which a thread gets its turn
 NAMED_FAILURES = 3  # a thousand ranks fail for one reason: a message names this many of them
 
+_timeout: timedelta | None = None  # of the groups that are made here
 _cache: dict[Hashable, Any] = {}
 _cache_group: dist.ProcessGroup | None = None
 
@@ -35,6 +37,23 @@ _cache_group: dist.ProcessGroup | None = None
 def is_distributed() -> bool:
     """Whether a process group exists. No communication. One process: False; two ranks: True, True."""
     return dist.is_available() and dist.is_initialized()
+
+
+def give_up_after(timeout: timedelta) -> None:
+    """How long a collective over one of the groups below may take; without it as long as torch thinks. No communication."""
+    global _timeout
+    _timeout = timeout
+
+
+def begun() -> int:
+    """How many collectives this process has begun, also those that a device still has to do. No communication; any thread.
+
+    All ranks begin the same ones in the same order: who has begun fewer than another keeps that one waiting.
+    One process: 0. Two ranks, of which rank 0 waits in a barrier for rank 1: 8 on rank 0, 7 on rank 1.
+    """
+    default = dist.group.WORLD if is_distributed() else None
+    groups = [default, *(_cache.values() if _cache_group is default else ())]
+    return sum(group._get_sequence_number_for_group() for group in groups if isinstance(group, dist.ProcessGroup))
 
 
 def rank() -> int:
@@ -205,7 +224,7 @@ def host_group() -> dist.ProcessGroup | None:
         return None
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
-    return _cached("host", lambda: dist.new_group(backend="gloo"))
+    return _cached("host", lambda: dist.new_group(backend="gloo", timeout=_timeout))
 
 
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -217,7 +236,7 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     if not is_distributed():
         return None
     members = tuple(sorted(ranks))
-    return _cached(members, lambda: dist.new_group(list(members)))
+    return _cached(members, lambda: dist.new_group(list(members), timeout=_timeout))
 
 
 def node_group() -> dist.ProcessGroup | None:

@@ -2,7 +2,8 @@
 
 Each process notes what it is about to do. A thread of it writes that into the store every other second, and counts how long
 the process has not got on. When that is too long, it looks at what all have written: who writes no more is stopped or lost,
-else who does not wait for others is to blame. One process says so, with step, phase and stack, and every one ends.
+else who has begun the fewest collectives is to blame: for these the others, or their devices, wait, wherever that shows. One
+process says so, with step, phase and stack, and every one ends.
 """
 
 import contextlib
@@ -21,13 +22,17 @@ from types import FrameType
 import psutil
 from torch.distributed import PrefixStore, Store
 
+from common.collectives import begun
+
 BEAT = 2.0  # seconds between two beats
 LOOK = 6.0  # seconds between the two looks that tell who beats
 ANSWER = timedelta(seconds=3)  # how long the store may take; its process is stopped if it takes longer
 NAMED = 3  # processes that a message names
-# Where the innermost call stands of a process that waits for others: in a collective, in DDP's reduction, in health's sum.
+# Where the innermost call stands of a process that waits for others: in a collective, in DDP's reduction, in health's sum, or
+# for its device, which waits for others'. With many kernels queued it may wait anywhere, so collectives are counted first.
 _WAITING = (
     os.path.join("torch", "distributed", ""),
+    os.path.join("torch", "cuda", ""),
     os.path.join("torch", "autograd", "graph.py"),
     os.path.join("common", "health.py"),
 )
@@ -43,6 +48,7 @@ class Beat:
     count: int = 0
     step: int = 0
     phase: str = "starting"
+    collectives: int = 0  # begun
     waits: bool = False  # for other processes
     stack: str = ""  # where it stands, once it has not got on for long
 
@@ -165,7 +171,7 @@ class _Watch:
         frame = sys._current_frames().get(self.trained_by)
         self.mine.phase, self.mine.step, _ = _place
         self.mine.count += 1
-        self.mine.waits = _waits(frame)
+        self.mine.collectives, self.mine.waits = begun(), _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
         del frame  # what the training thread lets go of is to end there, not in this thread
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
@@ -196,11 +202,16 @@ class _Watch:
     def _of_late(self, alive: list[int]) -> str:
         time.sleep(BEAT)  # until all have left their stacks
         beats = self._look()
-        last = min(beat.step for beat in beats)
-        late = [rank for rank in alive if not beats[rank].waits] or [r for r in alive if beats[r].step == last]
-        said = [f"{_who(rank, beats[rank])} keeps the others waiting: {_where(beats[rank])}" for rank in late]
+        late = blamed({rank: beats[rank] for rank in alive})
         stacks = [f"rank {rank} is at\n{beats[rank].stack}" for rank in late[:NAMED] if beats[rank].stack]
-        return "\n".join([_and_more(said), *stacks]).rstrip()
+        if late == alive:
+            stand = _and_more([f"{_who(rank, beats[rank])} stands at {_where(beats[rank])}" for rank in late])
+            said = f"no process is behind the others, so that a device or the network between them hangs: {stand}"
+        else:
+            said = _and_more(
+                [f"{_who(rank, beats[rank])} keeps the others waiting: {_where(beats[rank])}" for rank in late]
+            )
+        return "\n".join([said, *stacks]).rstrip()
 
     def _kill(self, beat: Beat) -> None:
         """End a process of this machine that can't hear its launcher: it is stopped."""
@@ -224,6 +235,15 @@ class _Watch:
             self._kill(beat)
         sys.stdout.flush()
         os._exit(1)
+
+
+def blamed(beats: dict[int, Beat]) -> list[int]:
+    """The ranks that keep the others waiting: of the fewest collectives, else not waiting, else of the lowest step, or all."""
+    for count in (lambda beat: beat.collectives, lambda beat: beat.waits, lambda beat: beat.step):
+        fewest = min(map(count, beats.values()))
+        if len(late := [rank for rank, beat in beats.items() if count(beat) == fewest]) < len(beats):
+            return late
+    return [*beats]
 
 
 def _read(text: bytes) -> Beat:

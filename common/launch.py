@@ -23,7 +23,7 @@ from torch.distributed import Store, rendezvous
 
 from common import heartbeat
 from common.agreement import agree, facts
-from common.collectives import gather_objects, is_lost_peer, leave_process_group
+from common.collectives import gather_objects, give_up_after, is_lost_peer, leave_process_group
 from common.compression import data_parallel
 from common.config import RunConfig
 from common.environment import cores
@@ -50,7 +50,7 @@ PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
 MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
-HINDSIGHT = timedelta(minutes=1)  # how much later a collective itself gives up: who is to blame is said before
+HINDSIGHT = timedelta(minutes=1)  # see `last_resort`
 HEARD_S = 10.0  # how long a process waits for its launcher to have heard its last word
 _PARENT = os.getppid()  # before the launcher can have gone
 
@@ -78,14 +78,13 @@ def start(config: RunConfig | None = None) -> Accelerator:
     torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, _meet(os.environ, config)
+    timeout = last_resort(patience, os.environ)
+    give_up_after(timeout)
     accelerator = Accelerator(
         cpu=wants_cpu(os.environ) or accelerators == 0,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[
-            parallel,
-            InitProcessGroupKwargs(timeout=timedelta(seconds=patience) + HINDSIGHT),
-        ],
+        kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=timeout)],
     )
     if store:
         heartbeat.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)
@@ -98,6 +97,17 @@ def start(config: RunConfig | None = None) -> Accelerator:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     return accelerator
+
+
+def last_resort(patience: float, environ: MutableMapping[str, str]) -> timedelta:
+    """When a collective itself gives up, and torch's own watch over NCCL: who is to blame has been said long before.
+
+    A process may note that it gets on while a device still waits in a collective of an earlier step, so that the time of the
+    collective is up first if it is not a good deal longer. NCCL's watch ends a process whose driver does not answer.
+    """
+    timeout = timedelta(seconds=2 * patience) + HINDSIGHT
+    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
+    return timeout
 
 
 def run(main: Callable[[], None]) -> None:

@@ -11,40 +11,44 @@ from pathlib import Path
 import torch
 from accelerate.utils.memory import clear_device_cache
 
+from common import batch_norm
 from common.collectives import gather_objects, together
 from common.errors import Refused
 from common.plan import BatchPlan
 from common.run_folder import read_json, write_json
-from common.wrapping import is_out_of_memory
+from common.wrapping import first_line, is_out_of_memory
 
 _FILE = "micro_batch.json"
 
 
 def fit(
     plan: BatchPlan, attempt: Callable[[BatchPlan], None], model: torch.nn.Module, say: Callable[[str], None]
-) -> BatchPlan:
+) -> tuple[BatchPlan, str]:
     """`plan`, its micro-batches halved until `attempt(plan)`, the largest's forward and backward pass, fits on every rank.
 
-    A collective. While it is tried, as much memory is held as Adam's moments of `model` will take. Raises `Refused` where no
-    size fits.
+    Also what that took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room; "" on the CPU.
+    A collective. While it is tried, as much memory is held as gradients and Adam's moments of `model` will take. Raises
+    `Refused` where no size fits.
     """
     while True:
         size = plan.micro_batch_sizes[0]
-        with together("trying a step"):
-            fits = _fits(attempt, plan, model)
-        if all(gather_objects(fits)):
-            return plan
-        plan = halved(plan)
+        with together("trying a step"), batch_norm.alone():
+            mine = _tried(attempt, plan, model)
+        failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
+        if not any(failures):
+            peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
+            return plan, f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step" if peak else ""
+        plan = halved(plan, "; " + next(filter(None, failures)))
         say(f"micro-batches of {size} do not fit into memory: {plan}")
 
 
-def halved(plan: BatchPlan) -> BatchPlan:
-    """The same global batch in micro-batches of at most half the size. Raises `Refused` where none is smaller."""
+def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
+    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
     size = plan.micro_batch_sizes[0]
     if size == plan.unit:
         raise Refused(
             f"not even micro-batches of {size} fit into memory: take a smaller model or --image_size, a bf16 file of "
-            "accelerate_configs/, or --grad_checkpointing where the recipe has it"
+            f"accelerate_configs/, or --grad_checkpointing where the recipe has it{why}"
         )
     return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))
 
@@ -64,16 +68,26 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _fits(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> bool:
+def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> tuple[str, int, int]:
+    """How `attempt(plan)` failed for want of memory, "" if it did not; the bytes it took at its peak, and those there are."""
+    taken, room, failure = 0, 1, ""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_cuda = any(parameter.device.type == "cuda" for parameter in parameters)
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
-        held = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        held = [torch.empty_like(parameter) for parameter in parameters]  # with the warm-up's copy, Adam's two moments
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         attempt(plan)
         del held
-        return True
+        if on_cuda:
+            taken, room = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        failure = first_line(error)
     finally:
         model.zero_grad()  # after the error, whose traceback holds activations
         clear_device_cache(garbage_collection=True)
-    return False
+    return failure, taken, room

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common import data_workers, exactness, heartbeat, launch, memory, pictures, profiling, source
+from common import batch_norm, data_workers, exactness, heartbeat, launch, memory, pictures, profiling, source
 from common.best import Best
 from common.checkpoint import Checkpoints, verify
 from common.collectives import broadcast_object, gather_objects, is_main, together
@@ -137,9 +137,10 @@ class Run:
         """`plan`, its micro-batches halved until a trial of the largest fits into the memory of every process."""
         heartbeat.note("finding the micro-batch that fits into memory")
         attempt = lambda plan: warm_up(model, model, partial(trial, model, plan))  # noqa: E731
-        self._plan = memory.fit(plan, attempt, model, self.say)
-        with together("looking for what depends on the layout"):
-            self._inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
+        self._plan, peak = memory.fit(plan, attempt, model, self.say)
+        with together("looking for what depends on the layout"), batch_norm.alone():
+            inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
+        self._rows = {"memory": peak} | inexact
         return self._plan
 
     def wrap(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, trial: Trial) -> list:
@@ -161,7 +162,7 @@ class Run:
 
         The sizes of the data `train` and `val`, and `sizes`, go into the tracker's configuration as `run/train_images` etc.
         """
-        self._records.describe(rows | self._inexact, train, val, self._plan, sizes)
+        self._records.describe(rows | self._rows, train, val, self._plan, sizes)
 
     def start(
         self,
@@ -208,6 +209,8 @@ class Run:
         with self._records.writing("writing the run folder"):
             if self._folder and self._step < self.last:
                 records.open(self.accelerator, facts)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
         self._started = True
         return self._step
 

@@ -1,11 +1,11 @@
 """How does a wrapped model get into the state in which an uninterrupted run would be?"""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 from common import batch_norm
 from common.collectives import is_lost_peer
@@ -13,6 +13,15 @@ from common.errors import Refused
 from common.loading import Feed, Movable
 from common.plan import BatchPlan
 from common.randomness import seed_model
+
+# How torch and the libraries below it say that memory is used up. cuDNN finds no algorithm where there is none left for its
+# workspace; it says the same of a convolution that it can't do at all.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|std::bad_alloc|ALLOC_FAILED|ALLOCATION_FAILED|Allocation failed"
+    "|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|unable to find a valid cuDNN algorithm",
+    re.IGNORECASE,
+)
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
 class Samples(Protocol):
@@ -61,18 +70,25 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
     uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
-    take that: images that its patches don't divide, or one sample where batch norm needs two.
+    take that: images that its patches don't divide, or one sample where batch norm needs two; and where it can't be compiled.
     """
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         for _ in range(1 if wrapped is model else 2):
             step()
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except Exception as error:
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps
-        reason = str(error).strip().split("\n")[0].rstrip(".")
+        if any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
+            raise Refused(
+                f"--compile failed: {first_line(error)}; leave out --compile, or install what it lacks: a C compiler, Python's "
+                "headers, or the Triton of this torch"
+            ) from error
+        if not isinstance(error, (AssertionError, ValueError, RuntimeError)):
+            raise
         raise Refused(
-            f"the model can't make a step: {reason}; look at --image_size, --global_batch_size and --max_micro_batch_size"
+            f"the model can't make a step: {first_line(error)}; look at --image_size, --global_batch_size and "
+            "--max_micro_batch_size"
         ) from error
     wrapped.zero_grad()
     model.load_state_dict(before)
@@ -80,6 +96,12 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is how a device, or torch on the host, says that it has no memory left."""
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error)
-    return known or (isinstance(error, RuntimeError) and "std::bad_alloc" in str(error))
+    """Whether `error` is how a device, a library on it, or torch on the host says that it has no memory left."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says first, without a full stop. Of a compiler's: what it failed of, not who tells it."""
+    text = str(getattr(error, "inner_exception", error)).strip() or type(error).__name__
+    return text.split("\n")[0][:300].rstrip(".")

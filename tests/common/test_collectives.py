@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import socket
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -328,3 +329,30 @@ def test_a_failing_first_of_a_node_stops_all_nodes(processes: Processes, tmp_pat
 def test_main_process_first_on_one_process(tmp_path: os.PathLike) -> None:
     assert enter_in_turn(str(tmp_path), -1, False) == ("none", [])
     assert enter_in_turn(str(tmp_path), 0, True) == ("disk full", ["0"])
+
+
+def count_collectives() -> list[int]:
+    counts = [collectives.begun()]
+    collectives.barrier()
+    counts.append(collectives.begun())
+    dist.all_reduce(torch.ones(1), group=collectives.subgroup([0, 1]))
+    collectives.subgroup([1])  # of which rank 0 is no member
+    counts.append(collectives.begun())
+    return counts
+
+
+def test_ranks_count_the_same_collectives_whichever_groups_they_are_in(processes: Processes) -> None:
+    first, second = processes.run(count_collectives, ranks=2)
+    assert first == second and sorted(set(first)) == first
+    assert processes.run(collectives.begun, ranks=1) == [0]
+
+
+def timeouts() -> list[float]:
+    collectives.give_up_after(timedelta(seconds=2 * 10**7))
+    groups = collectives.node_group(), collectives.subgroup([0])
+    of_members = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in of_members]
+
+
+def test_groups_that_are_made_here_give_up_when_they_are_told_to(processes: Processes) -> None:
+    assert processes.run(timeouts, ranks=2) == [[2e7, 2e7], [2e7]]

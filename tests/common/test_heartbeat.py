@@ -1,4 +1,4 @@
-"""The threads that watch a process have ended before it does: one inside torch at that moment would abort it."""
+"""Who is to blame, and the threads that watch a process have ended before it does: one inside torch would abort it."""
 
 import threading
 import time
@@ -32,3 +32,17 @@ def test_the_watching_threads_have_ended_when_it_is_told_to_end(monkeypatch) -> 
     assert store.asked.wait(60), "no beat: this would prove nothing"
     heartbeat.end()
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def beat(collectives: int, waits: bool = False, step: int = 5) -> heartbeat.Beat:
+    return heartbeat.Beat("here", 1, 1, collectives=collectives, waits=waits, step=step)
+
+
+@pytest.mark.smoke
+def test_who_has_begun_the_fewest_collectives_is_to_blame() -> None:
+    """Wherever the others stand: a device that waits lets its host run on, and stops it in any line."""
+    assert heartbeat.blamed({0: beat(12), 1: beat(10), 2: beat(12)}) == [1]
+    assert heartbeat.blamed({0: beat(12), 1: beat(10, waits=True), 2: beat(11, waits=True)}) == [1]
+    assert heartbeat.blamed({0: beat(12), 1: beat(12, waits=True)}) == [0]
+    assert heartbeat.blamed({0: beat(12, waits=True), 1: beat(12, waits=True, step=4)}) == [1]
+    assert heartbeat.blamed({0: beat(12, waits=True), 1: beat(12, waits=True)}) == [0, 1]

@@ -8,7 +8,7 @@ import pytest
 from common import launch
 from common.errors import Refused
 from common.last_word import leaving
-from common.launch import check_launch, choose_interface, processes_asked, wants_cpu
+from common.launch import check_launch, choose_interface, last_resort, processes_asked, wants_cpu
 
 pytestmark = pytest.mark.smoke
 
@@ -218,3 +218,12 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
     launch.say("a\nb\x1b")
     told = capsys.readouterr()
     assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
+
+
+@pytest.mark.parametrize("patience", [10, 1800, 10**7])
+def test_a_collective_gives_up_long_after_the_watch_has_said_who_is_to_blame(patience):
+    environ = {}
+    assert last_resort(patience, environ).total_seconds() == 2 * patience + 60
+    assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(2 * patience + 60)}
+    last_resort(patience, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
+    assert own == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
