@@ -84,6 +84,57 @@ def widened(x):
     return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def others(x):
+    return [0, *range(2, x.dim())]
+
+
+def along(x, of_channels):
+    """Numbers of channels [C], to be combined with `x` [N, C, ...]."""
+    return of_channels.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def batch_norm_stats(x, eps):
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), others(x), correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+def batch_norm_gather_stats(x, means, inverses, running_mean, running_var, momentum, eps, counts):
+    counts, total = counts[:, None], counts.sum()
+    mean = (means * counts).sum(0) / total
+    squares = ((inverses**-2 - eps + (means - mean) ** 2) * counts).sum(0)
+    if running_mean is not None:
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(squares / (total - 1), momentum)
+    return mean, (squares / total + eps).rsqrt()
+
+
+def batch_norm_elemt(x, weight, bias, mean, inverse, eps):
+    y = (x - along(x, mean)) * along(x, inverse if weight is None else inverse * weight)
+    return y if bias is None else y + along(x, bias)
+
+
+def batch_norm_backward_reduce(gradient, x, mean, inverse, weight, *_):
+    gradient = gradient.to(mean.dtype)
+    sums, products = gradient.sum(others(x)), (gradient * (x - along(x, mean))).sum(others(x))
+    return sums, products, products * inverse, sums
+
+
+def batch_norm_backward_elemt(gradient, x, mean, inverse, weight, sums, products, counts):
+    total = counts.sum()
+    deviation = (x - along(x, mean)) * along(x, inverse**2 * products / total)
+    scale = inverse if weight is None else inverse * weight
+    return (gradient - along(x, sums / total) - deviation) * along(x, scale)
+
+
+CUDA_ONLY = {
+    aten.batch_norm_stats.default: batch_norm_stats,
+    aten.batch_norm_gather_stats_with_counts.default: batch_norm_gather_stats,
+    aten.batch_norm_elemt.default: batch_norm_elemt,
+    aten.batch_norm_backward_reduce.default: batch_norm_backward_reduce,
+    aten.batch_norm_backward_elemt.default: batch_norm_backward_elemt,
+}
+
+
 class Kernels(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls):
@@ -151,7 +202,7 @@ class Kernels(TorchDispatchMode):
         args, kwargs = tree.tree_map(over, (tuple(args), kwargs))
         if "pin_memory" in kwargs:
             kwargs = kwargs | {"pin_memory": False}
-        return func(*args, **kwargs)
+        return CUDA_ONLY.get(func, func)(*args, **kwargs)
 
     def finish(self, func, args, kwargs, real):
         mutates = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
