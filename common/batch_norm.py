@@ -51,7 +51,10 @@ class StepBatchNorm(_BatchNorm):
         elif self.mode == "group":
             y = self._normalize_groups(x)
         elif self.mode in ("node", "global") and is_distributed():
-            y, statistics = _SharedNormalization.apply(x, self.weight, self.bias, self.eps, self.mode)
+            # While compiling, the plain form: Inductor fuses it, and does not know these kernels.
+            fused = x.is_cuda and not torch.compiler.is_compiling()
+            shared = _FusedSharedNormalization if fused else _SharedNormalization
+            y, statistics = shared.apply(x, self.weight, self.bias, self.eps, self.mode)
             self.collected += statistics
         else:
             y = self._normalize(x)
@@ -79,7 +82,25 @@ class StepBatchNorm(_BatchNorm):
         if groups == 1:
             return self._normalize(x)
         # Some layers see several rows of each sample (windows, tokens), so that a group's rows are counted from here.
-        return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
+        if x.device.type == "cpu":  # where kernels cost nothing to launch, and two copies of the activations do
+            return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
+        return self._normalize_groups_at_once(x, groups)
+
+    def _normalize_groups_at_once(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """One batch norm of [rows of a group, groups * channels, ...]: as many kernels for any number of groups."""
+        channels_last = x.dim() > 2 and x.stride(1) == 1
+        if channels_last:
+            rows = x.movedim(1, -1).unflatten(0, (groups, -1)).movedim(0, -2)  # [rows, ..., groups, channels]
+            rows = rows.flatten(-2).movedim(-1, 1)
+        else:
+            rows = x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
+        statistics = self.collected.new_ones(3, groups * self.num_features)
+        weight, bias = (each if each is None else each.repeat(groups) for each in (self.weight, self.bias))
+        y = F.batch_norm(rows, statistics[0], statistics[1], weight, bias, True, 1.0, self.eps)
+        self.collected += statistics.unflatten(1, (groups, -1)).sum(1)
+        if channels_last:
+            return y.movedim(1, -1).unflatten(-1, (groups, -1)).movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
+        return y.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
 
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
@@ -148,6 +169,49 @@ class _SharedNormalization(torch.autograd.Function):
         x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
         _, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
         return x_gradient.to(x.dtype), own[1] if weight_needs else None, own[0] if bias_needs else None, None, None
+
+
+class _FusedSharedNormalization(torch.autograd.Function):
+    """The same by the kernels of torch.nn.SyncBatchNorm, which make no float32 copies of the activations. CUDA only.
+
+    Unlike there, the host never waits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = node_group() if mode == "node" else dist.group.WORLD
+        is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
+        x = x.contiguous(memory_format=ctx.memory_format)
+        mean, inverse_deviation = torch.batch_norm_stats(x, eps)
+        own = torch.cat([mean, inverse_deviation, mean.new_full((1,), x.numel() // x.shape[1])])
+        shares = own.new_empty(dist.get_world_size(group), len(own))
+        dist.all_gather_into_tensor(shares, own, group=group)
+        means, inverse_deviations, counts = shares.split([len(mean), len(mean), 1], dim=1)
+        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel leaves mean and unbiased variance here
+        mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
+            x, means, inverse_deviations, statistics[0], statistics[1], 1.0, eps, counts.flatten()
+        )
+        ctx.save_for_backward(x, weight, mean, inverse_deviation, counts.flatten().int())
+        ctx.group = group
+        ctx.mark_non_differentiable(statistics)
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps), statistics
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse_deviation, counts = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=ctx.memory_format)
+        *sums, weight_gradient, bias_gradient = torch.batch_norm_backward_reduce(
+            gradient, x, mean, inverse_deviation, weight, True, *ctx.needs_input_grad[1:3]
+        )
+        total = torch.cat(sums)
+        dist.all_reduce(total, group=ctx.group)
+        x_gradient = torch.batch_norm_backward_elemt(
+            gradient, x, mean, inverse_deviation, weight, *total.chunk(2), counts
+        )
+        return x_gradient, weight_gradient, bias_gradient, None, None
 
 
 def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:

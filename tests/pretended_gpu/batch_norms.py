@@ -1,0 +1,91 @@
+"""Compares each mode of batch norm on two pretended GPUs with the CPU, and counts what it launches. For test_batch_norm.py."""
+
+import ctypes
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import batch_norm
+from tests.pretended_gpu.kernels import library
+
+CHANNELS = 6
+SHAPES = {"maps": (3, 5), "rows": (), "tokens": (7,)}
+TYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def layer_of(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn.Module:
+    kind = nn.BatchNorm2d if len(shape) == 2 else nn.BatchNorm1d
+    layer = kind(CHANNELS, dtype=torch.promote_types(dtype, torch.float32))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1, 0.3, generator)
+    batch_norm.convert(layer, mode, group_size=group_size)
+    return layer
+
+
+def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(gradient)
+    assert y.dtype == x.dtype and y.stride() == x.stride() == x.grad.stride(), (y.stride(), x.stride(), x.grad.stride())
+    named = {"y": y, "x": x.grad, "statistics": layer.collected}
+    return named | {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+def compare(mode: str, dtype: str, shape: str, channels_last: bool) -> float:
+    """The largest difference between GPU and CPU, as a share of the largest number."""
+    kind, count = getattr(torch, dtype), (6, 4)[dist.get_rank()]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = (torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5).to(kind)
+    gradient = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(kind)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    of = {
+        device: results(layer_of(mode, 2, kind, SHAPES[shape]).to(device), x.to(device), gradient.to(device))
+        for device in ("cuda", "cpu")
+    }
+    assert of["cuda"].keys() == of["cpu"].keys()
+    return max(
+        float((of["cuda"][name].cpu().double() - value.double()).abs().max() / value.double().abs().max())
+        for name, value in of["cpu"].items()
+    )
+
+
+def cost(mode: str, groups: int, channels_last: bool) -> dict:
+    """Kernels that forward and backward launch, and the most bytes beside input and gradient, as a multiple of the input's."""
+    count, kind = 32, torch.bfloat16
+    layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
+    x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda()
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    gradient, x = torch.ones_like(x), x.requires_grad_()
+    before = torch.cuda.memory_allocated()
+    launches = ctypes.c_ulong.in_dll(library, "pretended_launches")
+    launched = launches.value
+    torch.cuda.reset_peak_memory_stats()
+    layer(x).backward(gradient)
+    peak = (torch.cuda.max_memory_allocated() - before) / x.nbytes
+    return {"launches": launches.value - launched, "peak": round(peak, 2)}
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    errors, costs = {}, {}
+    for mode in ("group", "node", "global"):
+        for dtype in TYPES:
+            for shape, last in (("maps", False), ("maps", True), ("rows", False), ("tokens", False)):
+                errors[f"{mode} {dtype} {shape}{' channels_last' * last}"] = compare(mode, dtype, shape, last)
+        for groups, last in (
+            ((2, False), (8, False), (2, True), (8, True)) if mode == "group" else ((1, False), (1, True))
+        ):
+            costs[f"{mode} {groups}{' channels_last' * last}"] = cost(mode, groups, last)
+    if dist.get_rank() == 0:
+        print(json.dumps({"errors": errors, "costs": costs}))
+    dist.destroy_process_group()
+
+
+main()
