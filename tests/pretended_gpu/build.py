@@ -1,61 +1,112 @@
-"""Builds the runtime: what is written by hand, and a success for every other function that torch asks of NVIDIA's libraries."""
+"""Builds the runtime: what is written here in C, and stubs for every other function that torch asks of NVIDIA's libraries."""
 
+import fcntl
+import hashlib
+import os
+import platform
 import re
+import shutil
 import subprocess
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SOURCES = ("runtime.c", "nccl.c", "libraries.c")
 ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|nvjpeg)")
+OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # of CUDA itself and of NCCL; the others compute
 REAL = re.compile(r"Version|GetError|GetLastError|Property")  # need no device
-# What a function of CUDA itself or of NCCL would have had to do is missed; what these would have done is not.
-HARMLESS = re.compile(
-    r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem|ncclGroup|ncclCommAbort|ncclCommFinal"
-)
-# Functions of the libraries that compute nothing; the others are kernels.
-PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|^nvjpeg|MakePlan|^cuFile")
+# Functions of the runtime, the driver and NCCL that do nothing. Others, if they are called, are missed.
+HARMLESS = re.compile(r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem")
+# Functions of the libraries that compute nothing. The others are kernels.
+PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|^nvjpeg|MakePlan")
+STUBS = "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
 
 
-def stub(name: str) -> str:
-    """A function that succeeds, or fails loudly where it would have had something to do."""
-    if re.match("cuda|cu[A-Z]|nccl", name) and not HARMLESS.search(name):
-        return f'int {name}() {{ return pretended_missing("{name}"); }}'
-    if not re.match("cuda|cu[A-Z]|nccl", name) and not PREPARES.search(name):
-        return f'int {name}() {{ return pretended_computed("{name}") ? 0 : 8; }}'
-    if "Create" in name:
-        return f"int {name}(void **p) {{ *p = calloc(1, 4096); return 0; }}"
-    return f"int {name}() {{ return 0; }}"
+def why_not() -> str:
+    """What keeps this machine from pretending GPUs, empty if nothing does."""
+    import torch
+
+    if platform.system() != "Linux":
+        return "GPUs are pretended on Linux alone"
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is not a build for CUDA"
+    if not os.environ.get("LD_PRELOAD") and torch.cuda.is_available():
+        return "there is a real GPU"
+    if missing := [tool for tool in ("gcc", "nm") if not shutil.which(tool)]:
+        return f"{' and '.join(missing)} (Debian: gcc, binutils) are needed to pretend GPUs"
+    return "" if _headers() else "the headers of CUDA's runtime are not installed beside torch"
 
 
-def build(folder: Path) -> dict[str, str]:
-    """The environment in which torch's CUDA build sees the pretended GPUs."""
+def build() -> dict[str, str]:
+    """The environment in which torch's CUDA build sees the pretended GPUs.
+
+    What was built for these sources and this torch is kept in the folder for temporary files, for all processes of this user.
+    """
+    torch = Path(find_spec("torch").origin).parent
+    headers = _headers()
+    parts = [(HERE / name).read_bytes() for name in (*SOURCES, "pretended.h", "build.py")]
+    parts += [str(headers).encode(), (torch / "version.py").read_bytes(), platform.machine().encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder.parent} belongs to somebody else, whose code would be run")
+    built = folder / "libcuda.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():  # it gets its name last
+            _compile(torch.parent, headers, folder)
+    return {
+        "PYTHONPATH": str(HERE.parents[1]),
+        "LD_PRELOAD": str(folder / "libcuda.so.1"),
+        "TORCH_CUDNN_V8_API_DISABLED": "1",
+        "TRITON_LIBCUDA_PATH": str(folder),
+    }
+
+
+def _headers() -> Path | None:
+    """Where torch's wheels put CUDA's headers: nvidia/cu13/include, or nvidia/cuda_runtime/include before CUDA 13."""
     site = Path(find_spec("torch").origin).parents[1]
-    headers = next(site.glob("nvidia/*/include/cuda_runtime_api.h")).parent
+    return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
+
+
+def _compile(site: Path, headers: Path, folder: Path) -> None:
     libraries = [
         *site.glob("torch/lib/lib*cuda*.so"),
         *site.glob("torchvision/*_stable.so"),
         *site.glob("torchvision/_C.so"),
     ]
     libraries += [site / "torch/lib" / name for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")]
-    own, asked = (HERE / "runtime.c").read_text(), set()
+    asked = set()
     for library in libraries:
-        lines = subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-        ).stdout
-        asked |= {line.split()[-1].split("@")[0] for line in lines.splitlines()}
-    names = [n for n in sorted(asked) if ASKED.match(n) and not REAL.search(n) and not re.search(rf"\b{n}\s*\(", own)]
-    (folder / "stubs.c").write_text(
-        "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
-        + "\n".join(map(stub, names))
-    )
+        found = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        asked |= {line.split()[-1].split("@")[0] for line in found.stdout.splitlines()}
+    names = [name for name in sorted(asked) if ASKED.match(name) and not REAL.search(name)]
+    (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
     built = folder / "libcuda.so.1"
-    sources = [HERE / "runtime.c", folder / "stubs.c"]
-    flags = ["-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{HERE}", f"-I{headers}"]
-    subprocess.run(["gcc", *flags, "-o", built, *sources, "-ldl", "-lpthread", "-lrt"], check=True)
-    (folder / "libcuda.so").symlink_to(built)
-    return {
-        "PYTHONPATH": str(HERE.parents[1]),
-        "LD_PRELOAD": str(built),
-        "TORCH_CUDNN_V8_API_DISABLED": "1",
-        "TRITON_LIBCUDA_PATH": str(folder),
-    }
+    flags = [
+        "-O2",
+        "-ftree-vectorize",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        f"-I{HERE}",
+        f"-I{headers}",
+    ]
+    sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
+    subprocess.run(["gcc", *flags, "-o", built, *sources, "-ldl", "-lpthread"], check=True)
+    (folder / "libcuda.so").symlink_to(built.name)  # as the linker of Triton asks for it
+
+
+def _stub(name: str) -> str:
+    """A function that succeeds, or fails loudly if it has something to do. What is written by hand takes its place."""
+    start = f"__attribute__((weak)) int {name}"
+    if OWN.match(name) and not HARMLESS.search(name):
+        return f'{start}() {{ return pretended_missing("{name}"); }}\n'
+    if not OWN.match(name) and not PREPARES.search(name):
+        return f'{start}() {{ return pretended_computed("{name}") ? 0 : 8; }}\n'
+    if "Create" in name:
+        return f"{start}(void **made) {{ *made = calloc(1, 4096); return 0; }}\n"
+    return f"{start}() {{ return 0; }}\n"

@@ -1,13 +1,11 @@
 """How do tests run a recipe on GPUs that are pretended?"""
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import ROOT, Launcher, Started
-from tests.pretended_gpu.build import build
+from tests.pretended_gpu.build import build, why_not
 
 
 class Gpus:
@@ -35,8 +33,8 @@ class Gpus:
 
 
 @pytest.fixture(scope="session")
-def gpus(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Gpus:
+def gpus(launch: Launcher) -> Gpus:
     """`gpus("multi_gpu", "recipes/cls.py", *words, devices=2)`: a run on pretended GPUs that ends well."""
-    if not torch.version.cuda or torch.cuda.is_available() or not shutil.which("gcc"):
-        pytest.skip("needs a CUDA build of torch, gcc and no GPU")
-    return Gpus(launch, build(tmp_path_factory.mktemp("gpu")))
+    if reason := why_not():
+        pytest.skip(reason)
+    return Gpus(launch, build())

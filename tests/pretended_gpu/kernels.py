@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 runtime = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
+runtime.pretended_settle.argtypes = [ctypes.c_void_p]
 
 # Of these torch needs no kernel, or just reads memory that is already right.
 NO_KERNEL = {
@@ -77,11 +78,11 @@ def widened(x: Any) -> Any:
 @contextlib.contextmanager
 def announced():
     """Around an operator that is computed here: the kernels that it launches on this thread needn't do anything."""
-    runtime.pretended_announce(1)
+    runtime.pretended_compute(1)
     try:
         yield
     finally:
-        runtime.pretended_announce(-1)
+        runtime.pretended_compute(0)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -117,6 +118,8 @@ class Kernels(TorchDispatchMode):
         if device is None:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
+        # What NCCL still does on this stream comes before what is computed here.
+        runtime.pretended_settle(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
         if is_without_kernel(func):
             result = func(*args, **kwargs)
             if "empty" in name:

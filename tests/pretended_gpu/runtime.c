@@ -1,339 +1,562 @@
-/* A CUDA runtime without a GPU: device memory is host memory, copies copy, kernels do nothing.
-   LD_PRELOAD it before torch's CUDA build. PRETENDED_GPUS (1), PRETENDED_GIB (16) per device. */
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+/* CUDA without a GPU: device memory is host memory, copies copy, and kernels do nothing.
+
+   It is loaded before torch's CUDA build (LD_PRELOAD), which finds these functions where it looks for NVIDIA's. kernels.py then
+   computes what each operator of torch would have launched. From the environment:
+   PRETENDED_GPUS      number of devices (1)
+   PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others
+   PRETENDED_STALL_MS  how long a wait of the host for an event takes at least, as on a device with much to do */
+#include "pretended.h"
 #include <sys/mman.h>
 #include <time.h>
-#include <unistd.h>
-#include "cuda_runtime_api.h"
-
-typedef void (*listener)(const char *);
-static listener heard;
-void pretended_listen(listener f) { heard = f; }
-static void waits(const char *what) { if (heard) heard(what); }
 
 static __thread int current;
-static int devices(void) { const char *s = getenv("PRETENDED_GPUS"); return s ? atoi(s) : 1; }
-/* PRETENDED_GIB=16,0.35: of device 0, and of all others */
-static size_t room(void) { const char *s = getenv("PRETENDED_GIB"), *rest = s ? strchr(s, ',') : NULL; if (rest && current) s = rest + 1; return (size_t)((s ? atof(s) : 16.0) * (1ull << 30)); }
+static __thread cudaError_t last;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static cudaError_t said(cudaError_t error) {
+  if (error) last = error;
+  return error;
+}
+cudaError_t cudaGetLastError(void) {
+  cudaError_t error = last;
+  last = cudaSuccess;
+  return error;
+}
+cudaError_t cudaPeekAtLastError(void) { return last; }
+
+/* ---- waits of the host, which a test hears */
+typedef void (*listener)(const char *);
+static listener heard;
+unsigned long pretended_syncs;
+void pretended_listen(listener function) { heard = function; }
+static void waits(const char *what) {
+  if (heard) heard(what);
+}
 
 /* ---- kernels that nobody computes
-   kernels.py computes what an operator launches, and announces it before. A kernel that comes unannounced (one of Triton, or of C++ that calls no operator)
-   would leave its results unwritten: it fails like one that the device does not know, and its name is printed. */
-static int strict;               /* set by kernels.py; without it kernels do nothing, which is enough to measure memory */
-static __thread int announced;
+   kernels.py says when it runs an operator whose results it then computes. A kernel that is launched at another time (by Triton, or by
+   C++ that calls no operator) would leave its results unwritten. It fails like one that the device does not know, and its name is
+   printed. Without kernels.py kernels do nothing, which is enough to see how much memory a run takes. */
 unsigned long pretended_launches, pretended_unknown;
+static int strict;
+static __thread int computing;
 void pretended_strict(void) { strict = 1; }
-void pretended_announce(int more) { announced += more; }
-static int computed(const char *kernel) {
+void pretended_compute(int on) { computing += on ? 1 : -1; }
+
+int pretended_computed(const char *kernel) {
   pretended_launches++;
-  if (!strict || announced) return 1;
+  if (!strict || computing) return 1;
   void *cpp = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD); /* which torch has loaded */
-  char *(*readable)(const char *, char *, size_t *, int *) = cpp ? dlsym(cpp, "__cxa_demangle") : NULL;
-  int status = 1; char *name = readable ? readable(kernel, NULL, NULL, &status) : NULL;
+  char *(*demangle)(const char *, char *, size_t *, int *) = cpp ? dlsym(cpp, "__cxa_demangle") : NULL;
+  int status = 1;
+  char *name = demangle ? demangle(kernel, NULL, NULL, &status) : NULL;
   fprintf(stderr, "no kernel for %.200s, which no operator has launched\n", status ? kernel : name);
-  free(name); pretended_unknown++; return 0;
+  free(name);
+  pretended_unknown++;
+  return 0;
 }
-int pretended_computed(const char *function) { return computed(function); } /* of a library */
-int pretended_missing(const char *function) { fprintf(stderr, "no %s in the pretended runtime\n", function); pretended_unknown++; return cudaErrorNotSupported; }
+int pretended_missing(const char *function) {
+  fprintf(stderr, "no %s in the pretended runtime\n", function);
+  pretended_unknown++;
+  return said(cudaErrorNotSupported);
+}
+
+/* ---- what goes on beside the program
+   What the program launches is done when the call returns. Only NCCL works beside it (nccl.c): a stream counts what was queued on
+   it and what of that is done, and an event remembers how much was queued. Where a stream would wait, for an event or for what was
+   queued before, the host waits, since it computes what comes next. It is no wait of the program, so no test hears it. */
+struct CUstream_st { unsigned long queued, done; };
+struct CUevent_st {
+  struct CUstream_st *stream;
+  unsigned long queued;
+  struct timespec at;
+};
+static struct CUstream_st default_stream;
+static pthread_mutex_t order = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
+
+static struct CUstream_st *of(cudaStream_t stream) {
+  int is_default = stream == NULL || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  return is_default ? &default_stream : stream;
+}
+unsigned long pretended_begin(cudaStream_t stream) {
+  pthread_mutex_lock(&order);
+  unsigned long number = ++of(stream)->queued;
+  pthread_mutex_unlock(&order);
+  return number;
+}
+static void wait_until(struct CUstream_st *stream, unsigned long done) {
+  pthread_mutex_lock(&order);
+  while (stream->done < done) pthread_cond_wait(&progress, &order);
+  pthread_mutex_unlock(&order);
+}
+void pretended_turn(cudaStream_t stream, unsigned long number) { wait_until(of(stream), number - 1); }
+void pretended_end(cudaStream_t stream, unsigned long number) {
+  pthread_mutex_lock(&order);
+  of(stream)->done = number;
+  pthread_cond_broadcast(&progress);
+  pthread_mutex_unlock(&order);
+}
+static cudaError_t is_done(struct CUstream_st *stream, unsigned long queued) {
+  pthread_mutex_lock(&order);
+  int done = stream->done >= queued;
+  pthread_mutex_unlock(&order);
+  return done ? cudaSuccess : cudaErrorNotReady;
+}
+
+static void wait_for(cudaStream_t stream) { wait_until(of(stream), of(stream)->queued); }
+void pretended_settle(cudaStream_t stream) { wait_for(stream); }
 
 /* ---- memory */
-typedef struct block { char *at; size_t size; int device; struct block *next; } block; /* device -1: pinned */
-static block *blocks; static size_t used[64];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-unsigned long pretended_syncs, pretended_mallocs;
+enum { PAGEABLE = -2, PINNED = -1 }; /* where memory is; else the number of a device */
+typedef struct block {
+  char *at;
+  size_t size;
+  int where;
+  struct block *next;
+} block;
+static block *blocks;
+static size_t used[64];
+unsigned long pretended_mallocs;
 
-static cudaError_t take(void **p, size_t size, int device) {
-  if (!size) { *p = NULL; return cudaSuccess; }
-  size = (size + 4095) & ~4095ul;
+static int devices(void) {
+  const char *count = getenv("PRETENDED_GPUS");
+  return count ? atoi(count) : 1;
+}
+static size_t capacity(int device) {
+  const char *gib = getenv("PRETENDED_GIB"), *others = gib ? strchr(gib, ',') : NULL;
+  if (others && device) gib = others + 1;
+  return (size_t)((gib ? atof(gib) : 16.0) * (1ull << 30));
+}
+static void note(void *at, size_t size, int where) {
+  block *noted = malloc(sizeof *noted);
   pthread_mutex_lock(&lock);
-  if (device >= 0 && used[device] + size > room()) { pthread_mutex_unlock(&lock); *p = NULL; return cudaErrorMemoryAllocation; }
-  char *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  block *b = malloc(sizeof *b); *b = (block){at, size, device, blocks}; blocks = b;
-  if (device >= 0) { used[device] += size; pretended_mallocs++; if (strict) memset(at, 0xff, size); } /* unwritten numbers are NaN */
+  *noted = (block){at, size, where, blocks};
+  blocks = noted;
   pthread_mutex_unlock(&lock);
-  *p = at; return cudaSuccess;
 }
-static cudaError_t give(void *p) {
+/* What was noted, with size 0 if nothing was. */
+static block forget(void *at) {
+  block was = {0};
   pthread_mutex_lock(&lock);
-  for (block **b = &blocks; *b; b = &(*b)->next) if ((*b)->at == p) {
-    block *gone = *b; *b = gone->next; munmap(gone->at, gone->size); if (gone->device >= 0) used[gone->device] -= gone->size; free(gone); break; }
-  pthread_mutex_unlock(&lock); return cudaSuccess;
+  for (block **each = &blocks; *each; each = &(*each)->next)
+    if ((*each)->at == at) {
+      block *gone = *each;
+      was = *gone;
+      *each = gone->next;
+      free(gone);
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return was;
 }
-/* -2: pageable, -1: pinned, else the device */
-int pretended_where(const void *p) {
-  int where = -2; pthread_mutex_lock(&lock);
-  for (block *b = blocks; b; b = b->next) if ((char *)p >= b->at && (char *)p < b->at + b->size) { where = b->device; break; }
-  pthread_mutex_unlock(&lock); return where;
+/* Takes `size` bytes of a device's memory, or refuses. */
+static int occupy(int device, size_t size) {
+  pthread_mutex_lock(&lock);
+  int fits = used[device] + size <= capacity(device);
+  if (fits) used[device] += size;
+  pthread_mutex_unlock(&lock);
+  return fits;
 }
-static __thread cudaError_t last;
-static cudaError_t said(cudaError_t e) { if (e) last = e; return e; }
-cudaError_t cudaGetLastError(void) { cudaError_t e = last; last = 0; return e; }
-cudaError_t cudaPeekAtLastError(void) { return last; }
-cudaError_t cudaMalloc(void **p, size_t n) { return said(take(p, n, current)); }
-cudaError_t cudaMallocAsync(void **p, size_t n, cudaStream_t s) { return said(take(p, n, current)); }
-cudaError_t cudaFree(void *p) { return give(p); }
-cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return give(p); }
-cudaError_t cudaHostAlloc(void **p, size_t n, unsigned f) { return take(p, n, -1); }
-cudaError_t cudaFreeHost(void *p) { return give(p); }
-cudaError_t cudaHostRegister(void *p, size_t n, unsigned f) { pthread_mutex_lock(&lock);
-  block *b = malloc(sizeof *b); *b = (block){p, n, -1, blocks}; blocks = b; pthread_mutex_unlock(&lock); return 0; }
-cudaError_t cudaHostUnregister(void *p) { pthread_mutex_lock(&lock);
-  for (block **b = &blocks; *b; b = &(*b)->next) if ((*b)->at == p) { block *g = *b; *b = g->next; free(g); break; }
-  pthread_mutex_unlock(&lock); return 0; }
-cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { *t = room(); *f = *t - used[current]; return 0; }
-cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
-  int w = pretended_where(p); memset(a, 0, sizeof *a);
-  a->type = w >= 0 ? cudaMemoryTypeDevice : w == -1 ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-  a->device = w < 0 ? current : w; a->devicePointer = w >= -1 ? (void *)p : NULL; a->hostPointer = w == -1 ? (void *)p : NULL; return 0; }
-static void copied(const char *how, void *d, const void *s, size_t n) {
-  int from = pretended_where(s), to = pretended_where(d);
-  if (from == -2 && to >= 0) { char t[80]; snprintf(t, 80, "%s %zu bytes pageable -> device", how, n); waits(t); }
-  if (from >= 0 && to == -2) { char t[80]; snprintf(t, 80, "%s %zu bytes device -> pageable", how, n); waits(t); }
-  memmove(d, s, n);
+static void vacate(int device, size_t size) {
+  pthread_mutex_lock(&lock);
+  used[device] -= size;
+  pthread_mutex_unlock(&lock);
 }
-cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { pretended_syncs++; waits("cudaMemcpy"); memmove(d, s, n); return 0; }
-cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) { copied("cudaMemcpyAsync", d, s, n); return 0; }
-cudaError_t cudaMemcpyPeerAsync(void *d, int dd, const void *s, int sd, size_t n, cudaStream_t st) { memmove(d, s, n); return 0; }
-cudaError_t cudaMemcpyToSymbol(const void *sy, const void *s, size_t n, size_t o, enum cudaMemcpyKind k) { return 0; }
-cudaError_t cudaMemset(void *p, int v, size_t n) { memset(p, v, n); return 0; }
-cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s) { memset(p, v, n); return 0; }
-cudaError_t cudaGetSymbolAddress(void **p, const void *s) { static char symbol[1 << 20]; *p = symbol; return 0; }
+/* Memory of the host is taken as it is written. What is never written is NaN, in every type of float. */
+static void *pages(size_t size, int is_device) {
+  void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (is_device && strict) memset(at, 0xff, size);
+  return at;
+}
+static cudaError_t take(void **at, size_t size, int where) {
+  *at = NULL;
+  if (!size) return cudaSuccess;
+  size = (size + 4095) & ~4095ul;
+  if (where >= 0) {
+    if (!occupy(where, size)) return said(cudaErrorMemoryAllocation);
+    pretended_mallocs++;
+  }
+  note(*at = pages(size, where >= 0), size, where);
+  return cudaSuccess;
+}
+static int where_is(const void *at) {
+  int where = PAGEABLE;
+  pthread_mutex_lock(&lock);
+  for (block *each = blocks; each; each = each->next)
+    if ((char *)at >= each->at && (char *)at < each->at + each->size) {
+      where = each->where;
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return where;
+}
+cudaError_t pretended_take(void **at, size_t size) { return take(at, size, current); }
+cudaError_t pretended_give(void *at) {
+  block was = forget(at);
+  if (was.size) munmap(at, was.size);
+  if (was.size && was.where >= 0) vacate(was.where, was.size);
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void **at, size_t size) { return take(at, size, current); }
+cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t stream) { return take(at, size, current); }
+cudaError_t cudaHostAlloc(void **at, size_t size, unsigned flags) { return take(at, size, PINNED); }
+cudaError_t cudaFree(void *at) { return pretended_give(at); }
+cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) { return pretended_give(at); }
+cudaError_t cudaFreeHost(void *at) { return pretended_give(at); }
+cudaError_t cudaHostRegister(void *at, size_t size, unsigned flags) { note(at, size, PINNED); return 0; }
+cudaError_t cudaHostUnregister(void *at) { forget(at); return 0; }
+cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
+  *total = capacity(current);
+  *free = *total - used[current];
+  return 0;
+}
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *at) {
+  int where = where_is(at);
+  memset(found, 0, sizeof *found);
+  found->type = where >= 0 ? cudaMemoryTypeDevice : where == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  found->device = where >= 0 ? where : current;
+  found->devicePointer = where == PAGEABLE ? NULL : (void *)at;
+  found->hostPointer = where == PINNED ? (void *)at : NULL;
+  return 0;
+}
 
-/* ---- devices */
-cudaError_t cudaGetDeviceCount(int *n) { *n = devices(); return *n ? cudaSuccess : cudaErrorNoDevice; }
-cudaError_t cudaGetDevice(int *d) { *d = current; return 0; }
-cudaError_t cudaSetDevice(int d) { if (d < 0 || d >= devices()) return said(cudaErrorInvalidDevice); current = d; return 0; }
-cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { *l = 0; *g = -5; return 0; }
-cudaError_t cudaDeviceCanAccessPeer(int *c, int d, int p) { *c = 1; return 0; }
-cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", d + 1); return 0; }
-cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) {
-  switch (a) {
-    case cudaDevAttrComputeCapabilityMajor: *v = 8; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
-    case cudaDevAttrMultiProcessorCount: *v = 108; break;
-    case cudaDevAttrMaxThreadsPerBlock: case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: *v = 1024; break;
-    case cudaDevAttrMaxBlockDimZ: *v = 64; break;
-    case cudaDevAttrMaxGridDimX: *v = 2147483647; break;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *v = 65535; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *v = 49152; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *v = 166912; break;
-    case cudaDevAttrWarpSize: *v = 32; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *v = 2048; break;
-    case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: *v = 65536; break;
-    case cudaDevAttrL2CacheSize: *v = 40 << 20; break;
-    case cudaDevAttrClockRate: *v = 1410000; break;
-    default: *v = 0;
+/* The driver's own memory, of which torch makes expandable segments: addresses first, memory behind them later. */
+#define GRAIN (2ul << 20)
+int cuMemGetAllocationGranularity(size_t *grain, const void *properties, int option) { *grain = GRAIN; return 0; }
+int cuMemAddressReserve(void **at, size_t size, size_t alignment, void *wanted, unsigned long long flags) {
+  char *from = mmap(NULL, size + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *at = (void *)(((size_t)from + GRAIN - 1) & ~(GRAIN - 1)); /* what is left over stays */
+  return 0;
+}
+int cuMemAddressFree(void *at, size_t size) { munmap(at, size); return 0; }
+typedef struct { size_t size; int device; } physical;
+int cuMemCreate(physical **made, size_t size, const int *properties, unsigned long long flags) {
+  int device = properties[3]; /* CUmemAllocationProp: type, handle types, location type, location id */
+  if (!occupy(device, size)) return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
+  *made = malloc(sizeof **made);
+  **made = (physical){size, device};
+  return 0;
+}
+int cuMemMap(void *at, size_t size, size_t offset, physical *memory, unsigned long long flags) {
+  mprotect(at, size, PROT_READ | PROT_WRITE);
+  if (strict) memset(at, 0xff, size);
+  note(at, size, memory->device);
+  return 0;
+}
+int cuMemSetAccess(void *at, size_t size, const void *who, size_t count) { return 0; }
+int cuMemUnmap(void *at, size_t size) {
+  forget(at);
+  mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return 0;
+}
+int cuMemRelease(physical *memory) {
+  vacate(memory->device, memory->size);
+  free(memory);
+  return 0;
+}
+
+static void copy(const char *how, void *to, const void *from, size_t size, cudaStream_t stream) {
+  int source = where_is(from), target = where_is(to);
+  if (heard && ((source == PAGEABLE && target >= 0) || (source >= 0 && target == PAGEABLE))) {
+    char text[80];
+    const char *way = target >= 0 ? "pageable -> device" : "device -> pageable";
+    snprintf(text, sizeof text, "%s %zu bytes %s", how, size, way);
+    waits(text);
+  }
+  wait_for(stream);
+  memmove(to, from, size);
+}
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+  pretended_syncs++;
+  waits("cudaMemcpy");
+  memmove(to, from, size);
+  return 0;
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  copy("cudaMemcpyAsync", to, from, size, stream);
+  return 0;
+}
+cudaError_t cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t size, cudaStream_t stream) {
+  wait_for(stream);
+  memmove(to, from, size);
+  return 0;
+}
+cudaError_t cudaMemcpy2DAsync(void *to, size_t stride, const void *from, size_t pitch, size_t width, size_t height,
+                              enum cudaMemcpyKind kind, cudaStream_t stream) {
+  for (size_t row = 0; row < height; row++)
+    copy("cudaMemcpy2DAsync", (char *)to + row * stride, (char *)from + row * pitch, width, stream);
+  return 0;
+}
+cudaError_t cudaMemset(void *at, int value, size_t size) { memset(at, value, size); return 0; }
+cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) {
+  wait_for(stream);
+  memset(at, value, size);
+  return 0;
+}
+/* Constants of kernels: no kernel reads them. */
+cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, enum cudaMemcpyKind kind) { return 0; }
+cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) {
+  static char constants[1 << 20];
+  *at = constants;
+  return 0;
+}
+
+/* ---- devices: those of an A100 */
+cudaError_t cudaGetDeviceCount(int *count) {
+  *count = devices();
+  return *count ? cudaSuccess : cudaErrorNoDevice;
+}
+cudaError_t cudaGetDevice(int *device) { *device = current; return 0; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= devices()) return said(cudaErrorInvalidDevice);
+  current = device;
+  return 0;
+}
+cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; return 0; }
+cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", device + 1); return 0; }
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrMultiProcessorCount: *value = 108; break;
+    case cudaDevAttrMaxThreadsPerBlock:
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: *value = 1024; break;
+    case cudaDevAttrMaxBlockDimZ: *value = 64; break;
+    case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 166912; break;
+    case cudaDevAttrWarpSize: *value = 32; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+    case cudaDevAttrL2CacheSize: *value = 40 << 20; break;
+    case cudaDevAttrClockRate: *value = 1410000; break;
+    case (enum cudaDeviceAttr)102: *value = 1; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    default: *value = 0;
   }
   return 0;
 }
-cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
-  memset(p, 0, sizeof *p);
-  strcpy(p->name, "Pretended GPU"); p->totalGlobalMem = room(); p->sharedMemPerBlock = 49152; p->regsPerBlock = 65536; p->warpSize = 32;
-  p->maxThreadsPerBlock = 1024; p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024; p->maxThreadsDim[2] = 64;
-  p->maxGridSize[0] = 2147483647; p->maxGridSize[1] = p->maxGridSize[2] = 65535; p->major = 8; p->minor = 0;
-  p->multiProcessorCount = 108; p->maxThreadsPerMultiProcessor = 2048; p->l2CacheSize = 40 << 20; p->unifiedAddressing = 1;
-  p->sharedMemPerMultiprocessor = p->sharedMemPerBlockOptin = 166912; p->regsPerMultiprocessor = 65536; p->concurrentKernels = 1;
-  p->maxBlocksPerMultiProcessor = 32; p->memPitch = 2147483647; p->textureAlignment = 512; p->pciBusID = d + 1; p->uuid.bytes[0] = d + 1;
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *is, int device) {
+  memset(is, 0, sizeof *is);
+  strcpy(is->name, "Pretended GPU");
+  is->uuid.bytes[0] = is->pciBusID = device + 1;
+  is->major = 8;
+  is->totalGlobalMem = capacity(device);
+  is->multiProcessorCount = 108;
+  is->warpSize = 32;
+  is->maxThreadsPerBlock = is->maxThreadsDim[0] = is->maxThreadsDim[1] = 1024;
+  is->maxThreadsDim[2] = 64;
+  is->maxThreadsPerMultiProcessor = 2048;
+  is->maxBlocksPerMultiProcessor = 32;
+  is->maxGridSize[0] = is->memPitch = 2147483647;
+  is->maxGridSize[1] = is->maxGridSize[2] = 65535;
+  is->regsPerBlock = is->regsPerMultiprocessor = 65536;
+  is->sharedMemPerBlock = 49152;
+  is->sharedMemPerMultiprocessor = is->sharedMemPerBlockOptin = 166912;
+  is->l2CacheSize = 40 << 20;
+  is->textureAlignment = 512;
+  is->unifiedAddressing = is->concurrentKernels = 1;
   return 0;
 }
 
 /* ---- streams and events */
-/* PRETENDED_NCCL_MS: a collective that lacks a rank for so long is left to the device, which is never done from then on, as if it waited */
-static volatile int hangs;
-static void drain(void) { while (hangs) usleep(10000); }
-static void *fresh(void) { return calloc(1, 64); }
-cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = fresh(); return 0; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { *s = fresh(); return 0; }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) { *s = fresh(); return 0; }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { return 0; }
-cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) { *p = 0; return 0; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) { *c = cudaStreamCaptureStatusNone; return 0; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *c, unsigned long long *id, cudaGraph_t *g,
-  const cudaGraphNode_t **d, const cudaGraphEdgeData **e, size_t *n) { *c = cudaStreamCaptureStatusNone; if (id) *id = 0; if (n) *n = 0; return 0; }
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) { return 0; }
-cudaError_t cudaStreamQuery(cudaStream_t s) { return 0; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { return 0; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { pretended_syncs++; waits("cudaStreamSynchronize"); drain(); return 0; }
-cudaError_t cudaDeviceSynchronize(void) { pretended_syncs++; waits("cudaDeviceSynchronize"); drain(); return 0; }
-cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = fresh(); return 0; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = fresh(); return 0; }
-cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return 0; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { return 0; }
-cudaError_t cudaEventQuery(cudaEvent_t e) { return hangs ? cudaErrorNotReady : 0; }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { waits("cudaEventSynchronize"); drain(); const char *ms = getenv("PRETENDED_STALL_MS"); if (ms) usleep(1000 * atoi(ms)); return 0; }
-cudaError_t cudaEventElapsedTime(float *t, cudaEvent_t a, cudaEvent_t b) { *t = 1; return 0; }
-cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *u) { f(u); return 0; }
-cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *u, unsigned g) { f(s, 0, u); return 0; }
-
-/* ---- kernels */
-void **__cudaRegisterFatBinary(void *b) { return fresh(); }
-void __cudaRegisterFatBinaryEnd(void **h) {}
-void __cudaUnregisterFatBinary(void **h) {}
-static struct { const void *function; const char *name; } *kernels; static size_t registered;
-void __cudaRegisterFunction(void **h, const char *f, char *df, const char *name, int l, void *t, void *b, void *bd, void *gd, int *w) {
-  if (!(registered & (registered - 1))) kernels = realloc(kernels, (registered ? 2 * registered : 1) * sizeof *kernels);
-  kernels[registered].function = f; kernels[registered++].name = name; }
-static cudaError_t launch(const void *f) {
-  if (announced) { pretended_launches++; return 0; }
-  for (size_t i = 0; i < registered; i++) if (kernels[i].function == f) return computed(kernels[i].name) ? 0 : said(cudaErrorNotSupported);
-  return computed("a kernel without a name") ? 0 : said(cudaErrorNotSupported); }
-void __cudaRegisterVar(void **h, char *v, char *da, const char *n, int e, size_t s, int c, int g) {}
-unsigned __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, void *s) { return 0; }
-cudaError_t __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void *s) { *g = *b = (dim3){1, 1, 1}; *m = 0; *(void **)s = NULL; return 0; }
-cudaError_t __cudaGetKernel(void **k, const void *f) { *k = (void *)f; return 0; }
-cudaError_t __cudaLaunchKernel(void *k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launch(k); }
-cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { return launch(f); }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { return launch(f); }
-cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) { memset(a, 0, sizeof *a); a->maxThreadsPerBlock = 1024; a->numRegs = 32;
-  a->ptxVersion = a->binaryVersion = 80; a->maxDynamicSharedSizeBytes = 49152; return 0; }
-cudaError_t cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int v) { return 0; }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t m, unsigned fl) { *n = 2; return 0; }
-static int nothing() { return 0; }
-cudaError_t cudaGetDriverEntryPointByVersion(const char *s, void **f, unsigned v, unsigned long long fl, enum cudaDriverEntryPointQueryResult *r) {
-  *f = nothing; if (r) *r = cudaDriverEntryPointSuccess; return 0; }
-
-/* ---- NCCL: processes of this machine meet in shared memory; a call returns when all ranks have made it */
-#include <fcntl.h>
-#include <unistd.h>
-#define CHUNK (1 << 20)
-typedef struct { pthread_barrier_t meet; int ready; } meeting;
-typedef struct { int rank, size; meeting *m; char *slots; } comm;
-typedef struct { char b[128]; } ident;
-static size_t width(int t) { static const size_t w[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; return w[t]; }
-int ncclGetUniqueId(ident *id) { int f = open("/dev/urandom", O_RDONLY); memset(id, 0, 128); read(f, id, 12); close(f); return 0; }
-static int join(comm **out, int n, ident id, int rank, int tag) {
-  char name[64] = "/pretended-nccl-"; size_t size = 4096 + (size_t)n * CHUNK;
-  for (int i = 0; i < 12; i++) sprintf(name + 16 + 2 * i, "%02x", (unsigned char)id.b[i]);
-  sprintf(name + 40, "-%d", tag);
-  int f = shm_open(name, O_RDWR | O_CREAT, 0600); ftruncate(f, size);
-  char *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, f, 0); close(f);
-  meeting *m = (meeting *)at;
-  if (rank == 0) { pthread_barrierattr_t a; pthread_barrierattr_init(&a); pthread_barrierattr_setpshared(&a, PTHREAD_PROCESS_SHARED);
-    pthread_barrier_init(&m->meet, &a, n); __atomic_store_n(&m->ready, 1, __ATOMIC_RELEASE); }
-  while (!__atomic_load_n(&m->ready, __ATOMIC_ACQUIRE)) usleep(1000);
-  pthread_barrier_wait(&m->meet);
-  if (rank == 0) shm_unlink(name);
-  comm *c = malloc(sizeof *c); *c = (comm){rank, n, m, at + 4096}; *out = c; return 0;
+/* Streams are few and live as long as the process: events may remember them. */
+static struct CUstream_st *streams[4096];
+static int stream_count;
+static cudaError_t new_stream(cudaStream_t *stream) {
+  *stream = calloc(1, sizeof **stream);
+  pthread_mutex_lock(&order);
+  if (stream_count < 4096) streams[stream_count++] = *stream;
+  pthread_mutex_unlock(&order);
+  return 0;
 }
-int ncclCommInitRankConfig(comm **c, int n, ident id, int r, void *g) { return join(c, n, id, r, 0); }
-int ncclCommInitRank(comm **c, int n, ident id, int r) { return join(c, n, id, r, 0); }
-int ncclCommInitRankScalable(comm **c, int n, int r, int k, ident *ids, void *g) { return join(c, n, ids[0], r, 0); }
-int ncclCommCount(comm *c, int *n) { *n = c->size; return 0; }
-int ncclCommUserRank(comm *c, int *r) { *r = c->rank; return 0; }
-int ncclCommGetAsyncError(comm *c, int *e) { *e = 0; return 0; }
-static void *arrive(void *w) { void **a = w; pthread_barrier_wait(a[0]); *(volatile int *)a[1] = 1; return NULL; }
-static void meet(comm *c) {
-  const char *ms = getenv("PRETENDED_NCCL_MS");
-  if (!ms) { pthread_barrier_wait(&c->m->meet); return; }
-  if (hangs) return;
-  int *come = calloc(1, sizeof(int)); void **a = calloc(2, sizeof(void *)); a[0] = &c->m->meet; a[1] = come; /* left to the thread */
-  pthread_t t; pthread_create(&t, NULL, arrive, a); pthread_detach(t);
-  for (long waited = 0; !*(volatile int *)come; usleep(100)) if ((waited += 100) > 1000 * atol(ms)) { hangs = 1; return; }
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return new_stream(stream); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return new_stream(stream); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return new_stream(stream); }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) { return 0; }
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return 0; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *is) { *is = cudaStreamCaptureStatusNone; return 0; }
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+  *is = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  if (count) *count = 0;
+  return 0;
 }
-static float wide(unsigned short h) { unsigned u = (unsigned)h << 16; float f; memcpy(&f, &u, 4); return f; }
-static unsigned short narrow(float f) { unsigned u; memcpy(&u, &f, 4); if ((u & 0x7fffffff) > 0x7f800000) return u >> 16 | 64; return (u + 0x7fff + (u >> 16 & 1)) >> 16; }
-#define COMBINE(a, b) (op == 1 ? (a) * (b) : op == 2 ? ((a) > (b) ? (a) : (b)) : op == 3 ? ((a) < (b) ? (a) : (b)) : (a) + (b))
-#define REDUCE(T) { T *out = d; for (size_t i = 0; i < n; i++) { T v = ((T *)s[0])[i]; for (int r = 1; r < size; r++) { T w = ((T *)s[r])[i]; v = COMBINE(v, w); } out[i] = op == 4 ? v / size : v; } break; }
-static void reduce(void *d, char **s, size_t n, int t, int op, int size) {
-  switch (t) { case 0: REDUCE(signed char) case 1: REDUCE(unsigned char) case 2: REDUCE(int) case 3: REDUCE(unsigned) case 4: REDUCE(long) case 5: REDUCE(unsigned long)
-    case 6: REDUCE(_Float16) case 7: REDUCE(float) case 8: REDUCE(double)
-    case 9: { unsigned short *out = d; for (size_t i = 0; i < n; i++) { float v = wide(((unsigned short *)s[0])[i]); for (int r = 1; r < size; r++) { float w = wide(((unsigned short *)s[r])[i]); v = COMBINE(v, w); } out[i] = narrow(op == 4 ? v / size : v); } } } }
-/* every rank's part of `s` comes by in pieces */
-static void all(comm *c, const char *s, size_t bytes, void (*take)(comm *, size_t, size_t, void *), void *what) {
-  for (size_t at = 0; at < bytes; at += CHUNK) {
-    size_t n = bytes - at < CHUNK ? bytes - at : CHUNK;
-    if (s) memcpy(c->slots + (size_t)c->rank * CHUNK, s + at, n);
-    meet(c); take(c, at, n, what); meet(c);
-  } }
-typedef struct { char *d; int t, op, root; size_t bytes; } job;
-static void reducing(comm *c, size_t at, size_t n, void *w) { job *j = w; char *s[64]; for (int r = 0; r < c->size; r++) s[r] = c->slots + (size_t)r * CHUNK; if (j->d) reduce(j->d + at, s, n / width(j->t), j->t, j->op, c->size); }
-static void copying(comm *c, size_t at, size_t n, void *w) { job *j = w; memcpy(j->d + at, c->slots + (size_t)j->root * CHUNK, n); }
-static void gathering(comm *c, size_t at, size_t n, void *w) { job *j = w; for (int r = 0; r < c->size; r++) memcpy(j->d + r * j->bytes + at, c->slots + (size_t)r * CHUNK, n); }
-int ncclAllReduce(const void *s, void *d, size_t n, int t, int op, comm *c, cudaStream_t st) { job j = {d, t, op}; all(c, s, n * width(t), reducing, &j); return 0; }
-int ncclReduce(const void *s, void *d, size_t n, int t, int op, int root, comm *c, cudaStream_t st) { job j = {c->rank == root ? d : NULL, t, op}; all(c, s, n * width(t), reducing, &j); return 0; }
-int ncclBroadcast(const void *s, void *d, size_t n, int t, int root, comm *c, cudaStream_t st) { job j = {d, t, 0, root}; all(c, c->rank == root ? s : NULL, n * width(t), copying, &j); return 0; }
-int ncclBcast(void *b, size_t n, int t, int root, comm *c, cudaStream_t st) { return ncclBroadcast(b, b, n, t, root, c, st); }
-int ncclAllGather(const void *s, void *d, size_t n, int t, comm *c, cudaStream_t st) { job j = {d, t, 0, 0, n * width(t)}; all(c, s, n * width(t), gathering, &j); return 0; }
-int ncclMemAlloc(void **p, size_t n) { return take(p, n, current); }
-int ncclMemFree(void *p) { return give(p); }
-
-/* ---- what has something to say beside success */
-int cublasGetMathMode(void *h, int *m) { *m = 0; return 0; }
-int cublasGetPointerMode_v2(void *h, int *m) { *m = 0; return 0; }
-int cublasLtMatmulAlgoGetHeuristic(void *h, void *o, void *a, void *b, void *c, void *d, void *p, int n, char *r, int *found) { memset(r, 0, 96); *found = 1; return 0; }
-/* cudnnConvolution*AlgoPerf_t: algo, status, time, memory, determinism, mathType, reserved[3] */
-typedef struct { int algo, status; float time; size_t memory; int determinism, math, reserved[3]; } perf;
-static int algorithm(int *n, perf *p) { *n = 1; memset(p, 0, sizeof *p); p->determinism = 1; return 0; }
-int cudnnGetConvolutionForwardAlgorithm_v7(void *h, void *a, void *b, void *c, void *d, int w, int *n, perf *p) { return algorithm(n, p); }
-int cudnnGetConvolutionBackwardDataAlgorithm_v7(void *h, void *a, void *b, void *c, void *d, int w, int *n, perf *p) { return algorithm(n, p); }
-int cudnnGetConvolutionBackwardFilterAlgorithm_v7(void *h, void *a, void *b, void *c, void *d, int w, int *n, perf *p) { return algorithm(n, p); }
-int cudnnFindConvolutionForwardAlgorithmEx(void *h, void *a, void *x, void *b, void *y, void *c, void *d, void *z, int w, int *n, perf *p, void *m, size_t s) { return algorithm(n, p); }
-int cudnnFindConvolutionBackwardDataAlgorithmEx(void *h, void *a, void *x, void *b, void *y, void *c, void *d, void *z, int w, int *n, perf *p, void *m, size_t s) { return algorithm(n, p); }
-int cudnnFindConvolutionBackwardFilterAlgorithmEx(void *h, void *a, void *x, void *b, void *y, void *c, void *d, void *z, int w, int *n, perf *p, void *m, size_t s) { return algorithm(n, p); }
-int cudnnGetConvolutionForwardWorkspaceSize(void *h, void *a, void *b, void *c, void *d, int g, size_t *n) { *n = 0; return 0; }
-int cudnnGetConvolutionBackwardDataWorkspaceSize(void *h, void *a, void *b, void *c, void *d, int g, size_t *n) { *n = 0; return 0; }
-int cudnnGetConvolutionBackwardFilterWorkspaceSize(void *h, void *a, void *b, void *c, void *d, int g, size_t *n) { *n = 0; return 0; }
-int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int m, int o, void *x, void *z, void *y, void *b, void *a, size_t *n) { *n = 0; return 0; }
-int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int m, int o, void *x, void *y, void *dy, void *dz, void *dx, void *b, void *a, size_t *n) { *n = 0; return 0; }
-int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int m, int o, void *a, void *x, size_t *n) { *n = 0; return 0; }
-
-/* ---- the driver, as far as torch looks */
-int cuCtxGetCurrent(void **c) { static char context; *c = &context; return 0; }
-int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
-
-/* ---- nvJPEG: reads headers, decodes to black */
-int nvjpegGetImageInfo(void *h, const unsigned char *d, size_t n, int *components, int *css, int *w, int *hh) {
-  for (size_t i = 2; i + 9 < n && d[i] == 0xff;) {
-    int m = d[i + 1]; size_t l = d[i + 2] << 8 | d[i + 3];
-    if (m >= 0xc0 && m <= 0xcf && m != 0xc4 && m != 0xc8 && m != 0xcc) {
-      memset(w, 0, 16); memset(hh, 0, 16); hh[0] = d[i + 5] << 8 | d[i + 6]; w[0] = d[i + 7] << 8 | d[i + 8]; *components = d[i + 9]; *css = 0; return 0; }
-    i += 2 + l;
-  }
-  return 3; /* bad JPEG */
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return is_done(of(stream), of(stream)->queued); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+  wait_until(event->stream, event->queued);
+  return 0;
 }
-int nvjpegDecodeBatchedSupported(void *h, void *s, int *ok) { *ok = 0; return 0; }
-int nvjpegCreateEx(int b, void *a, void *c, unsigned f, void **h) { *h = fresh(); return 0; }
-int nvjpegJpegStateCreate(void *h, void **s) { *s = fresh(); return 0; }
-int nvjpegDecoderCreate(void *h, int b, void **s) { *s = fresh(); return 0; }
-int nvjpegDecoderStateCreate(void *h, void *d, void **s) { *s = fresh(); return 0; }
-int nvjpegBufferPinnedCreate(void *h, void *a, void **s) { *s = fresh(); return 0; }
-int nvjpegBufferDeviceCreate(void *h, void *a, void **s) { *s = fresh(); return 0; }
-int nvjpegJpegStreamCreate(void *h, void **s) { *s = fresh(); return 0; }
-int nvjpegDecodeParamsCreate(void *h, void **s) { *s = fresh(); return 0; }
-int nvjpegEncoderStateCreate(void *h, void **s, void *st) { *s = fresh(); return 0; }
-int nvjpegEncoderParamsCreate(void *h, void **s, void *st) { *s = fresh(); return 0; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  pretended_syncs++;
+  waits("cudaStreamSynchronize");
+  wait_for(stream);
+  return 0;
+}
+cudaError_t cudaDeviceSynchronize(void) {
+  pretended_syncs++;
+  waits("cudaDeviceSynchronize");
+  wait_for(NULL);
+  for (int i = 0; i < stream_count; i++) wait_for(streams[i]);
+  return 0;
+}
+static cudaError_t new_event(cudaEvent_t *event) {
+  *event = calloc(1, sizeof **event);
+  (*event)->stream = &default_stream;
+  return 0;
+}
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return new_event(event); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return new_event(event); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return 0; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->stream = of(stream);
+  event->queued = event->stream->queued;
+  clock_gettime(CLOCK_MONOTONIC, &event->at);
+  return 0;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(event->stream, event->queued); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  waits("cudaEventSynchronize");
+  wait_until(event->stream, event->queued);
+  const char *stall = getenv("PRETENDED_STALL_MS");
+  if (stall) usleep(1000 * atoi(stall));
+  return 0;
+}
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  *milliseconds = (to->at.tv_sec - from->at.tv_sec) * 1e3 + (to->at.tv_nsec - from->at.tv_nsec) / 1e6;
+  return 0;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+  wait_for(stream);
+  function(data);
+  return 0;
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
+  wait_for(stream);
+  function(stream, cudaSuccess, data);
+  return 0;
+}
 
-/* ---- the driver, as Triton uses it */
-int cuInit(unsigned f) { return 0; }
-int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-int cuDeviceGetCount(int *n) { *n = devices(); return 0; }
-int cuDeviceGet(int *d, int n) { *d = n; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { return cudaDeviceGetAttribute(v, a, d); }
-int cuDevicePrimaryCtxRetain(void **c, int d) { static char context; *c = &context; return 0; }
-int cuCtxSetCurrent(void *c) { return 0; }
-int cuCtxGetDevice(int *d) { *d = current; return 0; }
-int cuCtxGetLimit(size_t *v, int l) { *v = 1 << 20; return 0; }
-int cuCtxSetLimit(int l, size_t v) { return 0; }
-int cuModuleLoadData(void **m, const void *image) { *m = fresh(); return 0; }
-int cuModuleLoadDataEx(void **m, const void *image, unsigned n, void *o, void *v) { *m = fresh(); return 0; }
-int cuModuleLoad(void **m, const char *file) { *m = fresh(); return 0; }
-int cuModuleUnload(void *m) { return 0; }
-int cuModuleGetFunction(void **f, void *m, const char *name) { *f = strdup(name); return 0; }
-int cuFuncGetAttribute(int *v, int a, void *f) { *v = a == 0 ? 1024 : a == 4 ? 32 : 0; return 0; }
-int cuFuncSetAttribute(void *f, int a, int v) { return 0; }
-int cuFuncSetCacheConfig(void *f, int c) { return 0; }
-int cuLaunchKernel(const char *f) { return computed(f) ? 0 : cudaErrorNotSupported; }
-int cuLaunchKernelEx(void *how, const char *f) { return computed(f) ? 0 : cudaErrorNotSupported; }
-int cuPointerGetAttribute(void **d, int a, void *p) { *d = p; return 0; }
-int cuGetErrorString(int e, const char **s) { *s = "pretended"; return 0; }
-int cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { *n = 1; return 0; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t m) { *n = 2; return 0; }
+/* ---- kernels: what nvcc's code calls before main(), and to launch one */
+static struct { const void *function; const char *name; } *kernels;
+static size_t kernel_count;
+void *pretended_handle(void) { return calloc(1, 64); }
+void **__cudaRegisterFatBinary(void *binary) { return pretended_handle(); }
+void __cudaRegisterFatBinaryEnd(void **handle) {}
+void __cudaUnregisterFatBinary(void **handle) {}
+void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int is_extern, size_t size, int is_constant, int zero) {}
+void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name, int limit, void *thread,
+                            void *block, void *block_size, void *grid_size, int *warp) {
+  int is_full = !(kernel_count & (kernel_count - 1)); /* it doubles at each power of 2 */
+  if (is_full) kernels = realloc(kernels, (kernel_count ? 2 * kernel_count : 1) * sizeof *kernels);
+  kernels[kernel_count].function = function;
+  kernels[kernel_count++].name = name;
+}
+static cudaError_t launch(const void *function, cudaStream_t stream) {
+  const char *name = "a kernel without a name";
+  if (strict && !computing)
+    for (size_t i = 0; i < kernel_count; i++)
+      if (kernels[i].function == function) name = kernels[i].name;
+  wait_for(stream);
+  return pretended_computed(name) ? cudaSuccess : said(cudaErrorNotSupported);
+}
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) { return 0; }
+cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+  *grid = *block = (dim3){1, 1, 1};
+  *shared = 0;
+  *(void **)stream = NULL;
+  return 0;
+}
+cudaError_t __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return 0; }
+cudaError_t __cudaLaunchKernel(void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+  return launch(function, stream);
+}
+cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+  return launch(function, stream);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *function, void **arguments) {
+  return launch(function, how->stream);
+}
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *are, const void *function) {
+  memset(are, 0, sizeof *are);
+  are->maxThreadsPerBlock = 1024;
+  are->numRegs = 32;
+  are->ptxVersion = are->binaryVersion = 80;
+  are->maxDynamicSharedSizeBytes = 49152;
+  return 0;
+}
+cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value) { return 0; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads, size_t shared,
+                                                                   unsigned flags) {
+  *blocks = 2;
+  return 0;
+}
+
+/* ---- the driver, as torch and Triton use it */
+static char context;
+int cuInit(unsigned flags) { return 0; }
+int cuLogsRegisterCallback(void *function, void *data, void **handle) { return 0; }
+int cuLogsUnregisterCallback(void *handle) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuDeviceGetCount(int *count) { *count = devices(); return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
+int cuDevicePrimaryCtxRetain(void **retained, int device) { *retained = &context; return 0; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
+int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetDevice(int *device) { *device = current; return 0; }
+int cuCtxGetLimit(size_t *value, int limit) { *value = 1 << 20; return 0; }
+int cuCtxSetLimit(int limit, size_t value) { return 0; }
+int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
+int cuModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void *values) { *module = pretended_handle(); return 0; }
+int cuModuleUnload(void *module) { return 0; }
+int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+  enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
+  *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : attribute == NUM_REGS ? 32 : 0;
+  return 0;
+}
+int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void *function, int cache) { return 0; }
+int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
+int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
+int cuPointerGetAttribute(void **value, int attribute, void *at) { *value = at; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
+int cuOccupancyMaxActiveClusters(int *clusters, void *function, void *how) { *clusters = 1; return 0; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) { *blocks = 2; return 0; }
 int cuTensorMapEncodeTiled() { return 0; }
 int cuTensorMapEncodeIm2col() { return 0; }
+
+/* torch asks for functions of the driver by name. One that is not here may be asked for, and is missed when it is called. */
+static const char *lacking[64]; /* numbered in octal below */
+#define EIGHT(first) LACK(first##0) LACK(first##1) LACK(first##2) LACK(first##3) LACK(first##4) LACK(first##5) LACK(first##6) LACK(first##7)
+#define ALL EIGHT(0) EIGHT(01) EIGHT(02) EIGHT(03) EIGHT(04) EIGHT(05) EIGHT(06) EIGHT(07)
+#define LACK(number) static int lacks_##number() { return pretended_missing(lacking[number]); }
+ALL
+#undef LACK
+#define LACK(number) lacks_##number,
+static int (*const lacks[])() = {ALL};
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *result) {
+  *function = dlsym(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD), name);
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < 64 && !*function; i++) {
+    if (!lacking[i]) lacking[i] = strdup(name);
+    if (!strcmp(lacking[i], name)) *function = lacks[i];
+  }
+  pthread_mutex_unlock(&lock);
+  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return 0;
+}

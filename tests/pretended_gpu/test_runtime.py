@@ -1,5 +1,7 @@
 """Does a pretended GPU compute, fail and wait as a real one does?"""
 
+from pathlib import Path
+
 from tests.conftest import ROOT
 
 UNCOMPUTED = """
@@ -56,3 +58,11 @@ def test_what_nothing_computes_is_named_and_never_read(launch, gpus, tmp_path):
     assert "no kernel for cublasSgemm_v2, which no operator has launched" in done.stderr
     assert done.returncode == 1
     assert done.stderr.endswith("2 kernels or functions of the GPU were called that nothing computes: see above\n")
+
+
+def test_nccl_gives_each_rank_what_it_must(gpus):
+    """Every call that torch makes of NCCL, in tensors that take several rounds; and a rank that hangs keeps no other from leaving."""
+    done = gpus.start("multi_gpu", ROOT / "tests/pretended_gpu/exchanging.py", 600_000, devices=3).finish()
+    assert done.stdout == "all is exchanged\n", done.stdout + done.stderr
+    assert "(local rank 2) was killed by SIGKILL" in done.stderr, done.stderr
+    assert not list(Path("/dev/shm").glob("*nccl*"))
