@@ -1,0 +1,3 @@
+from tests.gpu.report import main
+
+main()

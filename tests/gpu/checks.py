@@ -1,0 +1,267 @@
+"""What only real GPUs show: a check a row. Each returns what it measured, or raises `Failed`, or `NotRun`."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from common import sources
+from tests.gpu.machine import Failed, Launched, Machine, Trained
+from tests.recipes.conftest import distance, identical
+from tests.recipes.interrupted import Interrupted
+
+OPTIONS = "--augment rand-m5-n1 --random_erasing 0.25 --color_jitter 0.3 --mixup 0.2 --cutmix 0.2 --label_smoothing 0.1"
+VARIED = f"{OPTIONS} --ema_decay 0.9 --clip 1".split()
+NO_PAUSE = "--eval_every 1000 --checkpoint_every 1000".split()
+EXPECTED = {"cls": ("digits", "top1", 0.98), "det": ("det_digits", "AP50", 0.9)}  # as the presets say
+DEMO_PROCESSES = {"cls": 16, "det": 2}  # at most, as in the Makefile: of a group of batch norm each has one
+EXACT = 1e-8  # share by which losses and weights in float64 may differ
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row: its name, what makes it, and how many seconds that may take."""
+
+    name: str
+    make: Callable[[Machine], str]
+    seconds: float
+
+
+def demo(recipe: str, precision: str, machine: Machine) -> str:
+    """The demo's preset on all GPUs that it can have, in a precision; its result against what the preset says to expect."""
+    machine.only_with(precision in machine.facts["precisions"], f"the GPU has no {precision}")
+    preset, key, expected = EXPECTED[recipe]
+    gpus = min(machine.gpus, DEMO_PROCESSES[recipe])
+    words = ["--config", f"recipes/presets/{preset}.yaml", *("--max_steps", 8) * machine.quick]
+    run = machine.train(*words, recipe=recipe, precision=precision, gpus=gpus)
+    finite(run.column("train/loss"))
+    result, text = run.result(key), f"{key} {run.result(key):.4f}, expected {expected}; {run.seen['steps_gib']:.2f} GiB"
+    require(machine.quick or result >= expected, text)
+    return text
+
+
+def layout(recipe: str, machine: Machine) -> str:
+    """In float64 one GPU, with small micro-batches too, a CPU, and all GPUs together train the same."""
+    batch, group, gpus = {"cls": (64, 4, 16), "det": (8, 2, 4)}[recipe]
+    words = ["--dtype", "float64", "--batch_norm", "group", "--norm_batch_size", group, "--global_batch_size", batch]
+    words += ["--max_steps", steps(machine, 20), "--eval_every", steps(machine, 20), "--clip", 1, "--ema_decay", 0.9]
+    words += VARIED if recipe == "cls" else ["--hflip", 0.5, "--photometric", 0.5]
+    small = ["--max_micro_batch_size", batch // 4]
+    one, cut, cpu = together(
+        machine.start(*words, recipe=recipe),
+        machine.start(*words, *small, recipe=recipe),
+        machine.start(*words, recipe=recipe, gpus=0),
+    )
+    others = {"smaller micro-batches": cut, "the CPU": cpu}
+    if (gpus := min(machine.gpus, gpus)) > 1:
+        others[f"{gpus} GPUs"] = machine.train(*words, recipe=recipe, gpus=gpus)
+    return "; ".join(f"{name}: {same(one, other, EXACT)}" for name, other in others.items())
+
+
+def nccl(machine: Machine) -> str:
+    """All GPUs with statistics over all of them, and with each of the ways to send less, over NCCL."""
+    machine.only_with(machine.gpus > 1, "one GPU")
+    gpus, words = min(machine.gpus, 16), ["--max_steps", steps(machine, 20), *NO_PAUSE, "--global_batch_size", 64]
+    exact = [*words, "--dtype", "float64", "--batch_norm", "global", *VARIED]
+    text = f"{gpus} GPUs: {same(machine.train(*exact), machine.train(*exact, gpus=gpus), EXACT)}"
+    plain = machine.train(*words, gpus=gpus).column("train/loss")
+    for hook in ("fp16", "bf16", "powersgd"):
+        losses = finite(machine.train(*words, "--comm_hook", hook, gpus=gpus).column("train/loss"))
+        text += f"; {hook} {apart(plain, losses, 0.5):.1e} from uncompressed"
+    return text
+
+
+def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
+    """fp16 on all GPUs, all processes killed (SIGKILL) between two checkpoints, and started again: as if undisturbed."""
+    flag = ["--deterministic"] * deterministic
+    machine.only_with(
+        not deterministic or "--deterministic" in machine.python(f"recipes/{recipe}.py", "--help"),
+        "the recipe has no --deterministic",
+    )
+    words = ["--max_steps", 16, "--checkpoint_every", 5, "--eval_every", 16, *flag]
+    words += VARIED if recipe == "cls" else ["--ema_decay", 0.9]
+    options = {"recipe": recipe, "precision": "fp16", "gpus": min(machine.gpus, DEMO_PROCESSES[recipe])}
+    whole, killed = (
+        machine.train(*words, **options),
+        machine.start(*words, **options, name=f"killed{deterministic}{recipe}"),
+    )
+    kill(killed, 8)
+    went_on = machine.train(*words, **options, name=killed.folder.name)
+    require("going on from step 5 of 16" in went_on.stdout, "it did not go on from its checkpoint of step 5")
+    bits = all(identical(whole.tensors(file), went_on.tensors(file)) for file in ("model", "ema", "optimizer"))
+    rows = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (whole, went_on)]
+    if bits and rows[0] == rows[1]:
+        return "the same bits"
+    text = same(whole, went_on, np.inf if deterministic else 0.1)
+    require(not deterministic, f"not the same bits: {text}")
+    return f"not the same bits, as may be without --deterministic: {text}"
+
+
+def waits(recipe: str, precision: str, machine: Machine) -> str:
+    """How often the host waits for the GPU in a step."""
+    run = machine.train(
+        "--max_steps", 12, *NO_PAUSE, *(VARIED if recipe == "cls" else []), recipe=recipe, precision=precision
+    )
+    often = len(run.seen["waits"]) / 5
+    text = f"{often:g} in a step" + ": " * bool(often) + ", ".join(sorted(set(run.seen["waits"])))
+    require(often <= INHERENT[recipe], f"{text}; expected {INHERENT[recipe]}")
+    return text
+
+
+INHERENT = {"cls": 0, "det": 0}
+
+
+def decoded_pixels(machine: Machine) -> str:
+    """JPEGs of all kinds that nvJPEG decodes against those that the CPU decodes."""
+    seen = json.loads(machine.python("tests/gpu/decoded.py"))
+    text = "; ".join(f"{name} {seen[name]:.3g} of 255, at most {seen[f'{name} allowed']}" for name in ("most", "mean"))
+    require(all(seen[name] <= seen[f"{name} allowed"] for name in ("most", "mean")), text)
+    return text
+
+
+def decoded_training(machine: Machine) -> str:
+    """Digits as JPEGs, decoded by the GPU and by data workers: both learn them."""
+    folder = machine.scratch / "jpegs"
+    for part, source in zip(("train", "val"), sources.load("digits", seed=0, val_share=0.2), strict=True):
+        for number in range(len(source)):
+            file = folder / part / source.classes[source.labels[number]] / f"{number}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            source.image(number).convert("RGB").resize((64, 64)).save(file, quality=90)
+    words = ["--data", folder, "--config", "recipes/presets/digits.yaml", *("--max_steps", 8) * machine.quick]
+    runs = together(*(machine.start(*words, "--decode", way) for way in ("device", "worker")))
+    mine, theirs = (run.result("top1") for run in runs)
+    text = f"top1 {mine:.4f}, decoded by workers {theirs:.4f}"
+    first = apart(*(run.column("train/loss")[:1] for run in runs), np.inf)
+    require(first <= 0.1, f"the first losses are {first:.0%} apart; {text}")
+    require(machine.quick or min(mine, theirs) >= EXPECTED["cls"][2] - 0.01, text)
+    return text
+
+
+def overflow(optimizer: str, machine: Machine) -> str:
+    """fp16 with a loss scale that overflows in the first steps: they are skipped, the scale falls, and training goes on."""
+    lr = {"adamw": 4e-3, "momentum": 0.05}[optimizer]
+    words = ["--opt", optimizer, "--lr", lr, "--max_steps", steps(machine, 60, 16), *NO_PAUSE]
+    run = machine.train(*words, precision="fp16", env={"FIRST_SCALE": str(2.0**24)})
+    losses, scales = finite(run.column("train/loss")), run.column("train/loss_scale")
+    scale, skipped = scales[-1], run.column("train/skipped_steps")[-1]
+    text = f"{skipped:g} steps skipped, the scale fell to {scale:g}; loss {losses[0]:.2f} to {losses[-5:].mean():.2f}"
+    require(3 <= skipped <= len(losses) - 3 and 0 < scale < 2**24, text)
+    require(machine.quick or losses[-5:].mean() < 0.9 * losses[0], text)
+    return text
+
+
+def memory_steps(machine: Machine) -> list:
+    """A run that takes memory, the same in any micro-batch, to be fitted into less of it."""
+    side, batch = (64, 32) if machine.quick else (192, 128)
+    words = ["--image_size", side, "--global_batch_size", batch, "--max_micro_batch_size", batch, "--dtype", "float64"]
+    return [*words, "--batch_norm", "frozen", "--max_steps", 8, "--checkpoint_every", 3, "--eval_every", 1000]
+
+
+def memory(machine: Machine) -> str:
+    """No step takes more memory than the trial of its micro-batch did."""
+    seen = machine.train(*memory_steps(machine)).seen
+    text = f"{seen['steps_gib']:.3f} GiB at the peak, {seen['trial_gib']:.3f} in the trial, {seen['held_gib'][0]:.3f} before it"
+    require(seen["held_gib"][0] < seen["steps_gib"] <= 1.02 * seen["trial_gib"], text)
+    return text
+
+
+def out_of_memory(step: int, machine: Machine) -> str:
+    """A GPU with too little memory left, from the start or from a step on: smaller micro-batches, and the same training."""
+    words = memory_steps(machine)
+    whole = machine.train(*words)
+    peak = whole.seen["steps_gib" if step else "trial_gib"]
+    needed = peak - whole.seen["held_gib"][step > 0]
+    less = machine.train(*words, env={"ROOM": f"{step}:{0.75 * needed}"})
+    said = [line for line in less.stdout.splitlines() if "out of memory" in line or "do not fit into memory" in line]
+    require(bool(said), "it was never out of memory")
+    return f"{needed:.2f} GiB needed, {0.75 * needed:.2f} left; {same(whole, less, EXACT)}"
+
+
+def compiled(machine: Machine) -> str:
+    """--compile against eager: losses, graphs and seconds."""
+    words = ["--max_steps", steps(machine, 20), *NO_PAUSE, *VARIED, "--dtype", "float64"]
+    eager, run = machine.train(*words), machine.train(*words, "--compile")
+    longer = run.seen["first_step_s"] - eager.seen["first_step_s"]
+    text = f"{run.seen['graphs']} graphs, {longer:.0f} s longer to the first step"
+    require(run.seen["graphs"] > 0, f"nothing was compiled; {text}")
+    return f"{same(eager, run, 1e-6)}; {text}"
+
+
+def speed(machine: Machine) -> str:
+    """benchmarks/gpu.py in its short form, with its goals."""
+    file = machine.scratch / "speed.json"
+    size = ["--quick", "--eager"] if machine.quick else ["--brief"]
+    machine.python("benchmarks/gpu.py", *size, "--output", file)
+    result = json.loads(file.read_text())
+    rows = [f"{row['what'].rpartition(': ')[2]} {row['ratio']:.2f} (goal {row['goal']:.2f})" for row in result["rows"]]
+    text = f"{result['sessions'][0]['model']}: {', '.join(rows)}"
+    require(machine.quick or all(row["ratio"] >= row["goal"] for row in result["rows"]), text)
+    return text
+
+
+CHECKS = [
+    *(Check(f"{r} demo {p}", partial(demo, r, p), 90) for p in ("fp32", "bf16", "fp16") for r in ("cls", "det")),
+    *(Check(f"{r} layout", partial(layout, r), 90) for r in ("cls", "det")),
+    Check("nccl", nccl, 120),
+    *(Check(f"{r} resume", partial(resume, r, False), 90) for r in ("cls", "det")),
+    *(Check(f"{r} resume --deterministic", partial(resume, r, True), 90) for r in ("cls", "det")),
+    *(
+        Check(f"{r} host waits {p}", partial(waits, r, p), 45)
+        for r, p in (("cls", "bf16"), ("cls", "fp16"), ("det", "bf16"))
+    ),
+    Check("--decode device: pixels", decoded_pixels, 45),
+    Check("--decode device: training", decoded_training, 60),
+    *(Check(f"fp16 overflow, {o}", partial(overflow, o), 45) for o in ("adamw", "momentum")),
+    Check("memory at the peak", memory, 45),
+    Check("out of memory at the start", partial(out_of_memory, 0), 60),
+    Check("out of memory later", partial(out_of_memory, 5), 90),
+    Check("--compile", compiled, 150),
+    Check("speed", speed, 240),
+]
+
+
+def steps(machine: Machine, many: int, few: int = 6) -> int:
+    return few if machine.quick else many
+
+
+def require(holds: bool, text: str) -> None:
+    if not holds:
+        raise Failed(text)
+
+
+def finite(losses: np.ndarray) -> np.ndarray:
+    require(bool(np.isfinite(losses).all()), f"losses are not finite from row {np.argmin(np.isfinite(losses)) + 1} on")
+    return losses
+
+
+def apart(one: np.ndarray, other: np.ndarray, limit: float) -> float:
+    """The largest difference of losses, as a share of them. Raises `Failed` where it is larger than the limit."""
+    require(one.shape == other.shape, f"{len(one)} and {len(other)} steps")
+    off = float((np.abs(finite(one) - finite(other)) / np.abs(one)).max())
+    require(off <= limit, f"losses {off:.1e} apart, at most {limit:g}")
+    return off
+
+
+def same(one: Trained, other: Trained, limit: float) -> str:
+    """How far apart losses and weights are. Raises `Failed` for more than the limit."""
+    losses = apart(one.column("train/loss"), other.column("train/loss"), limit)
+    nothing = {name: torch.zeros_like(tensor) for name, tensor in one.tensors().items()}
+    weights = distance(one.tensors(), other.tensors(), nothing)
+    require(weights <= limit, f"weights {weights:.1e} apart, at most {limit:g}")
+    return f"losses {losses:.0e}, weights {weights:.0e} apart"
+
+
+def together(*launched: Launched) -> list[Trained]:
+    """Runs that were started at once."""
+    return [run.end() for run in launched]
+
+
+def kill(launched: Launched, step: int) -> None:
+    """SIGKILL to all processes of the run when it has made `step`."""
+    try:
+        Interrupted(launched.started, launched.folder).at_step(step).interrupt("KILL all").gone()
+    except AssertionError as error:
+        raise Failed(str(error).splitlines()[0], str(error)) from error

@@ -1,0 +1,187 @@
+"""The machine that is checked: what it has, and how recipes are started on it and end, each within its time."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+import psutil
+
+from tests.conftest import Launcher, Started
+from tests.harness import end_with_stacks
+from tests.recipes.conftest import Outcome
+
+SUFFIX = {"fp32": "", "bf16": "_bf16", "fp16": "_fp16"}  # of the files in accelerate_configs/
+# Errors in what a process wrote; a launcher that reports its processes' end, or a process that lost another, is no cause.
+_CAUSE = re.compile(
+    r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception|Refused)\b|\w+\.py: |Fatal Python error).*)$", re.M
+)
+_NO_CAUSE = ("ChildFailedError", "CalledProcessError", "lost another process", "DistNetworkError")
+
+
+class Failed(Exception):
+    """What is wrong, in a line; `evidence` is what the process wrote last."""
+
+    def __init__(self, cause: str, evidence: str = ""):
+        super().__init__(cause)
+        self.evidence = evidence
+
+
+class NotRun(Exception):
+    """Why a check can't be made on this machine."""
+
+
+@dataclass(frozen=True)
+class Trained(Outcome):
+    """A run that ended well, and what tests/gpu/observed.py saw of its main process."""
+
+    seen: dict = field(default_factory=dict)
+
+    def result(self, key: str) -> float:
+        """The last evaluation's `key`."""
+        return self.column(f"eval/{key}")[-1]
+
+
+@dataclass
+class Launched:
+    """A recipe on its way."""
+
+    started: Started
+    folder: Path
+    until: float  # time.monotonic()
+
+    def end(self) -> Trained:
+        """Wait for a good end. Raises `Failed` for another one, or for none in time."""
+        output = finish(self.started, self.until)
+        seen = self.folder.with_suffix(".json")
+        return Trained("ok", "", output, 0.0, self.folder, json.loads(seen.read_text()) if seen.exists() else {})
+
+
+def finish(started: Started, until: float) -> str:
+    """What the process printed, once it has ended well. Raises `Failed` for another end, or for none by `until`."""
+    left, process = max(0.0, until - time.monotonic()), started.process
+    try:
+        process.wait(left)
+    except TimeoutExpired:
+        end_with_stacks([psutil.Process(process.pid)])
+        text = started.stderr.read_text()
+        frames = re.findall(r'File ".*?((?:recipes|common)/[\w/]+\.py)", line (\d+)', text)
+        where = f", in {frames[0][0]}:{frames[0][1]}" if frames else ""
+        raise Failed(f"no end within {left:.0f} s{where}", text) from None
+    output, errors = started.stdout.read_text(), started.stderr.read_text()
+    if process.returncode:
+        raise Failed(cause_of(errors, process.returncode), errors or output)
+    return output
+
+
+def cause_of(errors: str, code: int) -> str:
+    """The line of a process's standard error that says why it ended with `code`."""
+    told = [line for line in _CAUSE.findall(errors) if not any(part in line for part in _NO_CAUSE)]
+    if told:
+        return told[-1]
+    last = errors.strip().rpartition("\n")[2]
+    return f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'}{last and ': '}{last}"
+
+
+@dataclass
+class Machine:
+    """GPUs, and how long everything may take.
+
+    `through` is a script, with its words, that runs each script: for devices that need one. `quick`: only see that it works.
+    """
+
+    scratch: Path
+    until: float  # time.monotonic()
+    through: tuple[str, ...] = ()
+    quick: bool = False
+    facts: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.scratch / "home").mkdir(parents=True)
+        self.launcher = Launcher(self.scratch / "home")
+        self.check_until = self.until
+        self._count = 0
+
+    @property
+    def gpus(self) -> int:
+        return len(self.facts["gpus"])
+
+    def only_with(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise NotRun(reason)
+
+    def python(self, script: str, *words: object, env: dict | None = None) -> str:
+        """What `python script words` prints."""
+        started = self.launcher.start_python(
+            *self.through, script, *words, env=self._env | (env or {}), process_group=0
+        )
+        return finish(started, self.check_until)
+
+    def start(
+        self,
+        *words: object,
+        recipe: str = "cls",
+        precision: str = "fp32",
+        gpus: int = 1,
+        observed: bool = True,
+        name: str = "",
+        env: dict | None = None,
+    ) -> Launched:
+        """`recipes/<recipe>.py` on that many GPUs (0: the CPU), in a run folder of its own, a row a step and no tracker.
+
+        The same `name` is the same run.
+        """
+        self._count += 1
+        name = name or f"run{self._count}"
+        folder = self.scratch / "runs" / name
+        kind = "multi_gpu" if gpus > 1 else "single_gpu"
+        config = kind + SUFFIX[precision] if gpus else "cpu"
+        own = ("--output_dir", folder.parent, "--name", name, "--log_every", 1)
+        own += () if "--tracker" in words else ("--tracker", "none")
+        own += (
+            ("--global_batch_size", 16) if self.quick and recipe == "cls" and "--global_batch_size" not in words else ()
+        )
+        script = ("tests/gpu/observed.py", f"recipes/{recipe}.py") if observed else (f"recipes/{recipe}.py",)
+        (first, *rest) = (*self.through, *script)
+        flags = ("--num_processes", gpus) if gpus > 1 else ()
+        env = self._env | {"OBSERVED": str(folder.with_suffix(".json"))} | (env or {})
+        started = self.launcher.start(config, first, *rest, *words, *own, flags=flags, env=env, process_group=0)
+        return Launched(started, folder, self.check_until)
+
+    def train(self, *words: object, **options) -> Trained:
+        """`start` a run and wait for its good end."""
+        return self.start(*words, **options).end()
+
+    @property
+    def _env(self) -> dict[str, str]:
+        """Compiled code of an earlier time would hide how long compiling takes."""
+        cache = self.scratch / "compiled"
+        return {
+            "VISION_RECIPES_CACHE": os.devnull,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
+
+
+def end_all() -> None:
+    """Kill every process that this one has started, and what those have."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:  # launchers first: they must not start others
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(children, timeout=5)
+
+
+def private(text: str) -> str:
+    """`text` without what is nobody's business: folders, the user's and the machine's name."""
+    text = re.sub(r"(?<![\w.-])(?:/[\w.@+-]+)+/(?=[\w.@+-])", "", text)
+    for name in {os.environ.get("USER", ""), Path.home().name, os.uname().nodename}:
+        text = re.sub(rf"\b{re.escape(name)}\b", "...", text) if len(name) > 2 else text
+    return text.replace(sys.prefix, "...")

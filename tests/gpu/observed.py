@@ -1,0 +1,115 @@
+"""The recipe as it is, and what it did on the GPU.
+
+    accelerate launch ... tests/gpu/observed.py recipes/cls.py words
+
+The main process writes to the file that OBSERVED names, in the environment:
+
+    {"trial_gib", "steps_gib": memory at the peak of the trial of a micro-batch, and of all steps; "held_gib": what of it was
+     taken before each of both, "waits": where the host waited for the device in the steps 6 to 10, "graphs": how many
+     torch.compile made, "first_step_s": until the first step was made}
+
+Two variables make it hard for the run: FIRST_SCALE is the loss scale to begin with. ROOM, such as 0:1.5 or 5:1.5, takes all of
+the GPU's memory but that many GiB, before the trial (0) or that step.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from common import launch
+from common.run import Run
+from tests.recipes.several import load
+
+GIB = 2**30
+WATCHED = range(6, 11)  # steps; what is made once has been made
+began, seen, ballast = time.monotonic(), {"waits": []}, []
+step_of_room, room = (float(part) for part in os.environ.get("ROOM", "-1:0").split(":"))
+
+
+def leave(gib: float) -> None:
+    """Take all of the GPU's memory but this."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ballast.append(torch.empty(max(0, int(free - gib * GIB)), dtype=torch.uint8, device="cuda"))
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> float:
+    return (torch.cuda.max_memory_allocated() - sum(map(len, ballast))) / GIB
+
+
+def held() -> float:
+    torch.cuda.reset_peak_memory_stats()
+    return (torch.cuda.memory_allocated() - sum(map(len, ballast))) / GIB
+
+
+start, fit, steps, observe = launch.start, Run.fit, Run.steps, Run.observe
+
+
+def started(config):
+    accelerator = start(config)
+    if accelerator.scaler and "FIRST_SCALE" in os.environ:
+        accelerator.scaler._init_scale = float(os.environ["FIRST_SCALE"])
+    return accelerator
+
+
+def fitted(run, *arguments):
+    if run.accelerator.device.type != "cuda":
+        return fit(run, *arguments)
+    if step_of_room == 0:
+        leave(room)
+    seen["held_gib"] = [held()]
+    plan = fit(run, *arguments)
+    seen["trial_gib"] = peak()
+    return plan
+
+
+def watched_steps(run):
+    on_gpu = run.accelerator.device.type == "cuda"
+    if on_gpu:
+        seen["held_gib"].append(held())
+    for step in steps(run):
+        if step + 1 == step_of_room:
+            leave(room)
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("warn" if step + 1 in WATCHED else "default")
+        yield step
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def observed(run, step, *rest):
+    observe(run, step, *rest)
+    seen.setdefault("first_step_s", time.monotonic() - began)
+    if run.accelerator.device.type == "cuda":
+        seen["steps_gib"] = peak()
+
+
+def warned(message, category, filename, lineno, *rest) -> None:
+    if "synchronizing CUDA operation" in str(message):
+        seen["waits"].append(f"{Path(filename).name}:{lineno}")
+    else:
+        show(message, category, filename, lineno, *rest)
+
+
+def main() -> None:
+    recipe = load(Path(sys.argv[0]))
+    launch.start, Run.fit, Run.steps, Run.observe = started, fitted, watched_steps, observed
+    try:
+        recipe.main()
+    finally:
+        seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+        if os.environ.get("RANK", "0") == "0":
+            Path(os.environ["OBSERVED"]).write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    show, warnings.showwarning = warnings.showwarning, warned
+    warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+    sys.argv = sys.argv[1:]
+    launch.run(main)

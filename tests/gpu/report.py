@@ -1,0 +1,107 @@
+"""`make gpu`: what only real GPUs show, in a table, and in a file to attach to a report.
+
+    python -m tests.gpu [--only NAME ...] [--quick] [--seconds 720] [--output build/gpu.json] [--through SCRIPT]
+
+A row is printed as soon as it is there: ok, FAILED with its cause, or not run with what the machine lacks. Each check starts
+the recipes in processes of their own and has a time limit, so that one that crashes or hangs is a row as well. The exit code
+is 0 if no row is FAILED, 1 if one is, 2 if there is no GPU, and 130 after Ctrl-C, which ends all processes.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tests.gpu.checks import CHECKS, Check
+from tests.gpu.machine import Failed, Machine, NotRun, end_all, private
+
+LINES = 60  # of what a failed process wrote last that the file has
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain one of these words")
+    parser.add_argument(
+        "--quick", action="store_true", help="only see that it works: few steps, no goals of results and speed"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=720, help="limit of the whole; those of the checks grow with it"
+    )
+    parser.add_argument("--output", type=Path, default=Path("build/gpu.json"), help="the file")
+    parser.add_argument("--through", nargs="+", default=[], metavar="SCRIPT", help="a script that runs each script")
+    arguments = parser.parse_args()
+    checks = [c for c in CHECKS if not arguments.only or any(word in c.name for word in arguments.only)]
+    if not checks:
+        parser.error(f"--only: no check has one of these words in its name: {', '.join(c.name for c in CHECKS)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    scratch, began = Path(tempfile.mkdtemp()), time.monotonic()
+    try:
+        machine = Machine(scratch / "gpu", began + arguments.seconds, tuple(arguments.through), arguments.quick)
+        machine.facts = json.loads(machine.python("tests/gpu/facts.py"))
+        if not machine.gpus:
+            print("make gpu needs a GPU that torch sees: look at nvidia-smi and CUDA_VISIBLE_DEVICES", file=sys.stderr)
+            sys.exit(2)
+        print(describe(machine.facts), flush=True)
+        sys.exit(report(machine, checks, arguments.seconds / 720, arguments.output))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one must leave nothing behind
+        end_all()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def describe(facts: dict) -> str:
+    names = ", ".join(
+        f"{count} x {name}" for name in dict.fromkeys(facts["gpus"]) if (count := facts["gpus"].count(name))
+    )
+    return (
+        f"{names}, {facts['gpu_memory_gib'][0]:g} GiB, driver {facts['driver']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, "
+        f"NCCL {facts['nccl']}, torch {facts['packages']['torch']}"
+    )
+
+
+def report(machine: Machine, checks: list[Check], slower: float, output: Path) -> int:
+    """Run the checks, print and write the rows; the exit code."""
+    rows, began, wide = [], time.monotonic(), max(len(check.name) for check in checks)
+    for check in checks:
+        row = make(replace(check, seconds=slower * check.seconds), machine)
+        rows.append(row)
+        print(f"{row['check']:{wide}}  {row['state']:8}{row['seconds']:5.0f} s  {row['told']}", flush=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        whole = len(rows) == len(CHECKS) and not machine.quick
+        facts = {"machine": machine.facts, "whole": whole, "seconds": round(time.monotonic() - began, 1)}
+        output.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    failed = sum(row["state"] == "FAILED" for row in rows)
+    states = ", ".join(f"{sum(row['state'] == s for row in rows)} {s}" for s in ("ok", "FAILED", "not run"))
+    print(f"{states}; {time.monotonic() - began:.0f} s; {output} can be attached to a report")
+    return int(failed > 0)
+
+
+def make(check: Check, machine: Machine) -> dict:
+    """The row of a check, whatever becomes of it."""
+    began, evidence = time.monotonic(), ""
+    machine.check_until = min(began + check.seconds, machine.until)
+    try:
+        if began >= machine.until:
+            raise Failed("not begun: the time for the whole was over")
+        state, told = "ok", check.make(machine)
+    except NotRun as reason:
+        state, told = "not run", str(reason)
+    except Failed as failure:
+        state, told, evidence = "FAILED", str(failure), failure.evidence
+    except Exception as error:  # what a run left is not as it should be
+        state, told = "FAILED", f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(machine.scratch / "runs", ignore_errors=True)
+        end_all()
+    row = {"check": check.name, "state": state, "told": private(" ".join(told.split()))[:400]}
+    row["seconds"] = round(time.monotonic() - began, 1)
+    return row | ({"evidence": private(evidence).splitlines()[-LINES:]} if evidence else {})
