@@ -36,9 +36,15 @@ def build(folder: Path) -> dict[str, str]:
     flags = ["-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{HERE}", f"-I{headers}"]
     subprocess.run(["gcc", *flags, "-o", built, *sources, "-ldl", "-lpthread", "-lrt"], check=True)
     (folder / "libcuda.so").symlink_to(built)
+    # torch looks for NVRTC by the name of its file, and for functions in that file alone.
+    name = next(site.glob("nvidia/*/lib/libnvrtc.so.*")).name
+    (folder / "versions").write_text(f"{name} {{ *; }};")
+    nvrtc, script = folder / name, f"-Wl,--version-script={folder / 'versions'}"
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}", script]
+    subprocess.run(["gcc", *flags, "-o", nvrtc, HERE / "nvrtc.c"], check=True)
     return {
         "PYTHONPATH": str(HERE.parents[1]),
-        "LD_PRELOAD": str(built),
+        "LD_PRELOAD": f"{built}:{nvrtc}",
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "TRITON_LIBCUDA_PATH": str(folder),
     }
