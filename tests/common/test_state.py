@@ -173,7 +173,10 @@ def test_steps_that_overflow_leave_every_optimizer_as_it_was(poisoned) -> None:
         before.train(0, 1, {0})
         scaled.state.load(before.state.tensors(), json.loads(json.dumps(before.state.numbers())))
         scaled.train(1, 6, {1, 4})
-        for file, expected in (("model", parameters(plain.state.model)), ("optimizer", plain.state.tensors()["optimizer"])):
+        for file, expected in (
+            ("model", parameters(plain.state.model)),
+            ("optimizer", plain.state.tensors()["optimizer"]),
+        ):
             for key, value in expected.items():
                 assert value.isfinite().all() and torch.equal(value, scaled.state.tensors()[file][key]), (name, key)
         tried.append(name)

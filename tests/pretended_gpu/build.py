@@ -45,7 +45,7 @@ def build() -> dict[str, str]:
     """
     torch = Path(find_spec("torch").origin).parent
     headers = _headers()
-    parts = [(HERE / name).read_bytes() for name in (*SOURCES, "pretended.h", "build.py")]
+    parts = [(HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")]
     parts += [str(headers).encode(), (torch / "version.py").read_bytes(), platform.machine().encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
@@ -59,7 +59,7 @@ def build() -> dict[str, str]:
             _compile(torch.parent, headers, folder)
     return {
         "PYTHONPATH": str(HERE.parents[1]),
-        "LD_PRELOAD": str(folder / "libcuda.so.1"),
+        "LD_PRELOAD": f"{folder / 'libcuda.so.1'}:{folder / _nvrtc(torch.parent)}",
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "TRITON_LIBCUDA_PATH": str(folder),
     }
@@ -69,6 +69,10 @@ def _headers() -> Path | None:
     """Where torch's wheels put CUDA's headers: nvidia/cu13/include, or nvidia/cuda_runtime/include before CUDA 13."""
     site = Path(find_spec("torch").origin).parents[1]
     return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
+
+
+def _nvrtc(site: Path) -> str:
+    return next(site.glob("nvidia/*/lib/libnvrtc.so.*")).name
 
 
 def _compile(site: Path, headers: Path, folder: Path) -> None:
@@ -85,18 +89,14 @@ def _compile(site: Path, headers: Path, folder: Path) -> None:
     names = [name for name in sorted(asked) if ASKED.match(name) and not REAL.search(name)]
     (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
     built = folder / "libcuda.so.1"
-    flags = [
-        "-O2",
-        "-ftree-vectorize",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-Wl,-soname,libcuda.so.1",
-        f"-I{HERE}",
-        f"-I{headers}",
-    ]
     sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
-    subprocess.run(["gcc", *flags, "-o", built, *sources, "-ldl", "-lpthread"], check=True)
+    compiler = ["gcc", "-O2", "-ftree-vectorize", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
+    subprocess.run([*compiler, "-Wl,-soname,libcuda.so.1", "-o", built, *sources, "-ldl", "-lpthread"], check=True)
+    # torch looks for NVRTC by the name of its file, and for functions in that file alone.
+    nvrtc = folder / _nvrtc(site)
+    (folder / "versions").write_text(f"{nvrtc.name} {{ *; }};")
+    named = [f"-Wl,-soname,{nvrtc.name}", f"-Wl,--version-script={folder / 'versions'}"]
+    subprocess.run([*compiler, *named, "-o", nvrtc, HERE / "nvrtc.c"], check=True)
     (folder / "libcuda.so").symlink_to(built.name)  # as the linker of Triton asks for it
 
 
