@@ -124,9 +124,6 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
 }
 
 /* ---- streams and events */
-/* PRETENDED_NCCL_MS: a collective that lacks a rank for so long is left to the device, which is never done from then on, as if it waited */
-static volatile int hangs;
-static void drain(void) { while (hangs) usleep(10000); }
 static void *fresh(void) { return calloc(1, 64); }
 cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = fresh(); return 0; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { *s = fresh(); return 0; }
@@ -139,15 +136,15 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) { return 0; }
 cudaError_t cudaStreamQuery(cudaStream_t s) { return 0; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { return 0; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { pretended_syncs++; waits("cudaStreamSynchronize"); drain(); return 0; }
-cudaError_t cudaDeviceSynchronize(void) { pretended_syncs++; waits("cudaDeviceSynchronize"); drain(); return 0; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { pretended_syncs++; waits("cudaStreamSynchronize"); return 0; }
+cudaError_t cudaDeviceSynchronize(void) { pretended_syncs++; waits("cudaDeviceSynchronize"); return 0; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = fresh(); return 0; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = fresh(); return 0; }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return 0; }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { return 0; }
-cudaError_t cudaEventQuery(cudaEvent_t e) { return hangs ? cudaErrorNotReady : 0; }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { waits("cudaEventSynchronize"); drain(); const char *ms = getenv("PRETENDED_STALL_MS"); if (ms) usleep(1000 * atoi(ms)); return 0; }
+cudaError_t cudaEventQuery(cudaEvent_t e) { return 0; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { waits("cudaEventSynchronize"); const char *ms = getenv("PRETENDED_STALL_MS"); if (ms) usleep(1000 * atoi(ms)); return 0; }
 cudaError_t cudaEventElapsedTime(float *t, cudaEvent_t a, cudaEvent_t b) { *t = 1; return 0; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *u) { f(u); return 0; }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *u, unsigned g) { f(s, 0, u); return 0; }
@@ -201,15 +198,7 @@ int ncclCommInitRankScalable(comm **c, int n, int r, int k, ident *ids, void *g)
 int ncclCommCount(comm *c, int *n) { *n = c->size; return 0; }
 int ncclCommUserRank(comm *c, int *r) { *r = c->rank; return 0; }
 int ncclCommGetAsyncError(comm *c, int *e) { *e = 0; return 0; }
-static void *arrive(void *w) { void **a = w; pthread_barrier_wait(a[0]); *(volatile int *)a[1] = 1; return NULL; }
-static void meet(comm *c) {
-  const char *ms = getenv("PRETENDED_NCCL_MS");
-  if (!ms) { pthread_barrier_wait(&c->m->meet); return; }
-  if (hangs) return;
-  int *come = calloc(1, sizeof(int)); void **a = calloc(2, sizeof(void *)); a[0] = &c->m->meet; a[1] = come; /* left to the thread */
-  pthread_t t; pthread_create(&t, NULL, arrive, a); pthread_detach(t);
-  for (long waited = 0; !*(volatile int *)come; usleep(100)) if ((waited += 100) > 1000 * atol(ms)) { hangs = 1; return; }
-}
+static void meet(comm *c) { pthread_barrier_wait(&c->m->meet); }
 static float wide(unsigned short h) { unsigned u = (unsigned)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static unsigned short narrow(float f) { unsigned u; memcpy(&u, &f, 4); if ((u & 0x7fffffff) > 0x7f800000) return u >> 16 | 64; return (u + 0x7fff + (u >> 16 & 1)) >> 16; }
 #define COMBINE(a, b) (op == 1 ? (a) * (b) : op == 2 ? ((a) > (b) ? (a) : (b)) : op == 3 ? ((a) < (b) ? (a) : (b)) : (a) + (b))
