@@ -30,9 +30,6 @@ DESCRIPTIONS = {
 }
 
 
-_is_alone = False
-
-
 class StepBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that move once a step.
 
@@ -68,7 +65,10 @@ class StepBatchNorm(_BatchNorm):
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         # With momentum 1 the fused kernel leaves just this batch's mean and unbiased variance; the last row stays one.
         statistics = torch.ones_like(self.collected)
-        y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
+        is_enough = (
+            self.mode != "alone" or x.numel() > x.shape[1]
+        )  # for a variance, which other ranks may have values for
+        y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
         self.collected += statistics
         return y
 
@@ -134,15 +134,13 @@ class _SharedNormalization(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = None if _is_alone else node_group() if mode == "node" else dist.group.WORLD
+        group = node_group() if mode == "node" else dist.group.WORLD
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         share = torch.full_like(mean, x.numel() // x.shape[1])
         own = torch.stack([mean, variance, share])
-        shares = [own]
-        if group:
-            shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(shares, own, group=group)
+        shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shares, own, group=group)
         means, variances, counts = torch.stack(shares, dim=1)  # each [ranks, channels]
         count = counts.sum(0)
         mean = (means * counts).sum(0) / count
@@ -162,8 +160,7 @@ class _SharedNormalization(torch.autograd.Function):
         normalized = (x.to(mean.dtype) - mean.view(channels)) * inverse_deviation.view(channels)
         own = torch.stack([wide.sum(others), (wide * normalized).sum(others)])
         total = own.clone()
-        if ctx.group:
-            dist.all_reduce(total, group=ctx.group)
+        dist.all_reduce(total, group=ctx.group)
         offset, slope = (total / count).unbind()
         scale = inverse_deviation if weight is None else inverse_deviation * weight
         x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
@@ -249,17 +246,20 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Within it, `node` and `global` normalise by this rank's own samples: in the same memory, and without waiting for a rank.
+def alone(model: nn.Module) -> Iterator[None]:
+    """Within it, `node` and `global` normalise by this rank's own samples, and wait for no other rank.
 
-    For trials that some ranks may leave by an exception while others would wait for their statistics.
+    For a trial that some ranks may leave by an exception while others would wait for their statistics. It takes the memory
+    that sharing takes on a GPU; the CPU makes a few copies of one layer's activations more.
     """
-    global _is_alone
-    _is_alone = True
+    shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
     try:
+        for layer in shared:
+            layer.mode = "alone"
         yield
     finally:
-        _is_alone = False
+        for layer, mode in shared.items():
+            layer.mode = mode
 
 
 def freeze(*modules: nn.Module) -> None:

@@ -7,6 +7,7 @@ and later by what failed.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -32,19 +33,24 @@ def fit(
     """
     while True:
         size = plan.micro_batch_sizes[0]
-        with together("trying a step"), batch_norm.alone():
+        with together("trying a step"), batch_norm.alone(model):
             mine = _tried(attempt, plan, model)
         failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
         if not any(failures):
             peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
             return plan, f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step" if peak else ""
-        plan = halved(plan, "; " + next(filter(None, failures)))
+        plan = halved(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
         say(f"micro-batches of {size} do not fit into memory: {plan}")
 
 
 def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
     """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
     size = plan.micro_batch_sizes[0]
+    if plan.whole:
+        raise Refused(
+            f"the {size} samples that {plan.whole} needs at once do not fit into memory: take --batch_norm group, a smaller "
+            f"model or --image_size, more processes, or a bf16 file of accelerate_configs/{why}"
+        )
     if size == plan.unit:
         raise Refused(
             f"not even micro-batches of {size} fit into memory: take a smaller model or --image_size, a bf16 file of "
@@ -76,7 +82,9 @@ def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.n
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        held = [torch.empty_like(parameter) for parameter in parameters]  # with the warm-up's copy, Adam's two moments
+        # Of Adam's two moments the warm-up's copy of the weights is one. DDP's buffer stands beside gradients that wait.
+        copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1)
+        held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         attempt(plan)

@@ -1,8 +1,4 @@
-"""Does the watchdog name the process that hangs where the others wait for their devices, and before torch gives up?
-
-A collective that lacks a rank is left to the pretended device, as NCCL does it: the host runs on until it waits for the device,
-two steps later.
-"""
+"""Does the watchdog name the process that hangs where the others wait for their devices, and before torch gives up?"""
 
 import json
 import re
