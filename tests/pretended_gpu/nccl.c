@@ -110,7 +110,7 @@ static unsigned short to_bfloat(float value) {
 static float from_half(unsigned short half) {
   unsigned finite = bits_of(of_bits((half & 0x7fffu) << 13) * 0x1p112f); /* the exponents differ by 112 */
   unsigned is_special = (half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;      /* infinity or NaN */
-  return of_bits(finite | is_special | (half & 0x8000u) << 16);
+  return of_bits(finite | is_special | ((half & 0x8000u) << 16));
 }
 static unsigned short to_half(float value) {
   unsigned bits = bits_of(value), size = bits & 0x7fffffff;
@@ -118,7 +118,7 @@ static unsigned short to_half(float value) {
   unsigned small = bits_of(of_bits(size) + 0.5f) - 0x3f000000; /* 0.5 has the last place of these */
   unsigned finite = size < 0x38800000 ? small : normal;
   unsigned special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
-  return (size >= 0x477ff000 ? special : finite) | bits >> 16 & 0x8000;
+  return (size >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
 }
 #define SAME(x) (x)
 #define LOOP(to_type, from_type, expression)            \
