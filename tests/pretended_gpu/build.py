@@ -46,7 +46,10 @@ def build() -> dict[str, str]:
     torch = Path(find_spec("torch").origin).parent
     headers = _headers()
     parts = [(HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")]
-    parts += [str(headers).encode(), (torch / "version.py").read_bytes(), platform.machine().encode()]
+    processor = next(
+        (line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b""
+    )
+    parts += [str(headers).encode(), (torch / "version.py").read_bytes(), processor]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

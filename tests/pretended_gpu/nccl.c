@@ -90,17 +90,35 @@ static int meet(comm *c) {
 }
 
 /* ---- arithmetic, in the type of the tensor and from rank to rank, as NCCL's rings round */
-static float wide(unsigned short half) { /* bfloat16 */
-  unsigned bits = (unsigned)half << 16;
+static unsigned bits_of(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+static float of_bits(unsigned bits) {
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
-static unsigned short narrow(float value) {
-  unsigned bits;
-  memcpy(&bits, &value, 4);
+static float from_bfloat(unsigned short half) { return of_bits((unsigned)half << 16); }
+static unsigned short to_bfloat(float value) {
+  unsigned bits = bits_of(value);
   int is_nan = (bits & 0x7fffffff) > 0x7f800000;
   return is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+/* By bits: compilers make vectors of this, and none of their own type. */
+static float from_half(unsigned short half) {
+  unsigned finite = bits_of(of_bits((half & 0x7fffu) << 13) * 0x1p112f); /* the exponents differ by 112 */
+  unsigned is_special = (half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;      /* infinity or NaN */
+  return of_bits(finite | is_special | ((half & 0x8000u) << 16));
+}
+static unsigned short to_half(float value) {
+  unsigned bits = bits_of(value), size = bits & 0x7fffffff;
+  unsigned normal = (size + 0xc8000fff + (size >> 13 & 1)) >> 13;
+  unsigned small = bits_of(of_bits(size) + 0.5f) - 0x3f000000; /* 0.5 has the last place of these */
+  unsigned finite = size < 0x38800000 ? small : normal;
+  unsigned special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return (size >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
 }
 #define SAME(x) (x)
 #define LOOP(to_type, from_type, expression)            \
@@ -119,7 +137,8 @@ static unsigned short narrow(float value) {
       default: LOOP(to_type, from_type, a + b)                                                 \
     }                                                                                          \
   }                                                                                            \
-  static void scale_##name(stored *out, const stored *in, size_t count, computed factor) {     \
+  static void scale_##name(stored *out, const stored *in, size_t count, double given) {        \
+    computed factor = from_type((stored)to_type((computed)given));                             \
     for (size_t i = 0; i < count; i++) out[i] = to_type(from_type(in[i]) * factor);            \
   }                                                                                            \
   static void divide_##name(stored *out, size_t count, computed divisor) {                     \
@@ -131,10 +150,10 @@ COMBINE(int32, int, int, SAME, SAME)
 COMBINE(uint32, unsigned, unsigned, SAME, SAME)
 COMBINE(int64, long, long, SAME, SAME)
 COMBINE(uint64, unsigned long, unsigned long, SAME, SAME)
-COMBINE(float16, _Float16, _Float16, SAME, SAME)
+COMBINE(float16, unsigned short, float, to_half, from_half)
 COMBINE(float32, float, float, SAME, SAME)
 COMBINE(float64, double, double, SAME, SAME)
-COMBINE(bfloat16, unsigned short, float, narrow, wide)
+COMBINE(bfloat16, unsigned short, float, to_bfloat, from_bfloat)
 
 #define EACH_TYPE(DO)                                                                                              \
   DO(INT8, int8) DO(UINT8, uint8) DO(INT32, int32) DO(UINT32, uint32) DO(INT64, int64) DO(UINT64, uint64)            \
@@ -392,8 +411,8 @@ int ncclMemFree(void *at) { return pretended_give(at); }
 int ncclRedOpCreatePreMulSum(int *op, void *factor, int type, int residence, comm *c) {
   double value;
   switch (type) {
-    case FLOAT16: value = *(_Float16 *)factor; break;
-    case BFLOAT16: value = wide(*(unsigned short *)factor); break;
+    case FLOAT16: value = from_half(*(unsigned short *)factor); break;
+    case BFLOAT16: value = from_bfloat(*(unsigned short *)factor); break;
     case FLOAT32: value = *(float *)factor; break;
     case FLOAT64: value = *(double *)factor; break;
     default: return INVALID_ARGUMENT;

@@ -318,7 +318,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; return 0; }
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", device + 1); return 0; }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
-  switch (attribute) {
+  switch ((int)attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMultiProcessorCount: *value = 108; break;
@@ -338,7 +338,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
     case cudaDevAttrL2CacheSize: *value = 40 << 20; break;
     case cudaDevAttrClockRate: *value = 1410000; break;
-    case (enum cudaDeviceAttr)102: *value = 1; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    case 102: *value = 1; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     default: *value = 0;
   }
   return 0;
@@ -384,7 +384,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) { return 0; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return 0; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *is) { *is = cudaStreamCaptureStatusNone; return 0; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+                                     const cudaGraphNode_t **nodes,
+#if CUDART_VERSION >= 13000
+                                     const cudaGraphEdgeData **edges,
+#endif
+                                     size_t *count) {
   *is = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   if (count) *count = 0;

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 UNCOMPUTED = """
@@ -60,8 +62,9 @@ def test_what_nothing_computes_is_named_and_never_read(launch, gpus, tmp_path):
     assert done.stderr.endswith("2 kernels or functions of the GPU were called that nothing computes: see above\n")
 
 
+@pytest.mark.long
 def test_nccl_gives_each_rank_what_it_must(gpus):
-    """Every call that torch makes of NCCL, in tensors that take several rounds; and a rank that hangs keeps no other from leaving."""
+    """Every call that torch makes of NCCL, in tensors that take several rounds; a rank that hangs keeps none from leaving."""
     done = gpus.start("multi_gpu", ROOT / "tests/pretended_gpu/exchanging.py", 600_000, devices=3).finish()
     assert done.stdout == "all is exchanged\n", done.stdout + done.stderr
     assert "(local rank 2) was killed by SIGKILL" in done.stderr, done.stderr
