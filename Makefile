@@ -30,7 +30,7 @@ endef
 export CONFIG_FOR_THIS_MACHINE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-smoke test-all chaos lint bench
+.PHONY: help demo test test-smoke test-all chaos lint bench gpu
 
 help: ## list the doors
 	@echo "make DOOR, with DOOR one of"
@@ -58,6 +58,9 @@ lint: $(DEV_STAMP) ## check the code's style
 
 bench: $(RUN_STAMP) ## measure this machine beside its peers, in ten minutes, and write benchmarks/results/ (ARGS="--only loop")
 	@$(RUN) benchmarks/everything.py $(ARGS)
+
+gpu: $(DEV_STAMP) ## check on this machine's GPUs, in twelve minutes, what only GPUs show (ARGS="--only resume")
+	@$(RUN) -m tests.gpu $(ARGS)
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \

@@ -16,13 +16,14 @@ _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm",
 _ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, in so many microseconds
 
 
-def environment(precision: str, config: object = None) -> dict:
-    """Versions, commit, command, layout and devices of this start; every rank calls it, a device a rank is listed.
+def environment(precision: str, device: torch.device, config: object = None) -> dict:
+    """Versions, commit, command, layout and devices of this start; every rank calls it with its `device`.
 
     Of the recipe, whose configuration is `config`, the path and a hash of each file of its source.
     """
     recipe = source.started(config)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    on_gpu = device.type == "cuda"  # a machine may have one and the run be on its CPU
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
         "command": " ".join(sys.argv),
         "recipe": str(recipe.resolve()) if recipe else "a notebook",
@@ -31,12 +32,12 @@ def environment(precision: str, config: object = None) -> dict:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages(),
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if on_gpu else None,
         "world_size": world_size(),
         "local_world_size": local_world_size(),
         "precision": precision,
         "threads": torch.get_num_threads(),
-        "ranks": [f"{device} on {host}" for device, host in gather_objects((device, platform.node()))],
+        "ranks": [f"{name} on {host}" for name, host in gather_objects((name, platform.node()))],
     }
 
 

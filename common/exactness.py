@@ -58,7 +58,7 @@ def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
         once, thrice = gradients
         for name, gradient in once.items():
             differs = (thrice[name] - 3 * gradient).abs() > 0.3 * gradient.abs()
-            if differs.double().mean() > _LEAST_NOISE:
+            if differs.float().mean() > _LEAST_NOISE:
                 found.append(name)
 
     warm_up(model, model, compare)

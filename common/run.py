@@ -205,7 +205,7 @@ class Run:
             self._profile.skip(self._step)
         self._health = Health(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
-        facts = environment(launch.precision(self.accelerator, self.config.dtype), self.config)
+        facts = environment(launch.precision(self.accelerator, self.config.dtype), self.accelerator.device, self.config)
         with self._records.writing("writing the run folder"):
             if self._folder and self._step < self.last:
                 records.open(self.accelerator, facts)

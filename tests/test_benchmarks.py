@@ -161,6 +161,9 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
     for session in result["sessions"]:
         turns = {way: len(speeds) for way, speeds in session["speeds"].items()}
         assert turns == {"resident": 2, "by hand": 2, "worker": 2, "device": 2, "cache": 2, "timm": 2}
-    assert [row["goal"] for row in result["rows"]] == 2 * [0.98, 2.0, 2.0, 2.0]
+    for resident, *files in (result["rows"][:4], result["rows"][4:]):
+        # Twice timm's loader, or the model's own speed where that is less.
+        assert resident["goal"] == 0.98
+        assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
     assert done.stdout.count("images/s") == len(result["rows"]) and "fp16" in done.stdout

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common import sources
-from tests.gpu.machine import Failed, Launched, Machine, Trained
+from tests.gpu.machine import Failed, Launched, Machine, NotRun, Trained
 from tests.recipes.conftest import distance, identical
 from tests.recipes.interrupted import Interrupted
 
@@ -32,7 +32,7 @@ class Check:
 
 def demo(recipe: str, precision: str, machine: Machine) -> str:
     """The demo's preset on all GPUs that it can have, in a precision; its result against what the preset says to expect."""
-    machine.only_with(precision in machine.facts["precisions"], f"the GPU has no {precision}")
+    needs(precision in machine.facts["precisions"], f"the GPU has no {precision}")
     preset, key, expected = EXPECTED[recipe]
     gpus = min(machine.gpus, DEMO_PROCESSES[recipe])
     words = ["--config", f"recipes/presets/{preset}.yaml", *("--max_steps", 8) * machine.quick]
@@ -63,7 +63,7 @@ def layout(recipe: str, machine: Machine) -> str:
 
 def nccl(machine: Machine) -> str:
     """All GPUs with statistics over all of them, and with each of the ways to send less, over NCCL."""
-    machine.only_with(machine.gpus > 1, "one GPU")
+    needs(machine.gpus > 1, "one GPU")
     gpus, words = min(machine.gpus, 16), ["--max_steps", steps(machine, 20), *NO_PAUSE, "--global_batch_size", 64]
     exact = [*words, "--dtype", "float64", "--batch_norm", "global", *VARIED]
     text = f"{gpus} GPUs: {same(machine.train(*exact), machine.train(*exact, gpus=gpus), EXACT)}"
@@ -77,7 +77,7 @@ def nccl(machine: Machine) -> str:
 def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
     """fp16 on all GPUs, all processes killed (SIGKILL) between two checkpoints, and started again: as if undisturbed."""
     flag = ["--deterministic"] * deterministic
-    machine.only_with(
+    needs(
         not deterministic or "--deterministic" in machine.python(f"recipes/{recipe}.py", "--help"),
         "the recipe has no --deterministic",
     )
@@ -225,6 +225,11 @@ CHECKS = [
 
 def steps(machine: Machine, many: int, few: int = 6) -> int:
     return few if machine.quick else many
+
+
+def needs(there: bool, reason: str) -> None:
+    if not there:
+        raise NotRun(reason)
 
 
 def require(holds: bool, text: str) -> None:

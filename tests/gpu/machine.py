@@ -1,14 +1,17 @@
 """The machine that is checked: what it has, and how recipes are started on it and end, each within its time."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import TimeoutExpired
+from types import MappingProxyType
 
 import psutil
 
@@ -70,13 +73,21 @@ def finish(started: Started, until: float) -> str:
     except TimeoutExpired:
         end_with_stacks([psutil.Process(process.pid)])
         text = started.stderr.read_text()
-        frames = re.findall(r'File ".*?((?:recipes|common)/[\w/]+\.py)", line (\d+)', text)
-        where = f", in {frames[0][0]}:{frames[0][1]}" if frames else ""
+        where = f", in {place}" if (place := place_of(text)) else ""
         raise Failed(f"no end within {left:.0f} s{where}", text) from None
     output, errors = started.stdout.read_text(), started.stderr.read_text()
     if process.returncode:
         raise Failed(cause_of(errors, process.returncode), errors or output)
     return output
+
+
+def place_of(stacks: str) -> str:
+    """Where the recipe itself was, not its data workers: file and line of the project."""
+    for stack in stacks.split("\n\n"):
+        frames = re.findall(r'File ".*?((?:recipes|common)/[\w/]+\.py)", line (\d+)', stack)
+        if "_worker_loop" not in stack and any(file.startswith("recipes/") for file, _ in frames):
+            return ":".join(frames[0])
+    return ""
 
 
 def cause_of(errors: str, code: int) -> str:
@@ -105,22 +116,15 @@ class Machine:
         (self.scratch / "home").mkdir(parents=True)
         self.launcher = Launcher(self.scratch / "home")
         self.check_until = self.until
-        self._count = 0
+        self._count, self._started = 0, []
 
     @property
     def gpus(self) -> int:
         return len(self.facts["gpus"])
 
-    def only_with(self, condition: bool, reason: str) -> None:
-        if not condition:
-            raise NotRun(reason)
-
-    def python(self, script: str, *words: object, env: dict | None = None) -> str:
+    def python(self, script: str, *words: object) -> str:
         """What `python script words` prints."""
-        started = self.launcher.start_python(
-            *self.through, script, *words, env=self._env | (env or {}), process_group=0
-        )
-        return finish(started, self.check_until)
+        return finish(self._start(self.launcher.start_python, *self.through, script, *words), self.check_until)
 
     def start(
         self,
@@ -128,7 +132,6 @@ class Machine:
         recipe: str = "cls",
         precision: str = "fp32",
         gpus: int = 1,
-        observed: bool = True,
         name: str = "",
         env: dict | None = None,
     ) -> Launched:
@@ -137,46 +140,45 @@ class Machine:
         The same `name` is the same run.
         """
         self._count += 1
-        name = name or f"run{self._count}"
-        folder = self.scratch / "runs" / name
-        kind = "multi_gpu" if gpus > 1 else "single_gpu"
-        config = kind + SUFFIX[precision] if gpus else "cpu"
-        own = ("--output_dir", folder.parent, "--name", name, "--log_every", 1)
-        own += () if "--tracker" in words else ("--tracker", "none")
-        own += (
-            ("--global_batch_size", 16) if self.quick and recipe == "cls" and "--global_batch_size" not in words else ()
-        )
-        script = ("tests/gpu/observed.py", f"recipes/{recipe}.py") if observed else (f"recipes/{recipe}.py",)
-        (first, *rest) = (*self.through, *script)
+        folder = self.scratch / "runs" / (name or f"run{self._count}")
+        config = ("multi_gpu" if gpus > 1 else "single_gpu") + SUFFIX[precision] if gpus else "cpu"
+        own = ["--output_dir", folder.parent, "--name", folder.name, "--log_every", 1, "--tracker", "none"]
+        if self.quick and recipe == "cls" and "--global_batch_size" not in words:
+            own += ["--global_batch_size", 16]
         flags = ("--num_processes", gpus) if gpus > 1 else ()
-        env = self._env | {"OBSERVED": str(folder.with_suffix(".json"))} | (env or {})
-        started = self.launcher.start(config, first, *rest, *words, *own, flags=flags, env=env, process_group=0)
-        return Launched(started, folder, self.check_until)
+        env = {"OBSERVED": str(folder.with_suffix(".json"))} | (env or {})
+        script = (*self.through, "tests/gpu/observed.py", f"recipes/{recipe}.py")
+        return Launched(
+            self._start(self.launcher.start, config, *script, *words, *own, flags=flags, env=env),
+            folder,
+            self.check_until,
+        )
 
     def train(self, *words: object, **options) -> Trained:
         """`start` a run and wait for its good end."""
         return self.start(*words, **options).end()
 
-    @property
-    def _env(self) -> dict[str, str]:
-        """Compiled code of an earlier time would hide how long compiling takes."""
-        cache = self.scratch / "compiled"
-        return {
-            "VISION_RECIPES_CACHE": os.devnull,
-            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
-        }
+    def _start(
+        self, start: Callable[..., Started], *words: object, env: Mapping = MappingProxyType({}), **options
+    ) -> Started:
+        """In a group of its own: what Ctrl-C ends is for `end_all` to say."""
+        cache = self.scratch / "compiled"  # what an earlier time compiled would hide how long it takes
+        own = {"TORCHINDUCTOR_CACHE_DIR": cache / "inductor", "TRITON_CACHE_DIR": cache / "triton"}
+        own |= {"VISION_RECIPES_CACHE": os.devnull}
+        self._started.append(
+            start(*words, env={**{k: str(v) for k, v in own.items()}, **env}, process_group=0, **options)
+        )
+        return self._started[-1]
 
-
-def end_all() -> None:
-    """Kill every process that this one has started, and what those have."""
-    while children := psutil.Process().children(recursive=True):
-        for child in children:  # launchers first: they must not start others
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(children, timeout=5)
+    def end_all(self) -> None:
+        """Kill what still runs of all that was started, launchers first: they must not start others."""
+        for started in self._started:
+            if started.process.poll() is None:
+                process = psutil.Process(started.process.pid)
+                for each in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+        self._started.clear()
 
 
 def private(text: str) -> str:

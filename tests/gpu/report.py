@@ -8,7 +8,6 @@ is 0 if no row is FAILED, 1 if one is, 2 if there is no GPU, and 130 after Ctrl-
 """
 
 import argparse
-import contextlib
 import json
 import shutil
 import signal
@@ -19,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.gpu.checks import CHECKS, Check
-from tests.gpu.machine import Failed, Machine, NotRun, end_all, private
+from tests.gpu.machine import Failed, Machine, NotRun, private
 
 LINES = 60  # of what a failed process wrote last that the file has
 
@@ -40,20 +39,23 @@ def main() -> None:
     if not checks:
         parser.error(f"--only: no check has one of these words in its name: {', '.join(c.name for c in CHECKS)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    scratch, began = Path(tempfile.mkdtemp()), time.monotonic()
+    scratch, until = Path(tempfile.mkdtemp()), time.monotonic() + arguments.seconds
+    machine = Machine(scratch / "gpu", until, tuple(arguments.through), arguments.quick)
     try:
-        machine = Machine(scratch / "gpu", began + arguments.seconds, tuple(arguments.through), arguments.quick)
         machine.facts = json.loads(machine.python("tests/gpu/facts.py"))
         if not machine.gpus:
             print("make gpu needs a GPU that torch sees: look at nvidia-smi and CUDA_VISIBLE_DEVICES", file=sys.stderr)
             sys.exit(2)
         print(describe(machine.facts), flush=True)
         sys.exit(report(machine, checks, arguments.seconds / 720, arguments.output))
+    except Failed as failure:
+        print(f"make gpu can't look at the GPUs: {failure}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one must leave nothing behind
-        end_all()
+        machine.end_all()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -99,9 +101,8 @@ def make(check: Check, machine: Machine) -> dict:
     except Exception as error:  # what a run left is not as it should be
         state, told = "FAILED", f"{type(error).__name__}: {error}"
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(machine.scratch / "runs", ignore_errors=True)
-        end_all()
+        machine.end_all()
+        shutil.rmtree(machine.scratch / "runs", ignore_errors=True)
     row = {"check": check.name, "state": state, "told": private(" ".join(told.split()))[:400]}
     row["seconds"] = round(time.monotonic() - began, 1)
     return row | ({"evidence": private(evidence).splitlines()[-LINES:]} if evidence else {})
