@@ -58,27 +58,20 @@ def assert_predicted(run: Outcome) -> None:
 def test_a_micro_batch_that_one_of_two_gpus_has_no_room_for_is_made_smaller_on_both(gpus, tmp_path):
     """None waits for the other's statistics; what can't be smaller is refused. Training takes the memory that was foreseen."""
     draw_stripes(tmp_path / "data", (80, 30))
-    words = [
-        *as_digits(["--data", tmp_path / "data"]),
-        "--global_batch_size",
-        64,
-        "--max_micro_batch_size",
-        64,
-        "--max_steps",
-        2,
-    ]
+    words = as_digits(["--data", tmp_path / "data", "--max_steps", 2, "--max_micro_batch_size", 64])
+    words += ["--image_size", 64]
     cases = {
-        "global": [*words, "--batch_norm", "global"],
+        "global": [*words, "--batch_norm", "global", "--image_size", 128],
         "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
     }
-    done = several(gpus, tmp_path, "multi_gpu_fp16", cases, devices=2, gib="16,0.02")
+    done = several(gpus, tmp_path, "multi_gpu_fp16", cases, devices=2, gib="16,0.06")
     assert done["global"].outcome == "refused"
     assert done["global"].text.startswith(
         "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
     )
     assert "; CUDA out of memory. Tried to allocate " in done["global"].text
     assert "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in done["local"].stdout
-    assert " of 0.02 GiB at the peak of a step" in done["local"].stdout
+    assert " of 0.06 GiB at the peak of a step" in done["local"].stdout
     assert_predicted(done["local"])
 
 
