@@ -65,9 +65,7 @@ class StepBatchNorm(_BatchNorm):
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         # With momentum 1 the fused kernel leaves just this batch's mean and unbiased variance; the last row stays one.
         statistics = torch.ones_like(self.collected)
-        is_enough = (
-            self.mode != "alone" or x.numel() > x.shape[1]
-        )  # for a variance, which other ranks may have values for
+        is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
         y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
         self.collected += statistics
         return y

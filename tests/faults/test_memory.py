@@ -16,7 +16,7 @@ from tests.recipes.conftest import Outcome
 
 STEPS = 8
 WORDS = (
-    *("--tracker", "none", "--workers", 0, "--log_every", 1, "--max_steps", STEPS, "--checkpoint_every", 3),
+    *("--tracker", "none", "--log_every", 1, "--max_steps", STEPS, "--checkpoint_every", 3),
     *(
         "--eval_every",
         100,
@@ -100,7 +100,8 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    words, last = (*WORDS, "--workers", 1, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    words += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
     done = launch(config, script, *words, flags=flags, env={"FULL_RANK": last})
     assert done.returncode == 0, done.stderr
@@ -126,24 +127,24 @@ def trace_memory(folder: Path) -> None:
             on_trace_ready=lambda profile: (folder / name).write_text(str(peak(profile))),
         )
 
-    fits, steps = memory._fits, run.Run.steps
+    tried, steps = memory._tried, run.Run.steps
 
-    def traced_fits(*arguments):
+    def traced_trial(*arguments):
         with traced("trial"):
-            return fits(*arguments)
+            return tried(*arguments)
 
     def traced_steps(self):
         for step in steps(self):
             with traced(f"step {step}"):
                 yield step
 
-    memory._fits, run.Run.steps = traced_fits, traced_steps
+    memory._tried, run.Run.steps = traced_trial, traced_steps
 
 
 def test_no_step_needs_more_memory_than_the_trial_before_it(forks, tmp_path):
     """A frozen backbone keeps no activations, so that mixing and erasing take the most. It has no groups of batch norm, either,
     of which 24 samples would not divide the batch."""
-    words = ["--tracker", "none", "--workers", 0, "--max_steps", 3, "--eval_every", 100, "--output_dir", tmp_path]
+    words = ["--tracker", "none", "--max_steps", 3, "--eval_every", 100, "--output_dir", tmp_path]
     words += ["--image_size", 96, "--global_batch_size", 32, "--freeze_backbone", "--batch_norm", "group"]
     words += ["--norm_batch_size", 24, "--label_smoothing", 0.1, "--color_jitter", 0.3, "--random_erasing", 0.5]
     words += ["--mixup", 0.2, "--cutmix", 0.2, "--name", "run"]

@@ -1,0 +1,131 @@
+"""What happens on GPUs that are too small: before the first step, later, and on one of several?"""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.harness import as_digits
+from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes
+
+WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
+STEPS = 6
+# A recipe whose device others fill before the fifth step of a process that takes more than 8 samples at once: on the rank FULL.
+# It notes what it finds as it begins: processes and open files.
+FILLED = """
+import json, os, runpy, sys
+import psutil, torch
+from common import loading
+me = psutil.Process()
+here = {"process": me.pid, "children": len(me.children()), "files": me.num_fds(), "rank": os.environ.get("RANK")}
+with open(os.environ["STARTS"], "a") as file:
+    file.write(json.dumps(here) + "\\n")
+take, taken = loading.Feed.__next__, []
+def fill(feed):
+    batch = take(feed)
+    taken.append(batch.positions)
+    if len(taken) == 7 and len(batch.positions) > 8 and os.environ.get("RANK", "0") == os.environ["FULL"]:
+        torch.cuda.empty_cache()
+        feed.others = torch.empty(torch.cuda.mem_get_info()[0] - 2**20, dtype=torch.uint8, device="cuda")
+    return batch
+loading.Feed.__next__ = fill
+sys.argv[0] = "recipes/cls.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def several(gpus, folder: Path, config: str, cases: dict[str, list], **options) -> dict[str, Outcome]:
+    """As `run_several`, on pretended GPUs."""
+    commands = [[*case, *WORDS, "--output_dir", folder / "runs", "--name", name] for name, case in cases.items()]
+    (folder / "CASES.json").write_text(json.dumps([[str(word) for word in command] for command in commands]))
+    words = ("tests/recipes/several.py", "recipes/cls.py", folder / "CASES.json", "without_pictures")
+    gpus(config, *words, **options)
+    outcomes = json.loads((folder / "OUTCOMES.json").read_text())
+    return {name: Outcome(**each, folder=folder / "runs" / name) for name, each in zip(cases, outcomes, strict=True)}
+
+
+def assert_predicted(run: Outcome) -> None:
+    """The peak of training, with optimizer, gradients and moving average, is what the start table says in three digits."""
+    predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
+    peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
+    assert 0.9 * predicted < peak < 1.01 * predicted < room
+
+
+def test_a_micro_batch_that_one_of_two_gpus_has_no_room_for_is_made_smaller_on_both(gpus, tmp_path):
+    """None waits for the other's statistics; what can't be smaller is refused. Training takes the memory that was foreseen."""
+    draw_stripes(tmp_path / "data", (80, 30))
+    words = as_digits(["--data", tmp_path / "data", "--max_steps", 2, "--max_micro_batch_size", 64])
+    words += ["--image_size", 64]
+    cases = {
+        "global": [*words, "--batch_norm", "global", "--image_size", 128],
+        "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
+    }
+    done = several(gpus, tmp_path, "multi_gpu_fp16", cases, devices=2, gib="16,0.06")
+    assert done["global"].outcome == "refused"
+    assert done["global"].text.startswith(
+        "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
+    )
+    assert "; CUDA out of memory. Tried to allocate " in done["global"].text
+    assert "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in done["local"].stdout
+    assert " of 0.06 GiB at the peak of a step" in done["local"].stdout
+    assert_predicted(done["local"])
+
+
+@pytest.mark.long
+def test_a_detector_takes_the_memory_that_was_foreseen(gpus, tmp_path):
+    (tmp_path / "data").mkdir()
+    draw_scenes(tmp_path / "data")
+    words = [*as_digits(["--data", tmp_path / "data"], "det"), "--global_batch_size", 8, "--max_micro_batch_size", 4]
+    cases = {"det": ["recipes/det.py", *words, "--ema_decay", 0.9, "--max_steps", 2, "--clip", 1]}
+    assert_predicted(several(gpus, tmp_path, "single_gpu", cases)["det"])
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_gpu_that_is_full_later_makes_the_same_run_in_smaller_micro_batches(gpus, launch, tmp_path, devices):
+    """One process replaces itself, two are replaced by their launcher; nothing of the first is left, then or at the end."""
+    script, starts = tmp_path / "filled.py", tmp_path / "STARTS"
+    script.write_text(FILLED)
+    words = (*WORDS, "--max_steps", STEPS, "--checkpoint_every", 3, "--dtype", "float64", "--batch_norm", "frozen")
+    words = (*words, "--global_batch_size", 32, "--output_dir", tmp_path, *(("--workers", 1) if devices > 1 else ()))
+    config, flags = ("single_gpu", ()) if devices == 1 else ("multi_gpu", ("--max_restarts", 3))
+    env = {"STARTS": str(starts), "FULL": str(devices - 1)}
+    gpus(
+        config,
+        script,
+        *words,
+        "--max_micro_batch_size",
+        16,
+        "--name",
+        "run",
+        devices=devices,
+        gib=1,
+        flags=flags,
+        env=env,
+    )
+    found = [json.loads(line) for line in starts.read_text().splitlines()]
+    assert len(found) == 2 * devices and {each["children"] for each in found} == {0}
+    assert len({each["files"] for each in found if each["rank"] == found[0]["rank"]}) == 1, found
+    assert devices > 1 or found[0]["process"] == found[1]["process"]
+    assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"Pretended GPU": 8}
+    assert not left_behind(starts)
+    assert not [path for each in found for path in Path("/dev/shm").glob(f"*{each['process']}*")]
+
+    done = launch("cpu", "recipes/cls.py", *words, "--workers", 0, "--name", "undisturbed")
+    assert done.returncode == 0, done.stderr
+    run, other = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("run", "undisturbed"))
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        np.testing.assert_allclose(run.column(key), other.column(key), rtol=1e-8)
+
+
+def left_behind(starts: Path) -> list[psutil.Process]:
+    """Processes of a run that has ended, known by their environment, which still live after some seconds."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.environ().get("STARTS") == str(starts) else []
+    return psutil.wait_procs(found, 10)[1]
