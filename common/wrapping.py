@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from common import batch_norm
+from common import batch_norm, determinism
 from common.collectives import is_lost_peer
 from common.errors import Refused
 from common.loading import Feed, Movable
@@ -61,7 +61,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
     uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
-    take that: images that its patches don't divide, or one sample where batch norm needs two.
+    take that: images that its patches don't divide, one sample where batch norm needs two, or an operator without a kernel
+    for --deterministic.
     """
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
@@ -70,6 +71,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     except (AssertionError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps
+        determinism.check(error)
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise Refused(
             f"the model can't make a step: {reason}; look at --image_size, --global_batch_size and --max_micro_batch_size"
