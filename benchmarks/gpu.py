@@ -245,8 +245,8 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
     """Let the recipe train on `batches` until these raise `Enough`; its accelerator and the losses of its last step."""
     size, seen, start, observe = data.size, {}, launch.start, Run.observe
 
-    def started(config):
-        seen["accelerator"] = start(config)
+    def started(config, **options):
+        seen["accelerator"] = start(config, **options)
         return seen["accelerator"]
 
     def observed(run, step, losses, *rest):

@@ -21,7 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 from torch.distributed import Store, rendezvous
 
-from common import heartbeat
+from common import determinism, heartbeat
 from common.agreement import agree, facts
 from common.collectives import gather_objects, give_up_after, is_lost_peer, leave_process_group
 from common.compression import data_parallel
@@ -55,12 +55,13 @@ HEARD_S = 10.0  # how long a process waits for its launcher to have heard its la
 _PARENT = os.getppid()  # before the launcher can have gone
 
 
-def start(config: RunConfig | None = None) -> Accelerator:
+def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Accelerator:
     """Join the world that `accelerate launch` (or torchrun, mpirun, plain python) made, and return its Accelerator.
 
     The processes compare code, package versions and, if it is given, the configuration before they form a group. Then they
     watch each other: one that doesn't get on for `config.collective_timeout` seconds ends the run.
 
+    `fixed_shapes`: convolutions meet few shapes, so that cuDNN may look for its fastest algorithm for each.
     Device and precision come from the launch and never from here. The first thing a process does: an Accelerator, a
     PartialState or an accelerate logger made earlier pins the world without the checks.
 
@@ -72,16 +73,17 @@ def start(config: RunConfig | None = None) -> Accelerator:
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
-    if wants_cpu(os.environ) or accelerators == 0:
+    if on_cpu := wants_cpu(os.environ) or accelerators == 0:
         share_cores(os.environ)
     settings = config or RunConfig()
+    determinism.choose(settings.deterministic and not on_cpu, fixed_shapes)
     torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     timeout = last_resort(patience, os.environ)
     give_up_after(timeout)
     accelerator = Accelerator(
-        cpu=wants_cpu(os.environ) or accelerators == 0,
+        cpu=on_cpu,
         gradient_accumulation_steps=1,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=timeout)],

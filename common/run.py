@@ -133,8 +133,12 @@ class Run:
         profiling.check(steps_between(self.config.profile), steps)
         return steps
 
+    @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def fit(self, plan: BatchPlan, model: torch.nn.Module, trial: Trial) -> BatchPlan:
-        """`plan`, its micro-batches halved until a trial of the largest fits into the memory of every process."""
+        """`plan`, its micro-batches halved until a trial of the largest fits into the memory of every process.
+
+        With --compile, too, the model runs uncompiled here, which usually takes more memory.
+        """
         heartbeat.note("finding the micro-batch that fits into memory")
         attempt = lambda plan: warm_up(model, model, partial(trial, model, plan))  # noqa: E731
         self._plan, peak = memory.fit(plan, attempt, model, self.say)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from common import batch_norm
+from common import batch_norm, determinism
 from common.collectives import is_lost_peer
 from common.errors import Refused
 from common.loading import Feed, Movable
@@ -70,7 +70,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
     uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
-    take that: images that its patches don't divide, or one sample where batch norm needs two; and where it can't be compiled.
+    take that: images that its patches don't divide, one sample where batch norm needs two, an operator without a kernel for
+    --deterministic, or one that can't be compiled.
     """
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
@@ -79,6 +80,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     except Exception as error:
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps
+        determinism.check(error)
         if any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
             raise Refused(
                 f"--compile failed: {first_line(error)}; leave out --compile, or install what it lacks: a C compiler, Python's "

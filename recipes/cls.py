@@ -84,7 +84,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     channels_last: bool = False
     """Keep pixels of all channels together in memory: faster convolutions on GPUs under fp16 and bf16."""
     compile: bool = False
-    """torch.compile the model."""
+    """torch.compile the model, for training; evaluations run it as it is."""
     eval_only: str = path_option("")
     """Only evaluate this checkpoint or exported model, and print the results."""
 
@@ -197,6 +197,7 @@ def build_val_loader(config: Config, val: sources.Source, data_config: dict, siz
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # as it will be used; sizes of an evaluation would need graphs of their own
 def evaluate(model, loader, accelerator, normalize, val):
     """Results over every validation image once, whatever the layout; the counts behind them and the worst mistakes."""
     counts = ClassificationCounts(len(val.classes), accelerator.device, multi_label=val.multi_label)
@@ -243,7 +244,7 @@ def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: 
 
 def main() -> None:
     config = parse(Config, suit=defaults.suited)
-    accelerator = launch.start(config)
+    accelerator = launch.start(config, fixed_shapes=True)
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
@@ -264,8 +265,8 @@ def main() -> None:
         bare.to(accelerator.device)
         optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
         if config.compile:
-            bare.compile()
-            inputs, loss_fn = torch.compile(inputs), torch.compile(loss_fn)
+            bare.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
+            inputs, loss_fn = (torch.compile(function, dynamic=False) for function in (inputs, loss_fn))
 
         def losses_of(network, batch):
             """The forward pass, of training and of what is tried before: one loss per sample, [B]."""

@@ -225,6 +225,7 @@ def build_val_loader(config: Config, samples: EvaluationScenes, size: int):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
 def evaluate(model, loader, accelerator, normalize, val: Annotated):
     """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
     found = Detections()

@@ -1,16 +1,20 @@
 """What does a recipe send and compile? For several.py in the place of `recipes/cls.py`, whose `main` this one counts.
 
 Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each backward pass's gradient
-buckets had, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "broken": why it broke a graph
-in two}.
+buckets had, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how many parts DDP's
+buckets cut each of them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment, torch.compile uses
+that one, such as eager.
 """
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from several import load
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -18,10 +22,18 @@ from common import launch
 
 cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
 register = DistributedDataParallelKwargs.register_comm_hook
+compile_cut = DDPOptimizer.compile_fn
+if "COMPILE_BACKEND" in os.environ:
+    torch.compile = partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])
 
 
 def main() -> None:
-    sent, parameters = [], []
+    sent, parameters, cut = [], [], []
+
+    def counting_compile(self, *arguments, **options):
+        compiled = compile_cut(self, *arguments, **options)
+        cut.append(len(self.buckets))
+        return compiled
 
     def counting_register(self, model):
         register_one = model.register_comm_hook
@@ -42,6 +54,8 @@ def main() -> None:
     counters.clear()
     torch._dynamo.reset()
     DistributedDataParallelKwargs.register_comm_hook = counting_register
+    DDPOptimizer.compile_fn = counting_compile
     cls.main()
     compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])
-    launch.say(json.dumps({"parameters": sum(parameters), "sent": sent, "compiled": compiled, "broken": broken}))
+    counted = {"parameters": sum(parameters), "sent": sent, "compiled": compiled, "cut": cut, "broken": broken}
+    launch.say(json.dumps(counted))
