@@ -116,6 +116,7 @@ class Machine:
         (self.scratch / "home").mkdir(parents=True)
         self.launcher = Launcher(self.scratch / "home")
         self.check_until = self.until
+        self.kept: dict[str, Trained] = {}  # runs that more than one check looks at
         self._count, self._started = 0, []
 
     @property

@@ -102,7 +102,6 @@ def make(check: Check, machine: Machine) -> dict:
         state, told = "FAILED", f"{type(error).__name__}: {error}"
     finally:
         machine.end_all()
-        shutil.rmtree(machine.scratch / "runs", ignore_errors=True)
     row = {"check": check.name, "state": state, "told": private(" ".join(told.split()))[:400]}
     row["seconds"] = round(time.monotonic() - began, 1)
     return row | ({"evidence": private(evidence).splitlines()[-LINES:]} if evidence else {})
