@@ -42,7 +42,7 @@ class _Posted:
     step: int
     losses: torch.Tensor  # per sample, on the device
     positions: torch.Tensor
-    device_numbers: torch.Tensor  # float64: sum of losses, gradient norm, loss scale, the sum of each number of one's own
+    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each number of one's own
     data_wait: float
     broken: tuple[str, ...]
     stop: bool

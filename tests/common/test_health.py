@@ -106,6 +106,14 @@ def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_
     assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
 
 
+def test_the_scale_is_known_without_asking_the_scaler_which_would_wait_for_the_device(monkeypatch) -> None:
+    state = Health(1, fp16(8.0))
+    monkeypatch.delattr(torch.amp.GradScaler, "get_scale")
+    for step in (1, 2):
+        post(state, step, [1.0])
+    assert [report.loss_scale for report in [*state.read(), *state.settle()]] == [8.0, 8.0]
+
+
 @pytest.mark.parametrize("norm", [1.0, NAN])
 def test_under_fp16_a_loss_that_is_not_finite_stops_the_run_since_no_smaller_scale_mends_it(norm: float) -> None:
     state = Health(1, fp16())

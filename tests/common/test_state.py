@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoints, verify
 from common.config import OptimizationConfig, RunConfig
 from common.errors import Refused
 from common.optimization import build_ema, build_optimizer, set_learning_rate
-from common.state import TrainingState
+from common.state import Tensors, TrainingState
 
 
 @dataclass
@@ -173,19 +173,17 @@ def test_steps_that_overflow_leave_every_optimizer_as_it_was(poisoned) -> None:
         before.train(0, 1, {0})
         scaled.state.load(before.state.tensors(), json.loads(json.dumps(before.state.numbers())))
         scaled.train(1, 6, {1, 4})
-        for file, expected in (
-            ("model", parameters(plain.state.model)),
-            ("optimizer", plain.state.tensors()["optimizer"]),
-        ):
-            for key, value in expected.items():
-                assert value.isfinite().all() and torch.equal(value, scaled.state.tensors()[file][key]), (name, key)
+        for one, other in zip(moved(plain.state), moved(scaled.state), strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                assert value.isfinite().all() and torch.equal(value, other[key]), (name, key)
         tried.append(name)
     assert {"adam", "adamw", "sgd", "momentum", "adagrad", "lamb", "muon"} <= {*tried} and len(tried) > 70
 
 
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Without buffers: running statistics have seen the steps that overflowed, whose forward pass was sound."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def moved(state: TrainingState) -> tuple[Tensors, Tensors]:
+    """Weights and the optimizer's tensors. Running statistics have seen the steps that overflowed, too."""
+    return {name: weight.detach() for name, weight in state.model.named_parameters()}, state.tensors()["optimizer"]
 
 
 @pytest.mark.parametrize("name, nesterov", [("sgd", True), ("momentum", False)])
@@ -194,8 +192,18 @@ def test_fused_sgd_computes_what_torchs_plain_sgd_computes(name: str, nesterov: 
     plain = copy.deepcopy(fused)
     groups = [{**group, "fused": False} for group in plain.state.optimizer.param_groups]
     plain.state.optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=nesterov)
-    weights = [parameters(training.train(0, 5).state.model) for training in (fused, plain)]
+    weights = [moved(training.train(0, 5).state)[0] for training in (fused, plain)]
     torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_run_resumes_in_another_precision(half: bool) -> None:
+    whole, other = Training({}, fp16=half).train(0, 3), Training({}, fp16=not half)
+    other.state.load(copy.deepcopy(whole.state.tensors()), json.loads(json.dumps(whole.state.numbers())))
+    assert other.state.numbers()["optimizer"] == whole.state.numbers()["optimizer"]
+    for one, another in zip(moved(whole.state), moved(other.state), strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=0)
+    other.train(3, 5)
 
 
 def test_several_optimizers_with_parameters_of_their_own_resume_bit_equal() -> None:
