@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import ROOT, Launcher, Started
 from tests.pretended_gpu.build import build, why_not
+from tests.recipes.conftest import run_several, scenes, thorough  # noqa: F401 (fixtures)
 
 
 class Gpus:
@@ -38,3 +39,19 @@ def gpus(launch: Launcher) -> Gpus:
     if reason := why_not():
         pytest.skip(reason)
     return Gpus(launch, build())
+
+
+@pytest.fixture(scope="session")
+def run_on_gpus(run_several, gpus: Gpus):  # noqa: F811
+    """`run_several(devices, cases)` of tests/recipes/conftest.py, on as many pretended GPUs."""
+
+    def run(devices: int, cases, *, config: str = "", **options):
+        def launch(*arguments, timeout, **more):
+            done = gpus.start(*arguments, devices=devices, **more).finish(timeout)
+            assert "no kernel" not in done.stderr, done.stderr
+            return done
+
+        config = config or ("multi_gpu" if devices > 1 else "single_gpu")
+        return run_several(devices, cases, config=config, launch=launch, **options)
+
+    return run

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -112,6 +113,7 @@ def run_several(launch, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         pictures: bool = False,
         as_typed: bool = False,
         timeout: float = 300,
+        launch: Callable[..., CompletedProcess] = launch,
         **options,
     ) -> dict[str, Outcome]:
         scratch = tmp_path_factory.mktemp("several")
