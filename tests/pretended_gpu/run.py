@@ -2,10 +2,12 @@
 
 import runpy
 import sys
+from pathlib import Path
 
 from tests.pretended_gpu import kernels
 
 sys.argv = sys.argv[1:]
+sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as Python itself does for a script
 kernels.setup()
 with kernels.Kernels():
     try:
