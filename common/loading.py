@@ -46,7 +46,9 @@ class Movable:
     """A dataclass whose tensors, also in lists and dicts, go to a device together."""
 
     def to(self, device: torch.device):
-        return _map(self, lambda tensor: tensor.to(device, non_blocking=True))
+        # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
+        goes_on = torch.device(device).type == "cuda"
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=goes_on))
 
     def __getstate__(self) -> dict:
         """On the way out of a data worker: each tensor takes a file and a handshake, where small ones could just be sent."""

@@ -92,8 +92,8 @@ class Profile:
         heartbeat.note("writing the profile")
         heartbeat.listen(None)
         self.after()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels of the last step
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # kernels of the last step
         profiler.stop_trace()
         name, self._steps = f"steps_{self._steps[0]}-{self._steps[-1]}", []
         path = self._run / "profile" / f"{name}_rank{rank()}.json.gz"

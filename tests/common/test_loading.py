@@ -242,6 +242,15 @@ def test_the_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Monk
         assert loading.worker_count(-1) == workers
 
 
+@pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])
+def test_only_cuda_is_handed_a_batch_that_may_go_while_it_is_copied(monkeypatch, device: str, goes_on: bool) -> None:
+    """On MPS such a copy reads memory that is in use again."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)
+    Nested([{"boxes": torch.zeros(1, 4)}]).to(torch.device(device))
+    assert asked == [(torch.device(device), {"non_blocking": goes_on})]
+
+
 def test_a_container_has_no_more_cores_than_it_is_allotted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")

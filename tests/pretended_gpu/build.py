@@ -55,14 +55,14 @@ def build() -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder.parent} belongs to somebody else, whose code would be run")
-    built = folder / "libcuda.so"
+    built, nvrtc = folder / "libcuda.so", next(torch.parent.glob("nvidia/*/lib/libnvrtc.so.*")).name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():  # it gets its name last
-            _compile(torch.parent, headers, folder)
+            _compile(torch.parent, headers, folder, nvrtc)
     return {
         "PYTHONPATH": str(HERE.parents[1]),
-        "LD_PRELOAD": f"{folder / 'libcuda.so.1'}:{folder / _nvrtc(torch.parent)}",
+        "LD_PRELOAD": f"{folder / 'libcuda.so.1'}:{folder / nvrtc}",
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "TRITON_LIBCUDA_PATH": str(folder),
     }
@@ -74,11 +74,7 @@ def _headers() -> Path | None:
     return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
 
 
-def _nvrtc(site: Path) -> str:
-    return next(site.glob("nvidia/*/lib/libnvrtc.so.*")).name
-
-
-def _compile(site: Path, headers: Path, folder: Path) -> None:
+def _compile(site: Path, headers: Path, folder: Path, nvrtc: str) -> None:
     libraries = [
         *site.glob("torch/lib/lib*cuda*.so"),
         *site.glob("torchvision/*_stable.so"),
@@ -91,16 +87,20 @@ def _compile(site: Path, headers: Path, folder: Path) -> None:
         asked |= {line.split()[-1].split("@")[0] for line in found.stdout.splitlines()}
     names = [name for name in sorted(asked) if ASKED.match(name) and not REAL.search(name)]
     (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
-    built = folder / "libcuda.so.1"
+    flags = ["-O3", "-march=native", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
     sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
-    compiler = ["gcc", "-O2", "-ftree-vectorize", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
-    subprocess.run([*compiler, "-Wl,-soname,libcuda.so.1", "-o", built, *sources, "-ldl", "-lpthread"], check=True)
+    _gcc(*flags, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", *sources, "-ldl", "-lpthread")
     # torch looks for NVRTC by the name of its file, and for functions in that file alone.
-    nvrtc = folder / _nvrtc(site)
-    (folder / "versions").write_text(f"{nvrtc.name} {{ *; }};")
-    named = [f"-Wl,-soname,{nvrtc.name}", f"-Wl,--version-script={folder / 'versions'}"]
-    subprocess.run([*compiler, *named, "-o", nvrtc, HERE / "nvrtc.c"], check=True)
-    (folder / "libcuda.so").symlink_to(built.name)  # as the linker of Triton asks for it
+    (folder / "versions").write_text(f"{nvrtc} {{ *; }};")
+    versions = f"-Wl,-soname,{nvrtc},--version-script={folder / 'versions'}"
+    _gcc(*flags, versions, "-o", folder / nvrtc, HERE / "nvrtc.c")
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # as the linker of Triton asks for it
+
+
+def _gcc(*words: object) -> None:
+    done = subprocess.run(["gcc", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the pretended runtime does not compile:\n{done.stderr}")
 
 
 def _stub(name: str) -> str:

@@ -9,13 +9,12 @@ from tests.conftest import ROOT
 UNCOMPUTED = """
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from tests.pretended_gpu.kernels import NoKernel
 
 
 def failing(call):
     try:
         call()
-    except (NoKernel, RuntimeError) as error:
+    except Exception as error:
         return str(error)
 
 
@@ -25,7 +24,7 @@ del used
 again = torch.empty(1000, device="cuda")
 assert again.data_ptr() == address and again.isnan().all(), "a block that is used again shows what was there"
 assert torch.empty(5 << 20, dtype=torch.float16, device="cuda").isnan().all()
-assert "aten._fused_dropout" in failing(lambda: torch.ops.aten._fused_dropout(again, 0.5))
+assert "_fused_dropout" in failing(lambda: torch.ops.aten._fused_dropout(again, 0.5))
 print("unknown operators are named")
 with _disable_current_modes():  # as a kernel of Triton or of C++ is, which no operator launches
     assert "not supported" in failing(lambda: torch.zeros(3, device="cuda"))
