@@ -412,3 +412,25 @@ def compile_shared(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["node", "global"])
 def test_a_compiled_model_with_shared_statistics_agrees_and_is_one_graph(processes: Processes, mode: str) -> None:
     processes.run(compile_shared, mode, ranks=2)
+
+
+def alone_and_together(mode: str) -> list[torch.Tensor]:
+    """On rank 0 a forward and backward pass that rank 1 never makes, also of a sample without a variance; then one of both."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    convert(model, mode)
+    with batch_norm.alone(model):
+        if dist.get_rank() == 0:
+            for images in (samples(4), samples(1)[:, :, :3, :3]):
+                model(images).square().mean().backward()
+    discard_statistics(model)
+    outputs = model(samples(4)[2 * dist.get_rank() :][:2])
+    return [outputs.mean((0, 2, 3)).detach(), outputs.var((0, 2, 3)).detach()]
+
+
+@pytest.mark.parametrize("mode", ["node", "global"])
+def test_within_alone_no_rank_waits_and_afterwards_statistics_are_shared_again(processes: Processes, mode: str) -> None:
+    """Afterwards a rank's own outputs are not of mean 0 and variance 1, as they would be alone."""
+    for means, variances in processes.run(alone_and_together, mode, ranks=2):
+        assert means.abs().max() > 1e-4 or (variances - 1).abs().max() > 1e-2
+    [(means, _), (others, _)] = processes.run(alone_and_together, mode, ranks=2)
+    torch.testing.assert_close(means + others, torch.zeros_like(means), atol=1e-6, rtol=0)

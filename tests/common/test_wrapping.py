@@ -13,7 +13,7 @@ from common import batch_norm
 from common.collectives import rank
 from common.errors import Refused
 from common.plan import BatchPlan
-from common.wrapping import Trial, warm_up
+from common.wrapping import Trial, is_out_of_memory, warm_up
 from tests.common.processes import Processes
 
 
@@ -118,3 +118,65 @@ def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() 
         told = f"the losses of 6 samples are {shape}, not .6.: one loss per sample; take reduction='none'"
         with pytest.raises(Refused, match=told):
             attempt(change)
+
+
+CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("std::bad_alloc"), True),
+        (torch.AcceleratorError(f"CUDA error: out of memory\n{CUDA}"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+        (torch.distributed.DistBackendError(NCCL), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.45 GB)"), True),
+        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"), False),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 166912"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x10 and 12x3)"), False),
+        (ValueError("out of memory, says somebody else"), False),
+    ],
+)
+def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Without a compiler, and as Triton says what a device has not got: neither is a matter of the image's size."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    model.compile()
+    with pytest.raises(
+        Refused, match="^--compile failed: No working C.. compiler found .*; leave out --compile, or"
+    ) as raised:
+        warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
+    assert "\n" not in str(raised.value)
+
+    class OutOfResources(Exception):
+        """As Triton raises it, which has no common base with torch's errors."""
+
+    OutOfResources.__module__ = "triton.runtime.errors"
+
+    def fail() -> None:
+        raise OutOfResources("out of resource: shared memory, Required: 262144, Hardware limit: 166912")
+
+    with pytest.raises(
+        Refused, match="^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
+    ):
+        warm_up(model, model, fail)
