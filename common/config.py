@@ -126,7 +126,7 @@ class RunConfig:
     collective_timeout: int = option(1800, low=10, high=10**7, may_change=True)
     """Seconds that a process may keep the others waiting before all end and it is named."""
     deterministic: bool = option(False, may_change=True)
-    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused if an operator has none. CPUs always do."""
+    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused where one is missing. CPUs always do."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """How gradients are sent: as they are, in half precision, or as matrices of low rank. All but none change the result."""
     powersgd_rank: int = option(1, low=1, high=2**16)
