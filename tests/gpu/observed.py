@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from common import launch
 from common.run import Run
 from tests.recipes.several import load
 
+OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}
 GIB = 2**30
 WATCHED = range(6, 11)  # steps; what is made once has been made
 began, seen, ballast = time.monotonic(), {"waits": []}, []
@@ -92,7 +94,10 @@ def observed(run, step, *rest):
 
 def warned(message, category, filename, lineno, *rest) -> None:
     if "synchronizing CUDA operation" in str(message):
-        seen["waits"].append(f"{Path(filename).name}:{lineno}")
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
+        own = [place for place in places if OWN & {*Path(place[0]).resolve().parents}]
+        file, line = own[-1] if own else (filename, lineno)
+        seen["waits"].append(f"{Path(file).name}:{line}")
     else:
         show(message, category, filename, lineno, *rest)
 
