@@ -8,8 +8,9 @@ The main process writes to the file that OBSERVED names, in the environment:
      taken before each of both, "waits": where the host waited for the device in the steps 6 to 10, "graphs": how many
      torch.compile made, "first_step_s": until the first step was made}
 
-Two variables make it hard for the run: FIRST_SCALE is the loss scale to begin with. ROOM, such as 0:1.5 or 5:1.5, takes all of
-the GPU's memory but that many GiB, before the trial (0) or that step.
+Three variables make it hard for the run. HOLD_AT is a step after which it stands still, to be killed; its last checkpoint is
+written then, and the file OBSERVED, ending in .held, says so. FIRST_SCALE is the loss scale to begin with. ROOM, such as
+0:1.5 or 5:1.5, takes all of the GPU's memory but that many GiB, before the trial (0) or that step.
 """
 
 import json
@@ -90,6 +91,11 @@ def observed(run, step, *rest):
     seen.setdefault("first_step_s", time.monotonic() - began)
     if run.accelerator.device.type == "cuda":
         seen["steps_gib"] = peak()
+    if step == int(os.environ.get("HOLD_AT", 0)):
+        run._writer.wait()
+        if os.environ.get("RANK", "0") == "0":
+            Path(os.environ["OBSERVED"]).with_suffix(".held").touch()
+        time.sleep(3600)
 
 
 def warned(message, category, filename, lineno, *rest) -> None:
