@@ -1,5 +1,6 @@
 """What only real GPUs show: a check a row. Each returns what it measured, or raises `Failed`, or `NotRun`."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -7,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import psutil
 import torch
 
 from common import sources
 from tests.gpu.machine import Failed, Launched, Machine, NotRun, Trained
 from tests.recipes.conftest import distance, identical
-from tests.recipes.interrupted import Interrupted
 
 OPTIONS = "--augment rand-m5-n1 --random_erasing 0.25 --color_jitter 0.3 --mixup 0.2 --cutmix 0.2 --label_smoothing 0.1"
 VARIED = f"{OPTIONS} --ema_decay 0.9 --clip 1".split()
@@ -87,8 +88,8 @@ def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
     options = {"recipe": recipe, "precision": "fp16", "gpus": min(machine.gpus, DEMO_PROCESSES[recipe])}
     undisturbed = machine.start(*words, **options)
     whole = undisturbed.end() if options["gpus"] > 1 else None  # jobs of several GPUs take turns
-    killed = machine.start(*words, **options, name=f"killed {recipe}{deterministic:d}")
-    kill(killed, 8)
+    killed = machine.start(*words, **options, name=f"killed_{recipe}{deterministic:d}", env={"HOLD_AT": "8"})
+    kill(killed)
     whole = whole or undisturbed.end()
     went_on = machine.train(*words, **options, name=killed.folder.name)
     require("going on from step 5 of 16" in went_on.stdout, "it did not go on from its checkpoint of step 5")
@@ -268,9 +269,16 @@ def together(*launched: Launched) -> list[Trained]:
     return [run.end() for run in launched]
 
 
-def kill(launched: Launched, step: int) -> None:
-    """SIGKILL to all processes of the run when it has made `step`."""
-    try:
-        Interrupted(launched.started, launched.folder).at_step(step).interrupt("KILL all").gone()
-    except AssertionError as error:
-        raise Failed(str(error).splitlines()[0], str(error)) from error
+def kill(held: Launched) -> None:
+    """SIGKILL to all processes of a run as soon as it stands still where HOLD_AT says, its launcher last."""
+    process, sign = psutil.Process(held.started.process.pid), held.folder.with_suffix(".held")
+    while not sign.exists():
+        if held.started.process.poll() is not None or time.monotonic() > held.until:
+            held.end()
+            raise Failed("it was not to end by itself")
+        time.sleep(0.01)
+    family = [process, *process.children(recursive=True)]
+    for each in family[::-1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(family, 30)

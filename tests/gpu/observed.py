@@ -8,14 +8,16 @@ The main process writes to the file that OBSERVED names, in the environment:
      taken before each of both, "waits": where the host waited for the device in the steps 6 to 10, "graphs": how many
      torch.compile made, "first_step_s": until the first step was made}
 
-Two variables make it hard for the run: FIRST_SCALE is the loss scale to begin with. ROOM, such as 0:1.5 or 5:1.5, takes all of
-the GPU's memory but that many GiB, before the trial (0) or that step.
+Three variables make it hard for the run. HOLD_AT is a step after which it stands still, to be killed; its last checkpoint is
+written then, and the file OBSERVED, ending in .held, says so. FIRST_SCALE is the loss scale to begin with. ROOM, such as
+0:1.5 or 5:1.5, takes all of the GPU's memory but that many GiB, before the trial (0) or that step.
 """
 
 import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from common import launch
 from common.run import Run
 from tests.recipes.several import load
 
+OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}
 GIB = 2**30
 WATCHED = range(6, 11)  # steps; what is made once has been made
 began, seen, ballast = time.monotonic(), {"waits": []}, []
@@ -88,11 +91,19 @@ def observed(run, step, *rest):
     seen.setdefault("first_step_s", time.monotonic() - began)
     if run.accelerator.device.type == "cuda":
         seen["steps_gib"] = peak()
+    if step == int(os.environ.get("HOLD_AT", 0)):
+        run._writer.wait()
+        if os.environ.get("RANK", "0") == "0":
+            Path(os.environ["OBSERVED"]).with_suffix(".held").touch()
+        time.sleep(3600)
 
 
 def warned(message, category, filename, lineno, *rest) -> None:
     if "synchronizing CUDA operation" in str(message):
-        seen["waits"].append(f"{Path(filename).name}:{lineno}")
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
+        own = [place for place in places if OWN & {*Path(place[0]).resolve().parents}]
+        file, line = own[-1] if own else (filename, lineno)
+        seen["waits"].append(f"{Path(file).name}:{line}")
     else:
         show(message, category, filename, lineno, *rest)
 
