@@ -190,7 +190,11 @@ def has_unknown_shape(func, kwargs: dict) -> bool:
 def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
     """A seed for an operator that draws: of the state in which it finds the device's generator, which it moves on itself."""
     given = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
-    generator = given[0] if given else torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    generator = (
+        given[0]
+        if given
+        else torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    )
     return hash((generator.initial_seed(), generator.get_offset())) & 0x7FFFFFFFFFFFFFFF
 
 

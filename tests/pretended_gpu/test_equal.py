@@ -39,7 +39,7 @@ FLOAT64 = {
     "retinanet": f"{DET} --lr 2e-3 --detector retinanet --batch_norm group --norm_batch_size 2 --max_micro_batch_size 2",
     "rtdetr_v2": f"{DET} --lr 2e-4 --detector rtdetr_v2 --batch_norm frozen --max_micro_batch_size 2",
     "dfine": f"{DET} --lr 2e-4 --detector dfine --batch_norm frozen --max_micro_batch_size 2",
-    "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 2 --checkpoint_every 1",
+    "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[6:])
 HOOKS = {
