@@ -226,7 +226,7 @@ class Kernels(TorchDispatchMode):
             x, weight, bias, mean, var, training, momentum, eps = args
             h = [None if a is None else host(a) for a in (weight, bias, mean, var)]
             y, m, i = aten.native_batch_norm(widened(host(x)), *h, training, momentum, eps)
-            for mine, theirs in zip(real[:3], (y, m, i)):
+            for mine, theirs in zip(real[:3], (y, m, i), strict=False):
                 if mine.shape == theirs.shape:
                     host(mine).copy_(theirs)
         elif name == "cudnn_batch_norm_backward":
@@ -243,7 +243,7 @@ class Kernels(TorchDispatchMode):
                 eps,
                 [True, True, True],
             )
-            for mine, theirs in zip(real[:3], (gx, gw, gb)):
+            for mine, theirs in zip(real[:3], (gx, gw, gb), strict=False):
                 host(mine).copy_(theirs)
         else:
             raise NoKernel(f"no kernel for {func}")

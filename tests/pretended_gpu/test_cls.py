@@ -1,4 +1,4 @@
-"""Does `recipes/cls.py` train on CUDA devices what it trains on the CPU? torch's own CUDA build, on devices that are pretended."""
+"""Does `recipes/cls.py` train on CUDA devices what it trains on the CPU? By torch's own CUDA build, on pretended devices."""
 
 import json
 
