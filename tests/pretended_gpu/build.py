@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
+SITE = Path(torch.__file__).parents[1]  # torchvision and NVIDIA's packages stand beside torch
 SOURCES = ("runtime.c", "nccl.c", "libraries.c")
 ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|nvjpeg)")
 OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # of CUDA itself and of NCCL; the others compute
@@ -25,17 +27,15 @@ STUBS = "#include <stdlib.h>\nint pretended_computed(const char *), pretended_mi
 
 def why_not() -> str:
     """What keeps this machine from pretending GPUs, empty if nothing does."""
-    import torch
-
     if platform.system() != "Linux":
         return "GPUs are pretended on Linux alone"
     if not torch.version.cuda:
         return f"torch {torch.__version__} is not a build for CUDA"
-    if not os.environ.get("LD_PRELOAD") and torch.cuda.is_available():
+    if torch.cuda.is_available():
         return "there is a real GPU"
     if missing := [tool for tool in ("gcc", "nm") if not shutil.which(tool)]:
         return f"{' and '.join(missing)} (Debian: gcc, binutils) are needed to pretend GPUs"
-    return "" if _headers() else "the headers of CUDA's runtime are not installed beside torch"
+    return "" if _headers(SITE) else "the headers of CUDA's runtime are not installed beside torch"
 
 
 def build() -> dict[str, str]:
@@ -43,23 +43,22 @@ def build() -> dict[str, str]:
 
     What was built for these sources and this torch is kept in the folder for temporary files, for all processes of this user.
     """
-    torch = Path(find_spec("torch").origin).parent
-    headers = _headers()
+    headers = _headers(SITE)
     parts = [(HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")]
     processor = next(
         (line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b""
     )
-    parts += [str(headers).encode(), (torch / "version.py").read_bytes(), processor]
+    parts += [str(headers).encode(), torch.__version__.encode(), processor]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder.parent} belongs to somebody else, whose code would be run")
-    built, nvrtc = folder / "libcuda.so", next(torch.parent.glob("nvidia/*/lib/libnvrtc.so.*")).name
+    built, nvrtc = folder / "libcuda.so", next(SITE.glob("nvidia/*/lib/libnvrtc.so.*")).name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():  # it gets its name last
-            _compile(torch.parent, headers, folder, nvrtc)
+            _compile(headers, folder, nvrtc)
     return {
         "PYTHONPATH": str(HERE.parents[1]),
         "LD_PRELOAD": f"{folder / 'libcuda.so.1'}:{folder / nvrtc}",
@@ -68,19 +67,18 @@ def build() -> dict[str, str]:
     }
 
 
-def _headers() -> Path | None:
+def _headers(site: Path) -> Path | None:
     """Where torch's wheels put CUDA's headers: nvidia/cu13/include, or nvidia/cuda_runtime/include before CUDA 13."""
-    site = Path(find_spec("torch").origin).parents[1]
     return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
 
 
-def _compile(site: Path, headers: Path, folder: Path, nvrtc: str) -> None:
+def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
     libraries = [
-        *site.glob("torch/lib/lib*cuda*.so"),
-        *site.glob("torchvision/*_stable.so"),
-        *site.glob("torchvision/_C.so"),
+        *SITE.glob("torch/lib/lib*cuda*.so"),
+        *SITE.glob("torchvision/*_stable.so"),
+        *SITE.glob("torchvision/_C.so"),
     ]
-    libraries += [site / "torch/lib" / name for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")]
+    libraries += [SITE / "torch/lib" / name for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")]
     asked = set()
     for library in libraries:
         found = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
@@ -113,3 +111,7 @@ def _stub(name: str) -> str:
     if "Create" in name:
         return f"{start}(void **made) {{ *made = calloc(1, 4096); return 0; }}\n"
     return f"{start}() {{ return 0; }}\n"
+
+
+if __name__ == "__main__":
+    print(*(f"{name}={value}" for name, value in build().items()))

@@ -1,10 +1,16 @@
 """Does a pretended GPU compute, fail and wait as a real one does?"""
 
+import json
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.faults.nodes import Watched
+from tests.pretended_gpu import build
 
 UNCOMPUTED = """
 import torch
@@ -68,3 +74,44 @@ def test_nccl_gives_each_rank_what_it_must(gpus):
     assert done.stdout == "all is exchanged\n", done.stdout + done.stderr
     assert "(local rank 2) was killed by SIGKILL" in done.stderr, done.stderr
     assert not list(Path("/dev/shm").glob("*nccl*"))
+
+
+def test_a_machine_that_lacks_something_is_told_what(monkeypatch, tmp_path):
+    """And CUDA's headers are found in the layouts of both kinds of wheels."""
+    monkeypatch.setattr(build.shutil, "which", lambda tool: None if tool == "nm" else tool)
+    assert build.why_not() in ("nm (Debian: gcc, binutils) are needed to pretend GPUs", "there is a real GPU")
+    for layout in ("cu13", "cuda_runtime"):
+        header = tmp_path / layout / "nvidia" / layout / "include" / "cuda_runtime_api.h"
+        header.parent.mkdir(parents=True)
+        header.touch()
+        assert build._headers(tmp_path / layout) == header.parent
+    assert build._headers(tmp_path) is None
+
+
+@pytest.mark.long
+def test_killed_and_stopped_runs_resume_and_leave_nothing(gpus, tmp_path):
+    """Two ranks with data workers: one is killed, then all are asked to stop; the losses are those of a run in one go."""
+    words = "--tracker none --workers 2 --log_every 1 --max_steps 60 --eval_every 60 --checkpoint_every 5".split()
+    words = ["recipes/cls.py", *words, "--output_dir", tmp_path, "--name"]
+    gpus("multi_gpu", *words, "straight", devices=2)
+
+    def ranks() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PRETENDED_TEST") == mine]
+
+    mine = str(tmp_path)
+    for wanted in (8, 20):
+        started = gpus.start("multi_gpu", *words, "run", devices=2, env={"PRETENDED_TEST": mine})
+        run = Watched(tmp_path / "run", [started])
+        run.until(lambda run=run, wanted=wanted: run.step() >= wanted, f"step {wanted}", 200)
+        if wanted == 8:
+            rank = next(p for p in psutil.Process(started.process.pid).children() if p.environ()["RANK"] == "1")
+            os.kill(rank.pid, signal.SIGKILL)
+        else:
+            started.process.send_signal(signal.SIGTERM)
+        assert started.finish(120).returncode != 0
+        run.started.clear()
+        run.until(lambda: not ranks(), "all processes end", 30)
+    gpus("multi_gpu", *words, "run", devices=2)
+    one, other = (map(json.loads, (tmp_path / name / "metrics.jsonl").open()) for name in ("straight", "run"))
+    losses = [{row["step"]: row["train/loss"] for row in rows if "train/loss" in row} for rows in (one, other)]
+    assert losses[0] == losses[1] and len(losses[0]) == 60
