@@ -28,7 +28,7 @@ class Anchors:
     def __call__(self, canvas: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """[P, 4] left, top, right, bottom of all levels for a canvas of (H, W) pixels."""
         self.generator.set_cell_anchors(dtype, device)
-        strides = [[torch.tensor(2**level, device=device)] * 2 for level in self.backbone.levels]
+        strides = [[2**level] * 2 for level in self.backbone.levels]
         return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), strides))
 
     def level_lengths(self, canvas: tuple[int, int]) -> list[int]:
@@ -58,6 +58,7 @@ def match(
         foreground |= ((overlap == most) & (most > 0)).any(0)
     inside = clip(places, size)
     shared = torch.minimum(boxes[:, None, 2:], inside[:, 2:]) - torch.maximum(boxes[:, None, :2], inside[:, :2])
-    crowded = (shared.clamp(min=0).prod(2) >= box_area(inside) / 2) & crowd[:, None]
+    shared = shared.clamp(min=0)
+    crowded = (shared[..., 0] * shared[..., 1] >= box_area(inside) / 2) & crowd[:, None]
     ignored = ((best >= background_iou) | crowded.any(0)) & ~foreground
     return boxes[which], which, foreground, ignored

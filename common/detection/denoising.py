@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from common.detection.boxes import sent
 from common.randomness import key_of, uniforms
 
 _PADDING, _QUERY = -1, -2  # instead of a group's number
@@ -73,8 +74,8 @@ def noised(
             negative[row, :size] = place // number % 2
             draws[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
 
-    source, group, negative = (torch.from_numpy(x).to(device) for x in (source, group, negative))
-    draws = torch.from_numpy(draws).to(device, dtype)
+    source, group, negative = sent(torch.from_numpy(np.stack([source, group, negative])), device)
+    draws = sent(torch.from_numpy(draws).to(dtype), device)
     rows, real = torch.arange(len(boxes), device=device)[:, None], group != _PADDING
     wrong, anew = draws[..., 0] < label_noise / 2, (draws[..., 1] * classes).long()
     right = padded(labels, classes)[rows, source]
@@ -91,7 +92,7 @@ def noised(
         match=torch.where(negative == 0, source, -1),
         real=real,
         visible=(seen == _QUERY) | (seen == seeing),
-        groups=groups.to(device, dtype),
+        groups=sent(groups.to(dtype), device),
     )
 
 

@@ -21,7 +21,8 @@ class Detector(Protocol):
     """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
 
     targets, one dict an image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
-    bool[n]; position int, of the stream; where known, size int64[2], true width and height on the canvas.
+    bool[n]; position int, of the stream; where known, size int64[2], true width and height on the canvas, and regions, a
+    list of the rows that are crowd regions, of which the host need not ask the device then.
     n may be 0. Crowd regions are neither foreground nor background; a region's own boxes still count.
     """
 
@@ -29,12 +30,12 @@ class Detector(Protocol):
     backbone: nn.Module  # what may be compiled; the rest breaks graphs
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """float64[C]: what the losses of these images are divided by, to be summed over the global batch beforehand."""
+        """int64[C]: what the losses of these images are divided by, to be summed over the global batch beforehand."""
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The module's forward: the loss of each image [B], and its parts by name, detached [B].
 
-        `images` [B, 3, H, W] are normalised, `totals` float64[C] is the sum of `counts` over the global batch. Losses are
+        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
         divided already: their *sum* over the global batch is its loss. Every parameter gets a gradient, boxes or none.
         """
 

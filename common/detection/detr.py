@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
+from common.detection.boxes import filled, overlaps, sent
 from common.detection.denoising import Denoising, groups_of, noised, padded
 from common.detection.detr_models import build_model, export_model
 from common.detection.selection import MOST
@@ -28,26 +29,36 @@ class DETR(nn.Module):
 
     def __init__(self, model: nn.Module, normalization: dict, seed: int = 0) -> None:
         """`model`: RTDetrV2Model or DFineModel of transformers, whose decoder has its heads; the `mean` and `std` it sees."""
-        from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher
-
         super().__init__()
         self.model, self.config, self.pretrained_cfg, self.seed = model, model.config, normalization, seed
         self.begins_with = model.begins_with
         self.classes, self.queries = model.config.num_labels, model.config.num_queries
         self.stride = max(model.config.feat_strides)
-        self.matcher = RTDetrHungarianMatcher(model.config)
+        layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
+        self._checked = [layer for layer in layers if not layer.dropout]
+        for layer in self._checked:
+            layer.register_forward_hook(_clamped)
+        self.train()
+
+    def train(self, mode: bool = True) -> "DETR":
+        super().train(mode)
+        for layer in self._checked:
+            layer.training = (
+                False  # in training it asks the device whether all is finite; what is in it stays in training
+            )
+        return self
 
     @property
     def backbone(self) -> nn.Module:
         return self.model.backbone
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """float64[4]: boxes, queries that get one, queries, and positives of the denoising of these images."""
+        """int64[4]: boxes, queries that get one, queries, and positives of the denoising of these images."""
         queries = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
         positives = boxes * groups_of(boxes, self.config.num_denoising)
         columns = boxes, boxes.clamp(max=queries), torch.full_like(boxes, queries), positives
-        return torch.stack([column.sum() for column in columns]).double()
+        return torch.stack([column.sum() for column in columns])
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Varifocal loss of classes, L1 and generalised IoU of boxes; for D-FINE of their edges' distributions too: [B]."""
@@ -71,7 +82,7 @@ class DETR(nn.Module):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = padded(boxes, 0), padded(labels, 0)
             found = _Outputs.of_queries(outputs, first)
-            match = self._match(found, boxes, labels)
+            match = self._match(found, *wanted, [*map(len, labels)])
             centres = found.boxes[..., None, :2]
             crowded = ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1)
             terms = self._terms(
@@ -126,7 +137,7 @@ class DETR(nn.Module):
 
     def _extent(self, images: Tensor) -> Tensor:
         height, width = images.shape[2:]
-        return torch.tensor([width, height, width, height], device=images.device, dtype=self._dtype)
+        return filled((width, height, width, height), self.model.enc_score_head.weight)
 
     def _queries(self, canvas: tuple[int, int]) -> int:
         """Queries on a canvas of (H, W) pixels: no more than it has places."""
@@ -135,11 +146,19 @@ class DETR(nn.Module):
 
     def _targets(self, targets: list[dict], images: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Boxes [n, 4] (centre x, centre y, width, height) and labels of each image; crowd regions [B, m, 4] (corners)."""
-        corners = [target["boxes"].to(self._dtype) / self._extent(images) for target in targets]
-        single = [~target["crowd"] for target in targets]
-        boxes = [box_convert(x[kept], "xyxy", "cxcywh") for x, kept in zip(corners, single, strict=True)]
-        labels = [target["labels"][kept] for target, kept in zip(targets, single, strict=True)]
-        return boxes, labels, padded([x[~kept] for x, kept in zip(corners, single, strict=True)], -1)
+        corners = torch.cat([target["boxes"] for target in targets]).to(self._dtype) / self._extent(images)
+        objects, regions, first = [], [], 0
+        for target in targets:
+            crowd = target["regions"] if "regions" in target else target["crowd"].nonzero().flatten().tolist()
+            rows = range(first, first := first + len(target["labels"]))
+            regions.append([rows[row] for row in crowd])
+            objects.append(sorted({*rows} - {*regions[-1]}))
+        order, sizes = sum(objects + regions, []), [*map(len, objects + regions)]
+        order = sent(torch.tensor(order, dtype=torch.int64), images.device)
+        labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
+        parts = corners[order].split(sizes)
+        boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
+        return boxes, labels, padded(parts[len(targets) :], -1)
 
     def _predict(self, images: Tensor, denoising: Denoising | None = None):
         """transformers' output of the model: the features in the precision of the day, the rest out of half precision."""
@@ -152,8 +171,10 @@ class DETR(nn.Module):
         maps = model.encoder(maps).last_hidden_state
         with torch.autocast(images.device.type, enabled=False), self._with(denoising):
             maps = [x.to(self._dtype) for x in maps]
-            # Features that are given as encoder_outputs are not computed again; inputs_embeds says how many images.
-            return model(None, inputs_embeds=maps[0], encoder_outputs=BaseModelOutput(last_hidden_state=maps))
+            # Features that are given as encoder_outputs are not computed again; inputs_embeds says how many images, and
+            # where the sizes of the maps are kept: on the host, which reads them.
+            count = torch.empty(len(images), 0)
+            return model(None, inputs_embeds=count, encoder_outputs=BaseModelOutput(last_hidden_state=maps))
 
     @contextlib.contextmanager
     def _with(self, denoising: Denoising | None) -> Iterator[None]:
@@ -177,21 +198,38 @@ class DETR(nn.Module):
             hook.remove()
 
     @torch.no_grad()
-    def _match(self, found: "_Outputs", boxes: list[Tensor], labels: list[Tensor]) -> Tensor:
-        """int64[B, O, Q]: the box that each query of each output is for, or -1."""
+    def _match(self, found: "_Outputs", boxes: Tensor, labels: Tensor, counts: list[int]) -> Tensor:
+        """int64[B, O, Q]: the box that each query of each output is for, or -1.
+
+        As transformers' `RTDetrHungarianMatcher` finds it, of all images at once: the host waits for the device once.
+        """
+        from scipy.optimize import linear_sum_assignment
+
+        costs = self._costs(found, boxes[:, :-1], labels[:, :-1]).cpu()
         match = torch.full(found.logits.shape[:3], -1)
-        for image, (own, classes) in enumerate(zip(boxes, labels, strict=True)):
-            if not len(own):
-                continue  # transformers' matcher can't
-            # What is not finite becomes the step's loss, where the run sees it; the matcher would raise.
-            outputs = {
-                "logits": found.logits[image].nan_to_num(),
-                "pred_boxes": found.boxes[image].nan_to_num(0).clamp(0, 1),
-            }
-            pairs = self.matcher(outputs, [{"class_labels": classes, "boxes": own}] * match.shape[1])
-            for output, (query, box) in enumerate(pairs):
-                match[image, output, query] = box
-        return match.to(found.logits.device)
+        for image, count in enumerate(counts):
+            for output, cost in enumerate(costs[image, :, :, :count]):
+                query, box = linear_sum_assignment(cost)
+                match[image, output, query] = torch.from_numpy(box)
+        return sent(match, found.logits.device)
+
+    def _costs(self, found: "_Outputs", boxes: Tensor, labels: Tensor) -> Tensor:
+        """[B, O, Q, n]: what it costs that a query is for one of the boxes [B, n, 4], which have labels [B, n]."""
+        config = self.config
+        # What is not finite becomes the step's loss, where the run sees it; the matching would raise.
+        chances = found.logits.nan_to_num().sigmoid()
+        chances = chances.gather(3, labels[:, None, None].expand(*chances.shape[:3], -1))
+        predicted = found.boxes.nan_to_num(0).clamp(0, 1)[..., None, :]  # [B, O, Q, 1, 4]
+        wanted = boxes[:, None, None]  # [B, 1, 1, n, 4]
+        alpha, gamma = config.matcher_alpha, config.matcher_gamma
+        hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
+        doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
+        _, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+        costs = config.matcher_bbox_cost * (predicted - wanted).abs().sum(-1) + config.matcher_class_cost * (
+            hit - doubt
+        )
+        most = torch.finfo(costs.dtype).max
+        return (costs - config.matcher_giou_cost * generalised).nan_to_num(most, most, most)
 
     def _terms(
         self,
@@ -216,11 +254,11 @@ class DETR(nn.Module):
         config, rows = self.config, torch.arange(len(match), device=match.device)[:, None, None]
         matched = match >= 0
         # Queries without a box take part as if they were right: no indexing, so that the host need not wait.
-        whole = boxes.new_tensor([0.5, 0.5, 1, 1])
+        whole = filled((0.5, 0.5, 1, 1), boxes)
         wanted = torch.where(matched[..., None], boxes[rows, match], whole)
         predicted = torch.where(matched[..., None], found.boxes, whole)
         edges = box_convert(wanted, "cxcywh", "xyxy")
-        overlap, generalised = _overlaps(box_convert(predicted, "cxcywh", "xyxy"), edges)
+        overlap, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), edges)
         quality = overlap.detach()
 
         hit = labels[rows, match][..., None] == torch.arange(self.classes, device=labels.device)
@@ -313,8 +351,8 @@ class _Outputs:
             own = cls(logits, boxes)
         else:
             layers = edges.shape[1]
-            picks = [*range(layers - 1), layers]
-            own = cls(logits[:, picks], boxes[:, picks], edges[:, :-1], students=layers - 1)
+            of_layers = [torch.cat([x[:, : layers - 1], x[:, layers : layers + 1]], 1) for x in (logits, boxes)]
+            own = cls(*of_layers, edges[:, :-1], students=layers - 1)
             own._teach(outputs, slice(first, None), logits, edges)
         own.logits = torch.cat([own.logits, outputs.enc_topk_logits[:, None]], 1)
         own.boxes = torch.cat([own.boxes, outputs.enc_topk_bboxes[:, None]], 1)
@@ -343,16 +381,7 @@ class _Outputs:
         self.teacher, self.trust = edges[:, -1].detach(), logits[:, -1].detach().sigmoid().amax(-1)
 
 
-def _overlaps(boxes: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Intersection over union [...], plain and generalised, of pairs of boxes [..., 4] (corners)."""
-
-    def area(low: Tensor, high: Tensor) -> Tensor:
-        return (high - low).clamp(min=0).prod(-1)
-
-    low, high = boxes.split(2, -1)
-    other_low, other_high = others.split(2, -1)
-    inside = area(torch.maximum(low, other_low), torch.minimum(high, other_high))
-    union = area(low, high) + area(other_low, other_high) - inside
-    around = area(torch.minimum(low, other_low), torch.maximum(high, other_high))
-    overlap = inside / union
-    return overlap, overlap - (around - union) / around
+def _clamped(layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """What an encoder layer of transformers makes of its output in training, where something is not finite."""
+    most = torch.finfo(output.dtype).max - 1000
+    return output.clamp(-most, most)

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection.fcos import FCOSHead
-from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
+from torchvision.ops import box_area, sigmoid_focal_loss
 
+from common.detection.boxes import filled, overlaps
 from common.detection.fpn import Backbone
 from common.detection.selection import select
 
@@ -30,9 +31,9 @@ class FCOS(nn.Module):
         self.head = FCOSHead(backbone.width, 1, classes, convolutions)
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """float64[1]: foreground points of these images."""
+        """int64[1]: foreground points of these images."""
         places = self._places(canvas, targets[0]["boxes"].device)
-        return sum(self._assign(*places, target)[2].sum() for target in targets).double().view(1)
+        return sum(self._assign(*places, target)[2].sum() for target in targets).view(1)
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Focal loss of classes, generalised IoU loss of boxes, and binary cross-entropy of centre-ness: [B] each."""
@@ -50,7 +51,7 @@ class FCOS(nn.Module):
             nearest = torch.stack([points - strides[:, None], points + strides[:, None]]).movedim(0, 1).flatten(1)
             wanted = torch.where(foreground[..., None], boxes, nearest)
             predicted = torch.where(foreground[..., None], _decode(points, strides, distances), nearest)
-            overlap = generalized_box_iou_loss(predicted, wanted) * foreground
+            distance = (1 - overlaps(predicted, wanted, eps=1e-7)[1]) * foreground
 
             sides = _sides(points, wanted)
             horizontal, vertical = sides[..., 0::2], sides[..., 1::2]
@@ -60,7 +61,7 @@ class FCOS(nn.Module):
             total = totals[0].clamp(min=1).to(logits.dtype)
             terms = {
                 "class": classification.sum((1, 2)) / total,
-                "box": overlap.sum(1) / total,
+                "box": distance.sum(1) / total,
                 "centerness": centred.sum(1) / total,
             }
         return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
@@ -105,7 +106,7 @@ class FCOS(nn.Module):
             strides.append(grid.new_full((len(grid),), stride))
             low = 0 if level == levels[0] else 4 * stride
             high = float("inf") if level == levels[-1] else 8 * stride
-            reach.append(grid.new_tensor([low, high]).expand(len(grid), 2))
+            reach.append(filled((low, high), grid).expand(len(grid), 2))
         return torch.cat(points), torch.cat(strides), torch.cat(reach)
 
     def _assign(self, points: Tensor, strides: Tensor, reach: Tensor, target: dict) -> tuple[Tensor, ...]:
@@ -120,8 +121,8 @@ class FCOS(nn.Module):
         centres = (boxes[:, :2] + boxes[:, 2:]) / 2
         central = (points[:, None] - centres).abs().amax(2) < self.radius * strides[:, None]
         fitting = (farthest >= reach[:, :1]) & (farthest < reach[:, 1:])
-        areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-        areas, match = torch.where(inside & central & fitting & ~crowd, areas, float("inf")).min(1)
+        charge = inside & central & fitting & ~crowd
+        areas, match = torch.where(charge, box_area(boxes), float("inf")).min(1)
         foreground = areas < float("inf")
         return boxes[match], labels[match], foreground, ((sides.amin(2) >= 0) & crowd).any(1) & ~foreground
 

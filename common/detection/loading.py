@@ -32,8 +32,8 @@ class DetectionBatch(Movable):
     images: torch.Tensor  # uint8[B, 3, H, W], at the canvas's top left
     targets: list[
         dict
-    ]  # of each: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size; of some
-    # sources also masks uint8[n, H, W]
+    ]  # of each: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size, regions
+    # (list of crowd's rows); of some sources also masks uint8[n, H, W]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.drop_path.draws
@@ -198,6 +198,7 @@ def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
                 "crowd": sample.crowd,
                 "position": position,
                 "size": torch.tensor([width, height]),
+                "regions": sample.crowd.nonzero().flatten().tolist(),
             }
         )
         if sample.masks is not None:

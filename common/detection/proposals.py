@@ -3,11 +3,10 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_layers
-from torchvision.ops import batched_nms
 
 from common.detection.anchors import Anchors, match
+from common.detection.boxes import BoxCoder, filled, suppress
 from common.detection.fpn import Backbone
 from common.detection.sampling import lots, sample
 from common.detection.selection import clip
@@ -78,7 +77,14 @@ class Proposals(nn.Module):
         for chosen, logits, delta, size in zip(best, objectness, deltas, sizes, strict=True):
             boxes = clip(self.coder.decode_single(delta[chosen], anchors[chosen]), size)
             good = ((boxes[:, 2:] - boxes[:, :2]) >= self.least_side).all(1)
-            boxes, chosen, level = boxes[good], chosen[good], levels[good]
-            keep = batched_nms(boxes, logits[chosen].sigmoid(), level, self.nms_threshold)[:limit]
+            # To leave the others out the host would have to wait for how many they are. They all become the same box, with
+            # one more at the end, and the lowest score: suppression leaves one of them, as the last.
+            good, same = F.pad(good, (0, 1)), filled((0, 0, 1, 1), boxes)
+            keep = suppress(
+                torch.where(good[:, None], F.pad(boxes, (0, 0, 0, 1)), same),
+                torch.where(good, F.pad(logits[chosen].sigmoid(), (0, 1)), -1),
+                torch.where(good, F.pad(levels, (0, 1)), -1),
+                self.nms_threshold,
+            )[:-1][:limit]
             selected.append((boxes[keep], chosen[keep]))
         return selected

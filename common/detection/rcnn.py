@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.anchors import match
+from common.detection.boxes import BoxCoder, filled
 from common.detection.fpn import Backbone
 from common.detection.proposals import Proposals
 from common.detection.sampling import lots, sample
@@ -45,12 +45,12 @@ class FasterRCNN(nn.Module):
         self.coder = BoxCoder((10.0, 10.0, 5.0, 5.0))
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """float64[1]: images."""
-        return torch.tensor([len(targets)], dtype=torch.float64, device=targets[0]["boxes"].device)
+        """int64[1]: images."""
+        return targets[0]["labels"].new_full((1,), len(targets))
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The proposals' losses, cross-entropy of classes and smooth distance of encoded boxes: [B] each."""
-        canvas = torch.tensor(images.shape[:1:-1], device=images.device)  # width, height
+        canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
         features = self.backbone(images)
         outputs = self.rpn(features, images.shape[2:])
         with torch.autocast(images.device.type, enabled=False):

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import sigmoid_focal_loss
 
 from common.detection.anchors import Anchors, match
+from common.detection.boxes import BoxCoder, filled
 from common.detection.fpn import Backbone
 from common.detection.selection import select
 
@@ -38,15 +38,15 @@ class RetinaNet(nn.Module):
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """float64[1]: images."""
-        return torch.tensor([len(targets)], dtype=torch.float64, device=targets[0]["boxes"].device)
+        """int64[1]: images."""
+        return targets[0]["labels"].new_full((1,), len(targets))
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Focal loss of classes and distance of encoded boxes: [B] each."""
         outputs = self.head(self.backbone(images))
         with torch.autocast(images.device.type, enabled=False):
             logits, deltas, anchors = self._wide(outputs, images)
-            canvas = torch.tensor(images.shape[:1:-1], device=images.device)  # width, height
+            canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
             rule = {"foreground_iou": self.foreground_iou, "background_iou": self.background_iou, "rescue": True}
             matched = [match(anchors, target, canvas, **rule) for target in targets]
             boxes, which, foreground, ignored = (torch.stack(column) for column in zip(*matched, strict=True))

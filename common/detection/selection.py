@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
+
+from common.detection.boxes import suppress
 
 MOST = 100  # detections of an image, as COCO evaluates them
 
@@ -56,8 +57,9 @@ def best_of(
     """As `select`, from boxes [n, 4] that have a score [n] and a label [n] each; `least_side` in pixels, once clipped."""
     boxes = clip(boxes, size)
     good = (scores > score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= least_side).all(1)
+    good = good.nonzero().squeeze(1)
     boxes, scores, labels = boxes[good], scores[good], labels[good]
-    keep = batched_nms(boxes, scores, labels, nms_threshold)[:limit]
+    keep = suppress(boxes, scores, labels, nms_threshold)[:limit]
     return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}
 
 

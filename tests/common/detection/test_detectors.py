@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common import batch_norm
 from common.detection.detectors import DETR_FAMILIES, FAMILIES, build_detector
@@ -124,6 +126,31 @@ def test_half_precision_stays_in_the_network(family):
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
     assert all(one["boxes"].dtype == one["scores"].dtype == torch.float32 for one in found)
+
+
+class Doubles(TorchDispatchMode):
+    """Notes the operators that return float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in tree_leaves(result)):
+            self.seen.add(str(function))
+        return result
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_double_precision_is_not_used_unless_it_is_asked_for(family):
+    """Apple's devices have none."""
+    detector = make(family)
+    images, targets = seven()
+    with Doubles() as watch:
+        run(detector, images, targets, [7])
+        detector.eval().detect(images, torch.tensor([[90, 60]] * 7))
+    assert not watch.seen
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])

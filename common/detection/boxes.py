@@ -1,0 +1,66 @@
+"""Which sums with boxes does a step need, such that the host waits for none of them?
+
+What is computed here torchvision and transformers compute, too. But they look at numbers on the way, or send some to the
+device from memory that is not pinned, and the host then waits until the device has done all that it was asked to do.
+"""
+
+import torch
+from torch import Tensor
+from torchvision.models.detection import _utils
+from torchvision.ops import batched_nms, nms
+
+
+def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """[n] of the type and on the device of `like`, and filled there."""
+    return torch.stack([like.new_full((), value) for value in values])
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """What the host has made, on the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class BoxCoder(_utils.BoxCoder):
+    """torchvision's: boxes as distances from others, [n, 4], or [n, 4 K] for K boxes from each. Both axes weigh the same."""
+
+    def encode_single(self, reference_boxes: Tensor, proposals: Tensor) -> Tensor:
+        return _utils.encode_boxes(reference_boxes, proposals, self.weights)
+
+    def decode_single(self, rel_codes: Tensor, boxes: Tensor) -> Tensor:
+        boxes = boxes.to(rel_codes.dtype)[:, None]
+        shift, growth = rel_codes.unflatten(1, (-1, 4)).split(2, -1)  # [n, K, 2] each
+        sides = boxes[..., 2:] - boxes[..., :2]
+        centres = shift / self.weights[0] * sides + (boxes[..., :2] + 0.5 * sides)
+        halves = 0.5 * ((growth / self.weights[2]).clamp(max=self.bbox_xform_clip).exp() * sides)
+        return torch.cat([centres - halves, centres + halves], -1).flatten(1)
+
+
+def overlaps(boxes: Tensor, others: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Intersection over union [...], plain and generalised, of pairs of boxes [..., 4] (corners).
+
+    With `eps` 1e-7 one minus the second is torchvision's `generalized_box_iou_loss`, its gradient included.
+    Source: Rezatofighi et al. 2019, "Generalized Intersection over Union" (arXiv:1902.09630).
+    """
+    low, high = boxes.split(2, -1)
+    other_low, other_high = others.split(2, -1)
+    sides = torch.minimum(high, other_high) - torch.maximum(low, other_low)
+    inside = torch.where((sides > 0).all(-1), _area(sides), 0)
+    union = _area(high - low) + _area(other_high - other_low) - inside
+    around = _area(torch.maximum(high, other_high) - torch.minimum(low, other_low))
+    overlap = inside / (union + eps)
+    return overlap, overlap - (around - union) / (around + eps)
+
+
+def _area(sides: Tensor) -> Tensor:
+    return sides[..., 0] * sides[..., 1]  # the gradient of `prod` would look for zeros
+
+
+def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) -> Tensor:
+    """Indices of the boxes that no better one of their group overlaps by more than `threshold`, best first.
+
+    torchvision's `batched_nms`; the host waits once, to know how many they are.
+    """
+    if not len(boxes) or boxes.numel() > (4000 if boxes.device.type == "cpu" else 100_000):  # it then goes another way
+        return batched_nms(boxes, scores, groups, threshold)
+    apart = groups.to(boxes) * (boxes.max() + 1)
+    return nms(boxes + apart[:, None], scores, threshold)

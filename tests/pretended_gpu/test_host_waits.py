@@ -1,0 +1,127 @@
+"""How often the host waits for a GPU in a step of each recipe: an exact number, on real GPUs or on pretended ones.
+
+Pretended ones also hear what torch does not count, and so show that nothing else waits.
+"""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.host_waits import CLS, DET, command
+from tests.recipes.copied import copy
+
+IS_REAL = torch.cuda.is_available()
+
+WAITING = """A step that waits: torch sees the first line; the second it is told not to wait for, but memory is not pinned.
+@@
+             done = step + 1
++            print(torch.cat(losses).mean().item())
++            torch.ones(3).to(accelerator.device, non_blocking=True)
+"""
+LOGGING = """Numbers of one's own.
+@@
+             done = step + 1
++            run.log({"train/squared": torch.cat(losses) ** 2, "train/own": 0.5})
+"""
+# What torch does not count: events of the steps before, which have passed, and nvJPEG's work on a stream of its own.
+REPORT = {"cudaEventSynchronize common/health.py": 1}
+NVJPEG = {"cudaStreamSynchronize common/device_decoding.py, io/image.py": 2}
+
+
+@pytest.fixture(scope="module")
+def count(launch, request, tmp_path_factory):
+    """Runs cases by name, on the GPUs that there are or on pretended ones."""
+    folder = tmp_path_factory.mktemp("waits")
+    for place in range(20):
+        file = folder / "jpegs" / f"class {place % 2}" / f"{place}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((80, 60), 40 + place % 2).convert("RGB").save(file)
+    start = launch.start if IS_REAL else request.getfixturevalue("gpus").start
+
+    def run(cases, devices=1):
+        """By name, of each case the counted steps of all ranks."""
+        commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
+        file = folder / "CASES.json"
+        file.write_text(json.dumps(commands))
+        options = {"flags": ["--num_processes", devices]} if IS_REAL else {"devices": devices}
+        config = "multi_gpu" if devices > 1 else "single_gpu"
+        done = start(config, "tests/host_waits.py", file, **options).finish(400)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
+        return {name: sum(of_ranks, []) for name, *of_ranks in zip(cases, *ranks, strict=True)}
+
+    return run
+
+
+def both(step):
+    """What torch sees of a step, and what only the runtime hears; without the numbers of the lines."""
+    hidden = Counter()
+    for heard, often in step["runtime"].items():
+        what, place = heard.split(" ", 1)
+        if what == "cudaStreamSynchronize":  # one for each wait that torch sees
+            often -= step["torch"].get(place, 0)
+        if often and not (what == "cudaMemcpyAsync" and place in step["torch"]):
+            hidden[heard] += often
+    return without_lines(step["torch"]), without_lines(hidden)
+
+
+def without_lines(places):
+    result = Counter()
+    for place, often in places.items():
+        result[re.sub(r":\d+", "", place)] += often
+    return result
+
+
+def check(steps, waits, hidden=None):
+    """Each of the steps has these waits; `hidden` are of a pretended runtime."""
+    assert steps
+    for step in steps:
+        of_torch, of_runtime = both(step)
+        assert of_torch == waits, step
+        assert IS_REAL or of_runtime == REPORT | (hidden or {}), step
+
+
+def of_cls(*names):
+    return {name: ("recipes/cls.py", *CLS[name]) for name in names}
+
+
+def of_det(*names):
+    return {name: ("recipes/det.py", DET[name][0], f"--detector {name} {DET[name][1]}") for name in names}
+
+
+def check_all(found):
+    for name in found.keys() & CLS.keys():
+        check(found[name], {}, NVJPEG if "--decode device" in CLS[name][1] else {})
+    for name in found.keys() & DET.keys():
+        check(found[name], DET[name][2])
+
+
+def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
+    check_all(
+        count(of_cls("groups", "decoded on the device") | of_det("fcos", "retinanet", "faster_rcnn", "rtdetr_v2"))
+    )
+
+
+@pytest.mark.skipif(IS_REAL and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
+    """Also with numbers that a copied recipe logs. Whoever makes a step wait reads in which line."""
+    cases = {
+        name: (copy(tmp_path / name / "cls.py", diff), *CLS["varied"])
+        for name, diff in {"logging": LOGGING, "waiting": WAITING}.items()
+    }
+    found = count(cases, devices=2)
+    for name, steps in found.items():  # in its first ten steps DDP reads when its last step ended, by events
+        timed = {f"cudaEventSynchronize {name}/cls.py, parallel/distributed.py": 8}
+        if name == "waiting":
+            check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
+        else:
+            check(steps, {}, timed)
+
+
+@pytest.mark.long
+def test_no_option_and_no_detector_makes_a_step_wait_for_more(count):
+    check_all(count(of_cls(*CLS) | of_det(*DET)))
