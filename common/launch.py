@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import os
 import socket
@@ -50,6 +51,8 @@ PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
 MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a person's choices
+_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 HINDSIGHT = timedelta(minutes=1)  # see `last_resort`
 HEARD_S = 10.0  # how long a process waits for its launcher to have heard its last word
 _PARENT = os.getppid()  # before the launcher can have gone
@@ -75,6 +78,8 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
     if on_cpu := wants_cpu(os.environ) or accelerators == 0:
         share_cores(os.environ)
+    else:
+        let_segments_grow(os.environ)
     settings = config or RunConfig()
     determinism.choose(settings.deterministic and not on_cpu, fixed_shapes)
     torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
@@ -228,6 +233,20 @@ def share_cores(environ: Mapping[str, str]) -> None:
         if environ.get("OMP_NUM_THREADS") == "1" and _launched(environ) and not said:
             count = min(psutil.cpu_count(logical=False) or 1, cores())
             torch.set_num_threads(max(1, count // int(environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+    """Have torch take a GPU's memory in segments that grow, unless somebody has chosen otherwise or the driver can't.
+
+    Shapes that vary, as canvases do, leave holes between segments of fixed sizes. torch 2.14 crashes without NVML then.
+    """
+    with contextlib.suppress(OSError):
+        cuda, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        ctypes.CDLL("libnvidia-ml.so.1")
+        cuda.cuInit(0)
+        cuda.cuDeviceGetAttribute(ctypes.byref(can), _VIRTUAL_MEMORY, 0)
+        if can.value and not any(name in environ for name in ALLOCATOR):
+            environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

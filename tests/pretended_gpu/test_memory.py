@@ -3,12 +3,14 @@
 import contextlib
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.conftest import ROOT
 from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes
 
@@ -36,6 +38,43 @@ loading.Feed.__next__ = fill
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+# Features of a pyramid over canvases that vary, with segments that grow and with those of fixed sizes.
+CANVASES = """
+import json
+import torch
+from common import launch
+
+device, found = launch.start().device, []
+settings = lambda: bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+for text in ("", "expandable_segments:False"):
+    if text:
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings(text)
+    torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        height, width = (32 * torch.randint(8, 21, (2,), generator=generator)).tolist()
+        held = [torch.empty(2, 64 << level, height >> level + 1, width >> level + 1, device=device)
+                for level in range(4) for _ in range(5)]
+        del held
+    of = torch.cuda.memory_stats()
+    found.append([settings(), of["reserved_bytes.all.peak"] / of["allocated_bytes.all.peak"]])
+print("FOUND", json.dumps(found))
+"""
+# What torch asks NVML before it maps memory: no device has a fabric.
+NVML = "".join(
+    f"int nvml{name}() {{ return {code}; }}\n"
+    for name, code in {
+        "Init_v2": 0,
+        "DeviceGetHandleByPciBusId_v2": 0,
+        "DeviceGetGpuFabricInfoV": 0,
+        "DeviceGetComputeRunningProcesses": 3,
+        "DeviceGetNvLinkRemoteDeviceType": 3,
+        "DeviceGetNvLinkRemotePciInfo_v2": 3,
+        "SystemGetCudaDriverVersion_v2": 3,
+    }.items()
+)
 
 
 def several(gpus, folder: Path, config: str, cases: dict[str, list], **options) -> dict[str, Outcome]:
@@ -84,7 +123,22 @@ def test_a_detector_takes_the_memory_that_was_foreseen(gpus, tmp_path):
     assert_predicted(several(gpus, tmp_path, "single_gpu", cases)["det"])
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_canvases_that_vary_leave_no_holes_in_memory(gpus, tmp_path):
+    """With torch's own allocator: what it reserves is hardly more than what it gives out."""
+    if "cuMemCreate" not in (ROOT / "tests/pretended_gpu/runtime.c").read_text():
+        pytest.skip("this runtime maps no memory")
+    (tmp_path / "nvml.c").write_text(NVML)
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    (tmp_path / "canvases.py").write_text(CANVASES)
+    printed = gpus("single_gpu", tmp_path / "canvases.py", env={"LD_LIBRARY_PATH": str(tmp_path)})
+    [(grows, share), (still_grows, share_of_fixed)] = json.loads(re.search("^FOUND (.*)", printed, re.MULTILINE)[1])
+    assert grows and not still_grows
+    assert share < 1.1 < 1.3 < share_of_fixed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_gpu_that_is_full_later_makes_the_same_run_in_smaller_micro_batches(gpus, launch, tmp_path, devices):
     """One process replaces itself, two are replaced by their launcher; nothing of the first is left, then or at the end."""
     script, starts = tmp_path / "filled.py", tmp_path / "STARTS"
