@@ -21,6 +21,13 @@ def check(gpus, tmp_path, *words, devices=1, timeout=6000):
     return done, {row["check"]: row["state"] for row in report["rows"]}, report
 
 
+def words_of(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ends
+        return []
+
+
 def test_one_check_makes_a_row_and_a_file_that_names_nobody(gpus, tmp_path):
     done, states, report = check(gpus, tmp_path, "--only", "memory at the peak")
     assert done.returncode == 0 and states == {"memory at the peak": "ok"}, f"{done.stdout}\n{done.stderr}"
@@ -42,7 +49,7 @@ def test_an_interrupt_ends_all_of_its_processes(gpus, tmp_path):
     env = gpus.environment | {"PRETENDED_GPUS": "1"}
     started = gpus.launch.start_python("-m", "tests.gpu", *THROUGH, "--only", "cls demo fp32", env=env)
     process = psutil.Process(started.process.pid)
-    while not (ranks := [each for each in process.children(recursive=True) if "recipes/cls.py" in each.cmdline()]):
+    while not (ranks := [each for each in process.children(recursive=True) if "recipes/cls.py" in words_of(each)]):
         assert started.process.poll() is None, started.stderr.read_text()
     family = process.children(recursive=True)
     process.terminate()
