@@ -18,7 +18,7 @@ from common.errors import Refused
 
 _LATE = 2  # steps between a step and its report on an accelerator
 _MOST_NAMES = 1_000  # of numbers of one's own, in a run
-_MAX_SKIPPED = 25  # fp16: from 65,536 the scale is then below 0.002, and no smaller one will help
+_LEAST_SCALE = 2**-9  # fp16: no smaller factor will help; from 65,536 it takes 26 skipped steps in a row to fall below
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Report:
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
     ended_by: str = ""  # why the recipe ends the run, where some rank said so
+    loss_scale: float | None = None  # fp16: the factor of the next step's loss
     logged: dict[str, float] = field(default_factory=dict)  # numbers of one's own: means over all values of the step
 
 
@@ -41,7 +42,7 @@ class _Posted:
     step: int
     losses: torch.Tensor  # per sample, on the device
     positions: torch.Tensor
-    device_numbers: torch.Tensor  # float64: sum of losses, gradient norm, then the sum of each number of one's own
+    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each number of one's own
     data_wait: float
     broken: tuple[str, ...]
     stop: bool
@@ -52,6 +53,8 @@ class _Posted:
     names: tuple[str, ...] = ()  # of the numbers that are summed over ranks
     summed: torch.Tensor | None = None
     grad_norm: float = 0.0
+    loss_scale: float | None = None
+    skipped: bool = False
     work: object = None
 
 
@@ -60,12 +63,14 @@ class Health:
     """Post every step, read the reports that are complete. All ranks call the same methods in the same order."""
 
     global_batch_size: int
-    fp16: bool = False
-    skipped_in_a_row: int = 0
+    scaler: torch.amp.GradScaler | None = None  # under fp16
     _posted: deque = field(default_factory=deque)
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the step that is being made
     _counts: dict[str, int] = field(default_factory=dict)
     _names: tuple[str, ...] = ()  # that all ranks know
+
+    def __post_init__(self) -> None:
+        self._loss_scale = self.scaler.get_scale() if self.scaler else None  # of the step that is summed next
 
     def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Add numbers of one's own, float[] or float[n], to the step that is being made; waits for no device."""
@@ -94,6 +99,8 @@ class Health:
         """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
         loss = losses.sum(dtype=_exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
+        if self.scaler:  # a factor of one: `get_scale` would wait for the device
+            numbers.append(self.scaler.scale(torch.ones_like(loss)))
         for total in self._sums.values():  # one on the host becomes an argument: to copy it would wait for the device
             numbers.append(total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype))
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
@@ -126,11 +133,16 @@ class Health:
         if posted.copied is not None:
             posted.copied.synchronize()
         loss, posted.grad_norm, *totals = posted.device_numbers.tolist()
+        if self.scaler:
+            posted.loss_scale, *totals = totals
+            posted.skipped = posted.loss_scale < self._loss_scale
+            self._loss_scale = posted.loss_scale
         posted.logged = {
             name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
         }
         posted.names = self._names
-        bad = not (math.isfinite(loss) and (self.fp16 or math.isfinite(posted.grad_norm)))
+        # An overflow is of gradients, which a smaller scale makes smaller; the loss is computed before it is scaled.
+        bad = not (math.isfinite(loss) and (posted.skipped or math.isfinite(posted.grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
         shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, bool(posted.ended_by), new]
         for name in posted.names:
@@ -144,23 +156,22 @@ class Health:
         if posted.work is not None:
             posted.work.wait()
         loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
-        skipped = self.fp16 and not math.isfinite(posted.grad_norm)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if bad and not skipped:
+        if bad:
             self._refuse(posted)
-        if self.skipped_in_a_row > _MAX_SKIPPED:
+        if posted.skipped and posted.loss_scale < _LEAST_SCALE:
             raise Refused(
-                f"fp16: the last {self.skipped_in_a_row} steps up to step {posted.step} overflowed and were skipped; "
+                f"step {posted.step}: gradients still overflow in fp16 with a loss scale below {_LEAST_SCALE:.2g}; "
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
         ended_by = first_said(posted.ended_by) if ended else ""
-        logged = self._means(posted, sums, new > 0, skipped)
+        logged = self._means(posted, sums, new > 0)
         mean = loss / self.global_batch_size
         wait /= world_size()
-        return Report(posted.step, mean, posted.grad_norm, wait, names, stop > 0, skipped, ended_by, logged)
+        told = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
+        return Report(posted.step, mean, posted.grad_norm, wait, *told, logged)
 
-    def _means(self, posted: _Posted, sums: list[float], new: bool, skipped: bool) -> dict[str, float]:
+    def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
         """Of each number of one's own the mean over all values, from `sums`: total, count and ranks of each known name."""
         of_names = {name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)}
         if new:  # the first time, names travel with the numbers
@@ -180,7 +191,7 @@ class Health:
                     f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it on all of them in the same "
                     "steps, with an empty tensor where there is nothing to log"
                 )
-            if not (math.isfinite(total) or skipped):
+            if not (math.isfinite(total) or posted.skipped):
                 raise Refused(f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it")
         return {name: total / count for name, (total, count, _) in of_names.items() if count}
 
@@ -188,9 +199,10 @@ class Health:
         mine = posted.positions[~torch.isfinite(posted.losses.cpu())].tolist()
         positions = sorted(position for theirs in gather_objects(mine) for position in theirs)
         what = f"the loss of the samples at positions {_listed(positions)}" if positions else "the gradient norm"
+        half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""
         raise Refused(
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
-            "Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples"
+            f"Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples{half}"
         )
 
 

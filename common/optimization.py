@@ -32,7 +32,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     if name not in known:
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
     try:
-        return timm.optim.create_optimizer_v2(
+        optimizer = timm.optim.create_optimizer_v2(
             model,
             opt=name,
             lr=peak_learning_rate(config),
@@ -45,6 +45,20 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
         raise Refused(
             f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always can"
         ) from None
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
+        optimizer.register_step_pre_hook(_begin_momentum)
+    return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
+    """Begin each momentum with 0, from which the first step computes what it would compute without one.
+
+    torch's fused SGD begins with memory that only its first step writes. Where fp16 skips that one, the next would read it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:

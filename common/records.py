@@ -239,8 +239,8 @@ class Records:
             "data/broken": self.ledger.broken,
             **report.logged,
         }
-        if self._state.scaler:
-            row |= {"train/loss_scale": self._state.scaler.get_scale(), "train/skipped_steps": self.ledger.skipped}
+        if report.loss_scale is not None:
+            row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.ledger.skipped}
         if torch.cuda.is_available():
             row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return row

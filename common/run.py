@@ -202,7 +202,7 @@ class Run:
         records.share()
         if self._profile:
             self._profile.skip(self._step)
-        self._health = Health(self.config.global_batch_size, fp16=state.scaler is not None)
+        self._health = Health(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self.config)
         with self._records.writing("writing the run folder"):

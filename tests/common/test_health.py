@@ -1,5 +1,6 @@
 """All ranks learn the same of every step, one step late, and stop together when a step was not finite."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -15,7 +16,13 @@ NAN, INF = float("nan"), float("inf")
 
 
 def post(state: Health, step: int, losses: list[float], norm: float = 1.0, stop: bool = False, **options) -> None:
-    """The share of this rank: `losses` of as many positions, which follow those of the ranks before it."""
+    """The share of this rank: `losses` of as many positions, which follow those of the ranks before it.
+
+    Under fp16 a norm that is not finite is an overflow that the scaler has seen, unless it is said to be `unseen`.
+    """
+    if state.scaler and not (math.isfinite(norm) or options.get("unseen")):
+        state.scaler.scale(torch.ones(()))
+        state.scaler.update(state.scaler.get_scale() / 2)
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
     state.post(
         step,
@@ -86,31 +93,53 @@ def test_it_is_known_when_the_next_step_has_been_made() -> None:
         state.read()
 
 
-def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
-    state = Health(1, fp16=True)
+def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_after_it() -> None:
+    state = Health(1, fp16(8.0))
     for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
-        post(state, step, [INF if step == 5 else 1.0], norm)
-    assert [report.skipped for report in state.settle()] == [False, True, True, False, True]
-    assert state.skipped_in_a_row == 1
+        post(state, step, [1.0], norm)
+    reports = state.settle()
+    assert [report.skipped for report in reports] == [False, True, True, False, True]
+    assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
 
 
-def test_under_fp16_a_loss_that_is_not_finite_without_an_overflow_stops_the_run() -> None:
-    state = Health(1, fp16=True)
-    post(state, 1, [NAN], norm=1.0)
-    assert refusal(state).startswith("step 1: the loss of the samples at positions 0 is not finite")
+def test_the_scale_is_known_without_asking_the_scaler_which_would_wait_for_the_device(monkeypatch) -> None:
+    state = Health(1, fp16(8.0))
+    monkeypatch.delattr(torch.amp.GradScaler, "get_scale")
+    for step in (1, 2):
+        post(state, step, [1.0])
+    assert [report.loss_scale for report in [*state.read(), *state.settle()]] == [8.0, 8.0]
 
 
-def test_a_storm_of_overflows_is_capped() -> None:
-    state = Health(1, fp16=True)
-    most = health._MAX_SKIPPED
-    for step in range(1, most + 1):
-        post(state, step, [1.0], INF)
-    post(state, most + 1, [1.0], 1.0)  # the storm is over
-    for step in range(most + 2, 2 * most + 2):
-        post(state, step, [1.0], INF)
-    assert sum(report.skipped for report in state.settle()) == 2 * most
-    post(state, 2 * most + 2, [1.0], INF)
-    assert refusal(state).startswith(f"fp16: the last {most + 1} steps up to step {2 * most + 2} overflowed")
+@pytest.mark.parametrize("norm", [1.0, NAN])
+def test_under_fp16_a_loss_that_is_not_finite_stops_the_run_since_no_smaller_scale_mends_it(norm: float) -> None:
+    state = Health(1, fp16())
+    post(state, 1, [NAN], norm)
+    told = refusal(state)
+    assert told.startswith("step 1: the loss of the samples at positions 0 is not finite")
+    assert told.endswith("or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite")
+
+
+def test_under_fp16_a_gradient_norm_that_is_not_finite_in_a_step_that_was_made_stops_the_run() -> None:
+    """The sum of squares may be infinite where no gradient is."""
+    state = Health(1, fp16())
+    post(state, 1, [1.0], INF, unseen=True)
+    assert refusal(state).startswith("step 1: the gradient norm is not finite")
+
+
+@pytest.mark.parametrize("scale, skipped", [(2.0**16, 25), (2.0**20, 29)])
+def test_overflows_that_no_smaller_scale_mends_stop_the_run_also_if_a_step_in_between_is_made(
+    scale: float, skipped: int
+) -> None:
+    state = Health(1, fp16(scale))
+    for step in range(1, 2 * skipped + 1):
+        post(state, step, [1.0], INF if step % 2 else 1.0)
+    assert sum(report.skipped for report in state.settle()) == skipped
+    post(state, 2 * skipped + 1, [1.0], INF)
+    assert refusal(state).startswith(f"step {2 * skipped + 1}: gradients still overflow in fp16")
 
 
 # --- on several ranks
@@ -145,8 +174,8 @@ def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, 
     assert reports[2].broken == ("1.png: torn",)
 
 
-def fail_on_one_rank(fp16: bool, norm: float) -> tuple[str, int]:
-    state = Health(2 * world_size(), fp16=fp16)
+def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
+    state = Health(2 * world_size(), fp16() if half else None)
     told, step = "", 0
     try:
         while not told and step < 10:
@@ -161,13 +190,12 @@ def fail_on_one_rank(fp16: bool, norm: float) -> tuple[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes, ranks: int) -> None:
-    for fp16, norm in ((False, 1.0), (False, NAN), (True, 1.0)):
-        answers = processes.run(fail_on_one_rank, fp16, norm, ranks=ranks)
+    for half, norm in ((False, 1.0), (False, NAN), (True, 1.0), (True, NAN)):
+        answers = processes.run(fail_on_one_rank, half, norm, ranks=ranks)
         assert answers == [answers[0]] * ranks
         told, step = answers[0]
         assert told.startswith(f"step 4: the loss of the samples at positions {3 * 2 * ranks + 3} is not finite")
         assert step == 5
-    assert processes.run(fail_on_one_rank, True, NAN, ranks=ranks) == [("", 10)] * ranks  # an overflow, skipped
 
 
 def fail_while_others_name_broken_images() -> str:
@@ -218,12 +246,12 @@ def test_what_is_no_number_of_ones_own_is_refused_at_once(value: object, told: s
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_number_of_ones_own_that_is_not_finite_stops_the_run_but_in_a_skipped_step(value: float) -> None:
-    for fp16, norm in ((False, 1.0), (True, 1.0), (True, INF)):
-        state = Health(1, fp16=fp16)
+    for half, norm in ((False, 1.0), (True, 1.0), (True, INF)):
+        state = Health(1, fp16() if half else None)
         for step in (1, 2):  # the first time, names travel, too
             state.add({"train/a": torch.tensor([1.0 if step == 1 else value])})
             post(state, step, [1.0], norm)
-        if fp16 and norm == INF:
+        if half and norm == INF:
             assert [report.skipped for report in state.settle()] == [True, True]
         else:
             assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"

@@ -1,5 +1,6 @@
 """A run's records: names of one's own don't hide a run's, a dry run is refused when it explodes, pictures carry their step."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ def records(tmp_path: Path):
         folders.append(RunFolder(tmp_path / f"{len(folders)}"))
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
-        state, stream = SimpleNamespace(scaler=None), SimpleNamespace(epoch=lambda step: step / 10)
+        state, stream = SimpleNamespace(), SimpleNamespace(epoch=lambda step: step / 10)
         records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
         records.share()
         records.journal.open(Dashboard(), 0, 30)
@@ -55,6 +56,15 @@ def test_numbers_of_ones_own_stand_in_the_row_and_can_hide_none_of_the_runs(reco
     }:
         with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
             check_names([name])
+
+
+def test_the_row_of_a_step_has_the_loss_scale_that_this_step_reported(records) -> None:
+    kept = records()
+    for step, scale in ((1, 8.0), (2, 4.0), (3, 2.0)):
+        kept.take_in(dataclasses.replace(report(step, 1.0), skipped=True, loss_scale=scale), 0.1, evaluated=False)
+    kept.journal.flush()
+    ((_, row),) = kept.journal._tracker.rows
+    assert (row["train/loss_scale"], row["train/skipped_steps"]) == (4.0, 2)
 
 
 @pytest.mark.parametrize("name", ["aux", "train/", "/aux", "train/a b", "train/\n", 5, ""])

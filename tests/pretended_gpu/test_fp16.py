@@ -1,0 +1,127 @@
+"""fp16 on pretended GPUs: a step that overflows leaves no trace in what is trained, a loss that is not finite ends the run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.harness import as_digits
+from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes, identical
+
+LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
+SMALL = "--width 16 --short_sides 64 --long_side 64"
+CASES = {
+    "fused": "recipes/cls.py --opt sgd --clip 1",
+    "unfused": "recipes/cls.py --opt nesterov --clip 1",  # what sgd is, too, in timm
+    "resumed": "recipes/cls.py --opt sgd --clip 1 --resume RUNS/fused/checkpoints/step_00000001",
+    "compressed": "recipes/cls.py --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
+    "diverged": "recipes/cls.py --opt sgd --lr 1e6",
+    "detected": f"recipes/det.py --opt momentum {SMALL}",
+    "detected_resumed": f"recipes/det.py --opt momentum {SMALL} --resume RUNS/detected/checkpoints/step_00000001",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(gpus, tmp_path_factory) -> dict[str, Outcome]:
+    """One launch on two GPUs, in which gradients of the second one alone overflow in steps 1 and 3."""
+    folder, commands = tmp_path_factory.mktemp("fp16"), []
+    draw_stripes(folder / "cls" / "train", (6, 5, 4))
+    draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
+    (folder / "det").mkdir()
+    draw_scenes(folder / "det")
+    for name, case in CASES.items():
+        recipe, *words = f"{case} --name {name} --output_dir RUNS {LENGTH}".replace(
+            "RUNS", str(folder / "runs")
+        ).split()
+        task = recipe[len("recipes/") :].removesuffix(".py")
+        words += ["--data", folder / task, "--global_batch_size", {"cls": 8, "det": 2}[task]]
+        commands.append([recipe, *map(str, as_digits(words, task))])
+    file = folder / "CASES.json"
+    file.write_text(json.dumps(commands))
+    script = "tests/pretended_gpu/overflowing.py"
+    gpus("multi_gpu_fp16", script, "1,3", "recipes/cls.py", file, "without_pictures", devices=2)
+    outcomes = json.loads((folder / "OUTCOMES.json").read_text())
+    return {
+        name: Outcome(**outcome, folder=folder / "runs" / name) for name, outcome in zip(CASES, outcomes, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ["fused", "compressed", "detected"])
+def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
+    """Also the first step, and also on the way, by `--comm_hook fp16`; the scale halves, and the row of that step tells it."""
+    run = runs[name]
+    skipped = [norm is None for norm in run.column("train/grad_norm")]
+    assert skipped[:3] == [True, False, True] and np.isfinite(run.column("train/loss")).all()
+    assert run.column("train/skipped_steps").tolist() == np.cumsum(skipped).tolist()
+    assert run.column("train/loss_scale").tolist() == [2.0 ** (16 - often) for often in np.cumsum(skipped)]
+    assert not any(tensor.isnan().any() for file in ("model", "optimizer") for tensor in run.tensors(file).values())
+
+
+def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overflowed(runs):
+    """Memory that nobody has written is NaN here: a momentum that begins with it shows."""
+    fused, unfused = runs["fused"], runs["unfused"]
+    for key in ("train/loss", "train/loss_scale"):
+        np.testing.assert_allclose(fused.column(key), unfused.column(key), rtol=1e-5)
+    for file in ("model", "optimizer"):
+        torch.testing.assert_close(fused.tensors(file), unfused.tensors(file))
+
+
+@pytest.mark.parametrize("name, resumed", [("fused", "resumed"), ("detected", "detected_resumed")])
+def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs, name, resumed):
+    """Weights, momentum, loss scale and its growth, rows."""
+    whole, again = runs[name], runs[resumed]
+    assert len(again.rows) < len(whole.rows)
+    for file in ("model", "optimizer"):
+        assert identical(whole.tensors(file), again.tensors(file))
+    numbers = [json.loads((run.checkpoint / "record.json").read_text())["numbers"] for run in (whole, again)]
+    assert numbers[0] == numbers[1] and numbers[0]["scaler"]["_growth_tracker"] == 1
+    for key in ("train/loss", "train/grad_norm", "train/loss_scale", "train/skipped_steps", "eval/loss"):
+        assert whole.column(key).tolist()[-len(again.column(key)) :] == again.column(key).tolist()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_though_gradients_overflow_in_the_same_step(runs):
+    run = runs["diverged"]
+    assert run.outcome == "refused"
+    assert run.text.startswith("step 3: the loss of the samples at positions 16, 17, ")
+    assert run.text.endswith("take a bf16 config: beyond 65,504 fp16 is infinite")
+
+
+HALF = """
+import torch
+
+def half(*shape):
+    return torch.full(shape, 300.0, device="cuda", dtype=torch.float16)
+
+linear, conv = torch.nn.Linear(2, 3).cuda().half(), torch.nn.Conv2d(2, 3, 1).cuda().half()
+with torch.no_grad():
+    for parameter in [*linear.parameters(), *conv.parameters()]:
+        parameter.fill_(300)
+results = {
+    "mul": half(2) * half(2),
+    "add_": (half(2) * 200).add_(half(2) * 200),
+    "mm": half(2, 2) @ half(2, 2),
+    "sum": half(300).sum(),
+    "linear": linear(half(4, 2)),
+    "conv": conv(half(1, 2, 4, 4)),
+    "to": torch.full((2,), 65520.0, device="cuda").half(),
+}
+x = half(2).requires_grad_()
+(x.float() * 1e30).sum().backward()
+results["gradient"] = x.grad
+for name, result in results.items():
+    assert result.dtype == torch.float16 and result.isinf().all(), (name, result)
+assert torch.full((2,), 65519.0, device="cuda").half().isfinite().all()
+assert (half(2) * 200).max().item() == 60000 and half(300).mean().item() == 300
+assert (torch.full((2,), 1e-4, device="cuda").half() * 1e-3).max().item() > 0  # below what is normal in half
+print("half overflows")
+"""
+
+
+def test_results_of_kernels_in_half_precision_overflow_as_on_a_gpu(launch, gpus, tmp_path):
+    """What a kernel returns is infinite beyond 65,504; what it holds inside is wider, as it mostly is on a GPU."""
+    script = tmp_path / "half.py"
+    script.write_text(HALF)
+    done = launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=gpus.environment).finish()
+    assert done.stdout == "half overflows\n", done.stdout + done.stderr
