@@ -1,4 +1,4 @@
-"""Which sums with boxes does a step need, such that the host waits for none of them?
+"""How are boxes coded, compared and suppressed, so that the host waits for as little as can be?
 
 What is computed here torchvision and transformers compute, too. But they look at numbers on the way, or send some to the
 device from memory that is not pinned, and the host then waits until the device has done all that it was asked to do.

@@ -42,10 +42,8 @@ class DETR(nn.Module):
 
     def train(self, mode: bool = True) -> "DETR":
         super().train(mode)
-        for layer in self._checked:
-            layer.training = (
-                False  # in training it asks the device whether all is finite; what is in it stays in training
-            )
+        for layer in self._checked:  # itself it only asks the device, in training, whether all is finite
+            layer.training = False
         return self
 
     @property
@@ -225,11 +223,10 @@ class DETR(nn.Module):
         hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
         doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
         _, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
-        costs = config.matcher_bbox_cost * (predicted - wanted).abs().sum(-1) + config.matcher_class_cost * (
-            hit - doubt
-        )
+        costs = config.matcher_bbox_cost * (predicted - wanted).abs().sum(-1)
+        costs = costs + config.matcher_class_cost * (hit - doubt) - config.matcher_giou_cost * generalised
         most = torch.finfo(costs.dtype).max
-        return (costs - config.matcher_giou_cost * generalised).nan_to_num(most, most, most)
+        return costs.nan_to_num(most, most, most)
 
     def _terms(
         self,
