@@ -194,7 +194,8 @@ ROUNDED = {  # with what users have: data workers, a tracker, pictures
     "vit": f"{CLS} --model test_vit --workers 2 --mixup 0.2",
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }
-LAST_BIT = {"fp16": 2**-11, "bf16": 2**-8}
+# Of a loss: the first is off by the last bit of the type, and batch norm and Adam enlarge that from step to step.
+TOLERANCE = {"bf16": 2**-6, "fp16": 2**-6, "fp32": 4e-4}
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_runs_in_any_precision_train_evaluate_draw_and_resume(config: str, run_o
     for name in ROUNDED:
         assert runs[name].outcome == "ok" and "could not be drawn" not in runs[name].stdout, runs[name].stdout
         assert {"eval/count", "eval/loss" if name != "fcos" else "eval/AP"} <= runs[name].rows[-1].keys()
-        tolerance = 4 * LAST_BIT.get(config.split("_")[-1], 1e-4)
+        tolerance = TOLERANCE[config.removeprefix("single_gpu").removeprefix("multi_gpu").strip("_") or "fp32"]
         np.testing.assert_allclose(runs[name].column("train/loss"), exact[name].column("train/loss"), rtol=tolerance)
         assert list((runs[name].folder / "pictures").glob("confusion*")) and (runs[name].folder / "best").is_dir()
     assert list((runs["resnet"].folder / "wandb").glob("offline-run-*"))
