@@ -11,7 +11,7 @@ from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes, identical
 
 LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
-SMALL = "--width 16 --short_sides 64 --long_side 64"
+SMALL = "--width 32 --short_sides 64 --long_side 64"
 CASES = {
     "fused": "recipes/cls.py --opt sgd --clip 1",
     "unfused": "recipes/cls.py --opt nesterov --clip 1",  # what sgd is, too, in timm
