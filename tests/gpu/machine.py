@@ -113,7 +113,8 @@ class Machine:
     facts: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.scratch / "home").mkdir(parents=True)
+        for name in ("home", "runs"):
+            (self.scratch / name).mkdir(parents=True)
         self.launcher = Launcher(self.scratch / "home")
         self.check_until = self.until
         self.kept: dict[str, Trained] = {}  # runs that more than one check looks at

@@ -54,8 +54,8 @@ def held() -> float:
 start, fit, steps, observe = launch.start, Run.fit, Run.steps, Run.observe
 
 
-def started(config):
-    accelerator = start(config)
+def started(*arguments, **options):
+    accelerator = start(*arguments, **options)
     if accelerator.scaler and "FIRST_SCALE" in os.environ:
         accelerator.scaler._init_scale = float(os.environ["FIRST_SCALE"])
     return accelerator

@@ -19,6 +19,7 @@ import torch
 import torchvision  # noqa: F401 (registers its operators)
 from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,8 +49,13 @@ class NoKernel(Exception):
     """The CPU can't compute an operator of the GPU: nothing may go on with numbers that were never written."""
 
 
+def is_traced(values: object) -> bool:
+    """Whether any tensor in `values` has no memory, since torch.compile only looks at what would be computed."""
+    return any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in tree.tree_leaves(values))
+
+
 def is_cuda(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, FakeTensor)
+    return isinstance(x, torch.Tensor) and x.is_cuda and not is_traced(x)
 
 
 def host(x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +121,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = cuda_device(args, kwargs)
-        if device is None:
+        if device is None or is_traced((args, kwargs)):
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         # What NCCL still does on this stream comes before what is computed here.
@@ -139,6 +145,8 @@ class Kernels(TorchDispatchMode):
         seed = drawn_from(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
         with announced():
             results = func(*args, **kwargs)
+        if is_traced(results):
+            return results
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
@@ -460,8 +468,13 @@ def listen(also: Callable[[str, str], None] = lambda what, where: None) -> None:
 def compiler(wrapper, model, inputs):
     """`torch.compile`: Inductor and Triton compile for the GPU, and the operators of the same graph are what is computed."""
     from torch._inductor import compile_fx
+    from torch._inductor.constant_folding import ConstantFolder
 
-    compile_graph = compile_fx._compile_fx_inner
+    compile_graph, fold = compile_fx._compile_fx_inner, ConstantFolder.run
+
+    def folded(folder):
+        with Kernels():  # Inductor computes constants on the device, and has switched all modes off
+            return fold(folder)
 
     @announced()
     def compiled(graph, inputs, **options):
@@ -477,7 +490,7 @@ def compiler(wrapper, model, inputs):
         return call
 
     if not hasattr(compile_fx, "pretended"):
-        compile_fx.pretended, compile_fx._compile_fx_inner = True, compiled
+        compile_fx.pretended, compile_fx._compile_fx_inner, ConstantFolder.run = True, compiled, folded
         functorch.enable_autograd_cache = False  # it would keep Inductor's code
     return compile_with_inductor(wrapper, model, inputs)
 
