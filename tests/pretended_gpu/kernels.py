@@ -10,7 +10,6 @@ import contextlib
 import copy
 import ctypes
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +42,7 @@ NO_KERNEL = {
     "record_stream",
 }
 HALF = (torch.float16, torch.bfloat16)
+TRACED = (FakeTensor, FunctionalTensor)  # they have no memory: torch.compile only looks at what would be computed
 
 
 class NoKernel(Exception):
@@ -50,12 +50,11 @@ class NoKernel(Exception):
 
 
 def is_traced(values: object) -> bool:
-    """Whether any tensor in `values` has no memory, since torch.compile only looks at what would be computed."""
-    return any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in tree.tree_leaves(values))
+    return any(isinstance(x, TRACED) for x in tree.tree_leaves(values))
 
 
 def is_cuda(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_cuda and not is_traced(x)
+    return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, TRACED)
 
 
 def host(x: torch.Tensor) -> torch.Tensor:
@@ -442,26 +441,6 @@ def _scaled_dot_product_efficient_attention_backward(
 def decode_jpegs_cuda(encoded, mode, device):
     """By libjpeg, where a GPU has nvJPEG: the two differ by a few levels in smooth colours."""
     return [torch.ops.image.decode_jpeg(data, mode, False) for data in encoded]
-
-
-# ---- Where the host waits
-
-seen_waits = Counter()
-LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_listening = []  # the runtime calls it as long as it lives
-
-
-def listen(also: Callable[[str, str], None] = lambda what, where: None) -> None:
-    """Count in `seen_waits` from which line of the program the host waits; `also` is called each time."""
-
-    def heard(what):
-        frames = [f for f in traceback.extract_stack() if "/common/" in f.filename or "/recipes/" in f.filename]
-        where = " < ".join(f"{f.filename.split('/repo/')[-1]}:{f.lineno}" for f in frames[-1:-3:-1]) if frames else "?"
-        seen_waits[(what.decode().split()[0], where)] += 1
-        also(what.decode(), where)
-
-    _listening.append(LISTENER(heard))
-    runtime.pretended_listen(_listening[-1])
 
 
 @announced()  # Inductor tries and times kernels while it compiles

@@ -91,6 +91,7 @@ def runs(run_several, run_on_gpus, words, thorough) -> dict[str, dict[str, Outco
     Half-way the first case is resumed: where it was, and on the CPU what the GPUs began; in the long tests the other way round.
     """
     cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}
+    compiled = {"compiled": f"{cases['group']} --compile"} if thorough else {}
     hooks = {f"hook {name}": f"{cases['vit']} --comm_hook {name}" for name in HOOKS if thorough or name == "bf16"}
 
     def all_of(place: str, more: dict[str, str]) -> dict[str, list[object]]:
@@ -101,7 +102,7 @@ def runs(run_several, run_on_gpus, words, thorough) -> dict[str, dict[str, Outco
         return {f"from {place}": f"{cases['global']} --resume {half}"}
 
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
-    results = {"gpus": run_on_gpus(2, all_of("gpus", resumed("gpus") | hooks), **options)}
+    results = {"gpus": run_on_gpus(2, all_of("gpus", resumed("gpus") | hooks | compiled), **options)}
     results["cpu"] = run_several(1, all_of("cpu", resumed("gpus")), **options)
     if thorough:
         results["gpu"] = run_on_gpus(1, all_of("gpu", resumed("cpu")), **options)
@@ -137,6 +138,12 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
 @pytest.mark.parametrize("name", each)
 def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs) -> None:
     assert_equal(runs["cpu"][name], runs["gpus"][name])
+
+
+@pytest.mark.long
+def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
+    """Model, augmentation and loss, in graphs that are cut where DDP sends gradients."""
+    assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
 
 
 @pytest.mark.long

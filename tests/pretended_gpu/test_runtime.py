@@ -36,7 +36,7 @@ with _disable_current_modes():  # as a kernel of Triton or of C++ is, which no o
     assert "not supported" in failing(lambda: torch.zeros(3, device="cuda"))
     assert "CUBLAS" in failing(lambda: torch.empty(3, 3, device="cuda").mm(torch.empty(3, 3, device="cuda")))
 
-net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.GELU(), torch.nn.Flatten())
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten())
 net.append(torch.nn.Linear(144, 5)).cuda()
 images = torch.randn(2, 3, 8, 8, device="cuda")
 
