@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -42,6 +43,8 @@ FLOAT64 = {
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[6:])
+if torchvision.__version__ < "0.27":
+    del FLOAT64["decoded"]  # its code for nvJPEG crashes on a pretended GPU
 HOOKS = {
     "bf16": 2**-8,
     "fp16": 2**-11,
@@ -201,8 +204,8 @@ ROUNDED = {  # with what users have: data workers, a tracker, pictures
     "vit": f"{CLS} --model test_vit --workers 2 --mixup 0.2",
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }
-# Of a loss: the first is off by the last bit of the type, and batch norm and Adam enlarge that from step to step.
-TOLERANCE = {"bf16": 2**-6, "fp16": 2**-6, "fp32": 4e-4}
+# Of the first loss, which is off by the last bits of the type, and of all: batch norm and Adam enlarge that from step to step.
+TOLERANCE = {"bf16": (2**-7, 2**-5), "fp16": (2**-10, 2**-5), "fp32": (1e-5, 4e-4)}
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +227,10 @@ def test_runs_in_any_precision_train_evaluate_draw_and_resume(config: str, run_o
     for name in ROUNDED:
         assert runs[name].outcome == "ok" and "could not be drawn" not in runs[name].stdout, runs[name].stdout
         assert {"eval/count", "eval/loss" if name != "fcos" else "eval/AP"} <= runs[name].rows[-1].keys()
-        tolerance = TOLERANCE[config.removeprefix("single_gpu").removeprefix("multi_gpu").strip("_") or "fp32"]
-        np.testing.assert_allclose(runs[name].column("train/loss"), exact[name].column("train/loss"), rtol=tolerance)
+        first, later = TOLERANCE[config.removeprefix("single_gpu").removeprefix("multi_gpu").strip("_") or "fp32"]
+        losses, expected = (run.column("train/loss") for run in (runs[name], exact[name]))
+        np.testing.assert_allclose(losses[0], expected[0], rtol=first)
+        np.testing.assert_allclose(losses, expected, rtol=later)
         assert list((runs[name].folder / "pictures").glob("confusion*")) and (runs[name].folder / "best").is_dir()
     assert list((runs["resnet"].folder / "wandb").glob("offline-run-*"))
     assert list(runs["resumed"].column("train/loss")) == list(runs["resnet"].column("train/loss")[HALF:])
