@@ -119,15 +119,20 @@ static block *blocks;
 static size_t used[64];
 unsigned long pretended_mallocs;
 
-static int devices(void) {
-  const char *count = getenv("PRETENDED_GPUS");
-  return count ? atoi(count) : 1;
+/* Read once: another thread that looks while the program changes its environment may find nothing there. */
+static int device_count = 1, stall_ms;
+static double first_gib = 16, other_gib = 16;
+__attribute__((constructor)) static void read_environment(void) {
+  const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB"), *stall = getenv("PRETENDED_STALL_MS");
+  if (count) device_count = atoi(count);
+  if (stall) stall_ms = atoi(stall);
+  if (!gib) return;
+  const char *others = strchr(gib, ',');
+  first_gib = atof(gib);
+  other_gib = others ? atof(others + 1) : first_gib;
 }
-static size_t capacity(int device) {
-  const char *gib = getenv("PRETENDED_GIB"), *others = gib ? strchr(gib, ',') : NULL;
-  if (others && device) gib = others + 1;
-  return (size_t)((gib ? atof(gib) : 16.0) * (1ull << 30));
-}
+static int devices(void) { return device_count; }
+static size_t capacity(int device) { return (size_t)((device ? other_gib : first_gib) * (1ull << 30)); }
 static void note(void *at, size_t size, int where) {
   block *noted = malloc(sizeof *noted);
   pthread_mutex_lock(&lock);
@@ -432,8 +437,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(event->stream, ev
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   waits("cudaEventSynchronize");
   wait_until(event->stream, event->queued);
-  const char *stall = getenv("PRETENDED_STALL_MS");
-  if (stall) usleep(1000 * atoi(stall));
+  if (stall_ms) usleep(1000 * stall_ms);
   return 0;
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
