@@ -240,12 +240,14 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 
     Shapes that vary, as canvases do, leave holes between segments of fixed sizes. torch 2.14 crashes without NVML then.
     """
+    if any(name in environ for name in ALLOCATOR):
+        return
     with contextlib.suppress(OSError):
         cuda, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         ctypes.CDLL("libnvidia-ml.so.1")
         cuda.cuInit(0)
         cuda.cuDeviceGetAttribute(ctypes.byref(can), _VIRTUAL_MEMORY, 0)
-        if can.value and not any(name in environ for name in ALLOCATOR):
+        if can.value:
             environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

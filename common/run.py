@@ -141,9 +141,10 @@ class Run:
         """
         heartbeat.note("finding the micro-batch that fits into memory")
         attempt = lambda plan: warm_up(model, model, partial(trial, model, plan))  # noqa: E731
-        self._plan, peak = memory.fit(plan, attempt, model, self.say)
-        with together("looking for what depends on the layout"), batch_norm.alone(model):
-            inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
+        with batch_norm.alone(model):  # a rank that is out of memory leaves no other waiting
+            self._plan, peak = memory.fit(plan, attempt, model, self.say)
+            with together("looking for what depends on the layout"):
+                inexact = exactness.describe(self.config, model, partial(trial, model, self._plan))
         self._rows = {"memory": peak} | inexact
         return self._plan
 

@@ -14,8 +14,8 @@ from common.loading import Feed, Movable
 from common.plan import BatchPlan
 from common.randomness import seed_model
 
-# How torch and the libraries below it say that memory is used up. cuDNN finds no algorithm where there is none left for its
-# workspace; it says the same of a convolution that it can't do at all.
+# What torch and its libraries say when memory is used up. Without memory for a workspace, cuDNN says that it finds no
+# algorithm; it says the same of a convolution that it can't do at all.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|std::bad_alloc|ALLOC_FAILED|ALLOCATION_FAILED|Allocation failed"
     "|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|unable to find a valid cuDNN algorithm",

@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 def post(state: Health, step: int, losses: list[float], norm: float = 1.0, stop: bool = False, **options) -> None:
     """The share of this rank: `losses` of as many positions, which follow those of the ranks before it.
 
-    Under fp16 a norm that is not finite is an overflow that the scaler has seen, unless it is said to be `unseen`.
+    Under fp16 a norm that is not finite is an overflow, at which the scaler halves its scale; with `unseen` it does not.
     """
     if state.scaler and not (math.isfinite(norm) or options.get("unseen")):
         state.scaler.scale(torch.ones(()))

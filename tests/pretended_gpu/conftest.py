@@ -1,6 +1,7 @@
 """How do tests run a recipe on GPUs that are pretended?"""
 
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -31,6 +32,12 @@ class Gpus:
         assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
         assert "could not be drawn" not in done.stdout, done.stdout
         return done.stdout
+
+    def python(self, text: str, folder: Path) -> CompletedProcess[str]:
+        """Run a program that is given as `text`, in one process on one GPU; its file lies in `folder`."""
+        script = folder / "script.py"
+        script.write_text(text)
+        return self.launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=self.environment).finish()
 
 
 @pytest.fixture(scope="session")

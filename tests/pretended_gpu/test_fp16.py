@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
 from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes, identical
 
@@ -119,9 +118,7 @@ print("half overflows")
 """
 
 
-def test_results_of_kernels_in_half_precision_overflow_as_on_a_gpu(launch, gpus, tmp_path):
+def test_results_of_kernels_in_half_precision_overflow_as_on_a_gpu(gpus, tmp_path):
     """What a kernel returns is infinite beyond 65,504; what it holds inside is wider, as it mostly is on a GPU."""
-    script = tmp_path / "half.py"
-    script.write_text(HALF)
-    done = launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=gpus.environment).finish()
+    done = gpus.python(HALF, tmp_path)
     assert done.stdout == "half overflows\n", done.stdout + done.stderr

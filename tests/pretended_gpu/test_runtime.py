@@ -55,11 +55,9 @@ print("compiled graphs are computed")
 """
 
 
-def test_what_nothing_computes_is_named_and_never_read(launch, gpus, tmp_path):
+def test_what_nothing_computes_is_named_and_never_read(gpus, tmp_path):
     """Memory that is not written is NaN, and a kernel without its operator fails, is named and ends the run with an error."""
-    script = tmp_path / "uncomputed.py"
-    script.write_text(UNCOMPUTED)
-    done = launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=gpus.environment).finish()
+    done = gpus.python(UNCOMPUTED, tmp_path)
     assert done.stdout == "unknown operators are named\ncompiled graphs are computed\n", done.stdout + done.stderr
     assert "no kernel for void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor" in done.stderr
     assert "no kernel for cublasSgemm_v2, which no operator has launched" in done.stderr
