@@ -21,9 +21,9 @@ import timm
 import torch
 from table import Row
 
-from common.checkpoint import Checkpoints
-from common.state import TrainingState
-from common.writer import Writer
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoints
+from common.checkpoints.writer import Writer
 
 GOAL = 10  # times shorter
 

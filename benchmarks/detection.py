@@ -32,12 +32,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from common.detection import detectors, detr_models, sources
-from common.detection.annotated import Annotated
-from common.detection.augmentation import BoxAugmentation
-from common.detection.detectors import Detector
-from common.detection.loading import DetectionBatch, TrainingScenes
-from common.stream import Stream
+from common.data.stream import Stream
+from common.detection.batches import DetectionBatch, TrainingScenes
+from common.detection.data import sources
+from common.detection.data.annotated import Annotated
+from common.detection.models import detectors, detr_models
+from common.detection.models.detectors import Detector
+from common.detection.transforms import BoxAugmentation
 
 LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of the FCOS that the loops train
 BATCHES = 4  # in memory, for the step times

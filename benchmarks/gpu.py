@@ -43,14 +43,18 @@ from table import Row, show
 from timm.optim import create_optimizer_v2
 from torchvision.datasets import ImageFolder
 
-from common import data_workers, launch, loading, sources
-from common.augmentation import training_transform
-from common.cache import open_cache
-from common.config import AugmentationConfig
-from common.loading import Batch, Feed, TrainingSamples, training_loader, worker_count
-from common.plan import BatchPlan
-from common.run import Run
-from common.stream import Stream
+from common.classification import sources
+from common.classification.batches import Batch, TrainingSamples
+from common.classification.transforms import training_transform
+from common.config.fields import AugmentationConfig
+from common.data import loader
+from common.data import workers as data_workers
+from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
+from common.data.loader import Feed, training_loader, worker_count
+from common.data.stream import Stream
+from common.distributed import launch
+from common.run.run import Run
 
 OF_LIMIT, OF_TIMM = 0.98, 2.0  # goals
 VARIED = AugmentationConfig(crop_scale=0.08, hflip=0.5, color_jitter=0.4)  # as timm's loader does unasked
@@ -262,7 +266,7 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
         flags |= {key: getattr(VARIED, key) for key in ("crop_scale", "hflip", "color_jitter")}
         quiet = io.StringIO()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(loading, "Feed", lambda loader, device: Conducted(batches)))
+            stack.enter_context(replaced(loader, "Feed", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
             stack.enter_context(replaced(Run, "observe", observed))
             stack.enter_context(contextlib.redirect_stdout(quiet))

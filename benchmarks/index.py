@@ -106,7 +106,7 @@ def measure(reader: str, outlines: bool, file: Path) -> dict:
     elif reader == "pycocotools":
         from pycocotools.coco import COCO as read
     else:
-        from common.detection import sources, stamps
+        from common.detection.data import sources, stamps
 
         stamps._COARSEST = 0.0  # the set is known not to change
 

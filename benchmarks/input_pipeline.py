@@ -34,15 +34,16 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from common import sources
-from common.augmentation import crop, training_transform
-from common.cache import open_cache
-from common.config import AugmentationConfig
-from common.decoding import Picture
-from common.loading import TrainingSamples, training_loader, worker_count
-from common.plan import BatchPlan
+from common.classification import sources
+from common.classification.batches import TrainingSamples
+from common.classification.transforms import crop, training_transform
+from common.config.fields import AugmentationConfig
+from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
+from common.data.decoding import Picture
+from common.data.loader import training_loader, worker_count
+from common.data.stream import Stream
 from common.randomness import seed_generators
-from common.stream import Stream
 
 SIZE, BATCH = 224, 32
 CONFIG = AugmentationConfig(crop_scale=0.08, hflip=0.5)

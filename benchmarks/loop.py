@@ -23,7 +23,7 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader, Dataset
 
-from common import sources
+from common.classification import sources
 
 CROP_SCALE = 0.7
 

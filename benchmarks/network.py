@@ -29,7 +29,7 @@ import torch
 from paired import ROOT, Enough
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common import models
+from common.training import timm_models
 
 CABLE_MBIT = 100
 NAMESPACES = (f"network-{os.getpid()}-0", f"network-{os.getpid()}-1")
@@ -180,7 +180,7 @@ def main() -> None:
             return
         stamps = measure({"model": model, "steps": steps, "settings": [asdict(setting) for setting in SETTINGS]})
 
-    built = models.build_classifier(
+    built = timm_models.build_classifier(
         model, CLASSES, pretrained=False, image_size=IMAGE_SIZE, drop=0, drop_path=0, seed=0
     )
     parameters = sum(parameter.numel() for parameter in built.parameters())

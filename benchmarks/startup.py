@@ -95,7 +95,6 @@ def bare(output: Path) -> None:
 def first_step(output: Path, words: list[str]) -> None:
     """Run the recipe `words[0]` up to the end of its first optimizer step."""
     sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
-    import common.startup  # noqa: F401 (as the recipe's first import)
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from table import Row
 
-from common.plan import BatchPlan
-from common.stream import Stream
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
 
 SHARE = 32  # samples of one rank in a global batch
 CHUNK = 8192  # positions that are asked for at once where the cost of one is measured in bulk

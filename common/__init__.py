@@ -1,1 +1,1 @@
-"""What the recipes share: every module answers the one question its first line asks."""
+"""What the recipes share, in rooms that import downward only: docs/design.md has the map."""

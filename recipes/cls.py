@@ -19,29 +19,33 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import common.startup  # noqa: F401 (first, since it answers --help before torch is imported)
-
 import torch
 import torch.nn.functional as F
 
-from common import batch_norm, defaults, drop_path, evaluation, launch, loading, mixing, models, pictures, sources
-from common.augmentation import evaluation_transform, training_transform
-from common.balancing import class_weights, sample_weights
-from common.cache import open_cache
-from common.collectives import main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, parse, path_option
-from common.data_rows import data_rows
-from common.device_augmentation import erase, noise_table, vary_colours
+from common.checkpoints.resume import load_model
+from common.checkpoints.state import TrainingState
+from common.classification import mixing, plots, sources
+from common.classification.balancing import class_weights, sample_weights
+from common.classification.batches import EvaluationSamples, TrainingSamples
+from common.classification.device_transforms import erase, noise_table, vary_colours
+from common.classification.metrics import ClassificationCounts, Mistakes
+from common.classification.transforms import evaluation_transform, training_transform
+from common.config.fields import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, path_option
+from common.config.parsing import parse
+from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
+from common.data.data_rows import data_rows
+from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
+from common.data.stream import Stream
+from common.distributed import launch
+from common.distributed.collectives import all_or_none, main_process_first, rank, same_on_all_ranks, world_size
 from common.errors import Refused
-from common.metrics import ClassificationCounts, Mistakes
-from common.optimization import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
-from common.plan import BatchPlan
 from common.randomness import key_of, seed_model
-from common.resume import load_model
-from common.run import Run
-from common.state import TrainingState
-from common.stream import Stream
-from common.wrapping import Trial
+from common.run import eval_only
+from common.run.run import Run
+from common.training import batch_norm, defaults, drop_path, timm_models
+from common.training.optimizer import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
+from common.training.warm_up import Trial
 
 
 @dataclass
@@ -113,8 +117,8 @@ def build_batch_norm(config: Config) -> str:
 
 def build_model(config: Config, classes: Sequence[str]):
     """The model (any nn.Module will do), its number of drop path layers, and what it wants to see."""
-    with together("building the model"):
-        model = models.build_classifier(
+    with all_or_none("building the model"):
+        model = timm_models.build_classifier(
             config.model,
             len(classes),
             names=classes,
@@ -124,13 +128,13 @@ def build_model(config: Config, classes: Sequence[str]):
             drop_path=config.drop_path,
             seed=config.seed,
         )
-        data_config = models.data_config(model, config.image_size, config.crop_pct)
+        data_config = timm_models.data_config(model, config.image_size, config.crop_pct)
         if not config.eval_only:
-            models.check_export(model, data_config)
+            timm_models.check_export(model, data_config)
         if config.grad_checkpointing:
-            models.checkpoint_gradients(model, config.model)
+            timm_models.checkpoint_gradients(model, config.model)
     if config.freeze_backbone:
-        models.freeze_backbone(model)
+        timm_models.freeze_backbone(model)
     batch_norm.convert(model, build_batch_norm(config), group_size=config.norm_batch_size)
     model.to(dtype=getattr(torch, config.dtype))
     if config.channels_last:
@@ -192,8 +196,8 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
     """Batches of the validation set, `size` samples each on any layout."""
-    samples = loading.EvaluationSamples(val, evaluation_transform(data_config))
-    return loading.evaluation_loader(samples, size, loading.worker_count(config.workers))
+    samples = EvaluationSamples(val, evaluation_transform(data_config))
+    return evaluation_loader(samples, size, worker_count(config.workers))
 
 
 @torch.no_grad()
@@ -220,26 +224,26 @@ def evaluate(model, loader, accelerator, normalize, val):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
-    origin = evaluation.begin(config)
-    config = dataclasses.replace(config, model=evaluation.model_of(config, origin), pretrained=False)
-    val, names, places = evaluation.read(config, origin, build_data, sources.load_part)
+    origin = eval_only.begin(config)
+    config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
+    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
     model, _, data_config = build_model(config, names)
     if origin.is_alone:
-        with together("loading the weights"):
+        with all_or_none("loading the weights"):
             load_model(model, Path(config.eval_only))
     normalize, _ = build_inputs(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
-    model, matched = evaluation.match(model, val, names, places)
+    model, matched = eval_only.match(model, val, names, places)
     results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, matched)
-    evaluation.report(config, results, val.classes)
+    eval_only.report(config, results, val.classes)
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
     """Pictures of the last evaluation."""
     if counts.confusion is not None:
-        run.draw("confusion", pictures.confusion, counts.confusion, val.classes)
+        run.draw("confusion", plots.confusion, counts.confusion, val.classes)
     if mistakes:
-        run.draw("mistakes", pictures.mistakes, val, mistakes)
+        run.draw("mistakes", plots.mistakes, val, mistakes)
 
 
 def main() -> None:
@@ -258,9 +262,7 @@ def main() -> None:
         loss_fn = build_loss(config, train, accelerator.device)
         transform = training_transform(config, data_config)
         cache = open_cache(len(train), config.cache, config.cache_folder)
-        samples = loading.TrainingSamples(
-            train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode
-        )
+        samples = TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode)
 
         bare.to(accelerator.device)
         optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
@@ -284,7 +286,7 @@ def main() -> None:
         run.describe(
             {
                 **data_rows(config.data, train, val, fingerprint),
-                **models.describe(config.model, bare),
+                **timm_models.describe(config.model, bare),
                 **defaults.describe(config),
                 "cache": str(cache or "none"),
                 "input": " x ".join(map(str, data_config["input_size"])),
@@ -300,10 +302,10 @@ def main() -> None:
             input_size=data_config["input_size"],
         )
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        best = partial(models.export, ema.module if ema else bare, val.classes, data_config, val.multi_label)
+        best = partial(timm_models.export, ema.module if ema else bare, val.classes, data_config, val.multi_label)
         first, last = run.start(state, stream, schedule, fingerprint, best), run.last
-        loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
-        batches = loading.Feed(loader, accelerator.device)
+        loader = training_loader(samples, plan, first, last, worker_count(config.workers))
+        batches = Feed(loader, accelerator.device)
 
         parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
         bare.train()

@@ -17,25 +17,35 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import common.startup  # noqa: F401 (first, since it answers --help before torch is imported)
-
 import numpy as np
 import torch
 
-from common import batch_norm, drop_path, evaluation, launch, loading
-from common.collectives import all_sum, main_process_first, rank, same_on_all_ranks, together, world_size
-from common.config import MOST_EPOCHS, OptimizationConfig, RunConfig, option, parse, path_option, whole_numbers
-from common.data_rows import data_rows
-from common.detection import balancing, defaults, detectors, pictures, sources
-from common.detection.annotated import Annotated
-from common.detection.augmentation import BoxAugmentation, read_range
-from common.detection.coco_metrics import Detections
+from common.checkpoints.state import TrainingState
+from common.config.fields import MOST_EPOCHS, OptimizationConfig, RunConfig, option, path_option, whole_numbers
+from common.config.parsing import parse
+from common.data.batch_plan import BatchPlan
+from common.data.data_rows import data_rows
+from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
+from common.data.stream import Stream
+from common.detection import defaults
+from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.data import balancing, sources
+from common.detection.data.annotated import Annotated
+from common.detection.data.grouping import GroupedStream
+from common.detection.evaluation import plots
+from common.detection.evaluation.coco_metrics import Detections
+from common.detection.evaluation.matching import Matches
 from common.detection.export import begin_with, export, load
-from common.detection.grouping import GroupedStream
-from common.detection.loading import EvaluationScenes, TrainingScenes
-from common.detection.matching import Matches
+from common.detection.models import detectors
+from common.detection.transforms import BoxAugmentation, read_range
+from common.distributed import launch
+from common.distributed.collectives import all_or_none, all_sum, main_process_first, rank, same_on_all_ranks, world_size
 from common.errors import Refused
-from common.optimization import (
+from common.randomness import key_of, seed_model
+from common.run import eval_only
+from common.run.run import Run
+from common.training import batch_norm, drop_path
+from common.training.optimizer import (
     Schedule,
     build_ema,
     build_optimizer,
@@ -43,12 +53,7 @@ from common.optimization import (
     peak_learning_rate,
     set_learning_rate,
 )
-from common.plan import BatchPlan
-from common.randomness import key_of, seed_model
-from common.run import Run
-from common.state import TrainingState
-from common.stream import Stream
-from common.wrapping import Trial
+from common.training.warm_up import Trial
 
 
 @dataclass
@@ -143,7 +148,7 @@ def build_model(config: Config, classes: tuple[str, ...]):
     if not levels or len(levels) != 2:
         raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
     defaults.refuse_missing(config)
-    with together("building the model"):
+    with all_or_none("building the model"):
         model = detectors.build_detector(
             config.detector,
             config.model,
@@ -221,7 +226,7 @@ def build_normalize(config: Config, model, device: torch.device):
 
 def build_val_loader(config: Config, samples: EvaluationScenes, size: int):
     """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
-    return loading.evaluation_loader(samples, size, loading.worker_count(config.workers))
+    return evaluation_loader(samples, size, worker_count(config.workers))
 
 
 @torch.no_grad()
@@ -246,26 +251,26 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
-    origin = evaluation.begin(config)
-    val, names, places = evaluation.read(config, origin, build_data, sources.load_part)
+    origin = eval_only.begin(config)
+    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
     model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names)
-    with together("loading the weights"):
+    with all_or_none("loading the weights"):
         load(model, Path(config.eval_only))
     _, plain = build_augmentation(config, build_stream(config, val), model.stride)
     normalize, fill = build_normalize(config, model, accelerator.device)
     loader = build_val_loader(config, EvaluationScenes(val, plain, model.stride, fill), config.max_micro_batch_size)
     model = detectors.Matched(model, places)
     results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
-    evaluation.report(config, results, val.classes)
+    eval_only.report(config, results, val.classes)
 
 
 def draw(run: Run, val: Annotated, found: Detections) -> None:
     """Pictures of the last evaluation."""
     matches = Matches(val, *found.columns())
-    run.draw("predictions", pictures.predictions, val, matches)
-    run.draw("precision_recall", pictures.precision_recall, found.precision, val.classes)
-    run.draw("confusion", pictures.confusion, matches, val.classes)
-    run.draw("misses", pictures.misses, val, matches)
+    run.draw("predictions", plots.predictions, val, matches)
+    run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
+    run.draw("confusion", plots.confusion, matches, val.classes)
+    run.draw("misses", plots.misses, val, matches)
 
 
 def main() -> None:
@@ -327,8 +332,8 @@ def main() -> None:
         state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
         best = partial(export, ema.module if ema else bare, train, plain)
         first, last = run.start(state, stream, schedule, fingerprint, best), run.last
-        loader = loading.training_loader(samples, plan, first, last, loading.worker_count(config.workers))
-        batches = loading.Feed(loader, accelerator.device)
+        loader = training_loader(samples, plan, first, last, worker_count(config.workers))
+        batches = Feed(loader, accelerator.device)
 
         parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
         bare.train()

@@ -7,16 +7,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests.harness import Limit, end_with_stacks
+from tests.processes import Processes
 
 ROOT = Path(__file__).parent.parent
+# The same examples in every run, and no time limit on a busy machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
 NOT_INHERITED = (
     "ACCELERATE_",
@@ -33,6 +39,9 @@ NOT_INHERITED = (
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
+LAUNCHING = ("tests/recipes/", "tests/faults/", "tests/pretended_gpu/", "tests/test_")  # folders of slow tests
+
+
 def pytest_configure() -> None:
     """What tests read in this process leaves no index behind; those of the index name a place."""
     os.environ["VISION_RECIPES_CACHE"] = os.devnull
@@ -40,7 +49,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow ones first: of two processes that run tests, the last to end is then not much later than the other."""
-    items.sort(key=lambda item: item.nodeid.startswith("tests/common/"))
+    items.sort(key=lambda item: not item.nodeid.startswith(LAUNCHING))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -159,3 +168,11 @@ def free_port() -> Callable[[], int]:
             return listener.getsockname()[1]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """`processes.run(case, *arguments, ranks=2)` runs a function on 1 to 3 gloo processes, started once."""
+    started = Processes(3)
+    yield started
+    started.close()

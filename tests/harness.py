@@ -11,7 +11,7 @@ import psutil
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _DUMP = 20.0  # seconds that processes get to write their stacks
 
-# The defaults that data other than digits don't have (tests/common/test_defaults.py compares them).
+# The defaults that data other than digits don't have (tests/training/test_defaults.py compares them).
 OF_DIGITS = {
     "cls": {
         "--model": "test_resnet",

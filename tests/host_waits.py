@@ -27,7 +27,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common.collectives import leave_process_group
+from common.distributed.collectives import leave_process_group
 from tests.recipes.several import load
 
 FIRST, STEPS = 3, 2  # steps that are made before, in which much happens once; and steps that are counted

@@ -12,9 +12,9 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
+from common.distributed.launch import check_launch
+from common.distributed.network import await_listener
 from common.errors import Refused
-from common.launch import check_launch
-from common.network import await_listener
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -42,7 +42,7 @@ def keys_of(name: str) -> dict[str, object]:
 PROBE = """
 import json, os, sys, torch
 from common.errors import Refused
-from common.launch import describe, start
+from common.distributed.launch import describe, start
 try:
     accelerator = start()
 except Refused as refusal:

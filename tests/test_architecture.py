@@ -380,7 +380,7 @@ def test_a_recipe_in_another_order_would_be_seen(old: str, new: str, told: str) 
         "main = not local_rank()",
         "accelerator.on_main_process(print)(1)",
         "if accelerator.process_index: pass",
-        "from common.collectives import is_local_main",
+        "from common.distributed.collectives import is_local_main",
         "os.environ['LOCAL_RANK']",
         "while local_rank() < 1: pass",
     ],

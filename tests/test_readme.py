@@ -21,7 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
-from common.config import parse
+from common.config.parsing import parse
 from tests.recipes.several import load
 
 ROOT = Path(__file__).parent.parent

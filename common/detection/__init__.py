@@ -1,1 +1,1 @@
-"""What detection recipes share: images with boxes, detectors, and how well objects are found."""
+"""What only object detection needs."""

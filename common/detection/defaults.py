@@ -3,10 +3,10 @@
 import dataclasses
 from functools import partial
 
-from common import defaults
-from common.detection.detectors import FAMILIES
-from common.detection.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detectors import FAMILIES
+from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.errors import Refused
+from common.training import defaults
 
 # Settings, the families that don't have them, and why.
 _MISSING = {
@@ -18,7 +18,7 @@ _OF_WEIGHTS = ("model", "levels", "width")  # what a detector must have in commo
 
 
 def suited(config) -> dict:
-    """What `common.defaults.suited` says, without what the detector's family, or weights that are given, decide."""
+    """What `common.training.defaults.suited` says, without what the detector's family, or weights that are given, decide."""
     others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
     others |= {*_OF_WEIGHTS} if config.init else set()
     return {name: value for name, value in defaults.suited(config).items() if name not in others}

@@ -11,18 +11,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.detection.annotated import Annotated
-from common.detection.augmentation import BoxAugmentation
-from common.detection.detectors import FAMILIES, Detector
-from common.detection.detr import build_detr
-from common.detection.detr_models import FAMILIES as DETR_FAMILIES
-from common.detection.fpn import SimplePyramid
-from common.detection.selection import MOST
+from common.checkpoints.resume import load_model
+from common.config.origin import by_name
+from common.detection.data.annotated import Annotated
+from common.detection.models.detectors import FAMILIES, Detector
+from common.detection.models.detr import build_detr
+from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.fpn import SimplePyramid
+from common.detection.models.selection import MOST
+from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
-from common.models import begins_with, take_rows
-from common.origin import by_name
-from common.resume import load_model
+from common.training.timm_models import begins_with, take_rows
 
 # What makes two detectors the same but for their classes, and the flag that says it.
 _FLAGS = {

@@ -317,7 +317,7 @@ def begin(temporary: Path, rank: int) -> None:
 
 def without_pictures(rank: int) -> None:
     """In a fork: matplotlib would take most of the time."""
-    from common.run import Run
+    from common.run.run import Run
 
     Run.draw = lambda *_: None
 

@@ -1,6 +1,6 @@
 """No damage, full disk or forged file costs a run more than the steps since its last good checkpoint, and none executes.
 
-More of this: tests/common/test_checkpoint.py, tests/recipes/test_cls_resume.py, tests/recipes/test_cls_bad_input.py.
+More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_cls_bad_input.py.
 """
 
 import functools
@@ -21,9 +21,9 @@ import pytest
 import torch
 import yaml
 
-from common.checkpoint import Checkpoints, verify
-from common.optimization import build_optimizer
-from common.state import TrainingState
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoints, verify
+from common.training.optimizer import build_optimizer
 from tests.faults.campaign import without_pictures
 from tests.recipes.conftest import Outcome, identical
 from tests.recipes.disks import disk, mount
@@ -38,7 +38,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "recor
 
 def at_step(step: int, act: Callable) -> None:
     """In a fork: `act(run)` when `step` steps are done, and nothing is being written."""
-    from common.run import Run
+    from common.run.run import Run
 
     without_pictures(0)
     observe = Run.observe
@@ -167,7 +167,7 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
 
 def test_a_failed_load_leaves_weights_untouched(killed):
     """Whatever is missing or odd in the parts that are read besides the weights."""
-    from common.config import OptimizationConfig, RunConfig
+    from common.config.fields import OptimizationConfig, RunConfig
 
     class Config(OptimizationConfig, RunConfig):
         pass

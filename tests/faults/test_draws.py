@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.loading import DRAWS
+from common.data.loader import DRAWS
 from tests.faults.campaign import without_pictures
 from tests.recipes.conftest import draw_stripes
 
@@ -22,7 +22,7 @@ WORDS = (
 
 def write_draws(folder: Path, stop_after: int, rank: int) -> None:
     """In a fork: write down what is drawn; rank 0 is asked to stop when `stop_after` steps are done."""
-    from common.run import Run
+    from common.run.run import Run
 
     without_pictures(rank)
     os.environ[DRAWS] = str(folder)

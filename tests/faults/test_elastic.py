@@ -32,7 +32,7 @@ ALL_STOP = "the run stops; the same command on all machines goes on from the las
 # A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
 PACED = """
 import os, runpy, sys, time
-from common.loading import Feed
+from common.data.loader import Feed
 take = Feed.take
 def take_slowly(feed):
     time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)

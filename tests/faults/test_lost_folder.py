@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import Checkpoints, verify
+from common.checkpoints.store import Checkpoints, verify
 from tests.faults.campaign import without_pictures
 from tests.harness import as_digits
 from tests.recipes.conftest import Outcome, identical
@@ -47,8 +47,8 @@ def replace(folder: Path) -> None:
 
 def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     """In a fork: `lose` the run folder once `step` is done; each step that follows is told."""
-    from common import launch
-    from common.run import Run
+    from common.distributed import launch
+    from common.run.run import Run
 
     launch.FIRST_WORD_S = 0  # no launcher ends the others here
     without_pictures(0)

@@ -34,7 +34,7 @@ WORDS = (
 FULL = """
 import os, runpy, sys
 import psutil, torch
-from common import loading
+from common.data import loader as loading
 assert not psutil.Process().children(), "data workers of the process that this one has replaced"
 take, taken = loading.Feed.__next__, []
 def fail(feed):
@@ -113,7 +113,7 @@ def trace_memory(folder: Path) -> None:
     """Write down the most bytes of tensors that the trial needs at once, and each step."""
     import torch
 
-    from common import memory, run
+    from common.run import micro_batch, run
 
     def peak(profile) -> int:
         events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -127,7 +127,7 @@ def trace_memory(folder: Path) -> None:
             on_trace_ready=lambda profile: (folder / name).write_text(str(peak(profile))),
         )
 
-    tried, steps = memory._tried, run.Run.steps
+    tried, steps = micro_batch._tried, run.Run.steps
 
     def traced_trial(*arguments):
         with traced("trial"):
@@ -138,7 +138,7 @@ def trace_memory(folder: Path) -> None:
             with traced(f"step {step}"):
                 yield step
 
-    memory._tried, run.Run.steps = traced_trial, traced_steps
+    micro_batch._tried, run.Run.steps = traced_trial, traced_steps
 
 
 def test_no_step_needs_more_memory_than_the_trial_before_it(forks, tmp_path):

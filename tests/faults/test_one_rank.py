@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common import launch
+from common.distributed import launch
 from tests.recipes.conftest import draw_stripes
 from tests.recipes.forked import Ended, Fork
 
@@ -56,7 +56,7 @@ def on_rank(number: int, change, rank: int) -> None:
 
 
 def hang_in_data() -> None:
-    from common.loading import TrainingSamples
+    from common.classification.batches import TrainingSamples
 
     read = TrainingSamples.__getitems__
 
@@ -69,7 +69,7 @@ def hang_in_data() -> None:
 
 
 def fail_in_a_step(error: Exception) -> None:
-    from common.run import Run
+    from common.run.run import Run
 
     steps = Run.steps
 
@@ -111,7 +111,7 @@ def small_shared_memory(size: str = "300k") -> None:
 
 
 def before_the_sixth_batch(change) -> None:
-    from common.loading import Feed
+    from common.data.loader import Feed
 
     take, calls = Feed.__next__, itertools.count()
 

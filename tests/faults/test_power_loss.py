@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.checkpoint import Checkpoints, verify
+from common.checkpoints.store import Checkpoints, verify
 from tests.faults.campaign import without_pictures
 from tests.faults.test_checkpoint_files import seal
 from tests.harness import as_digits
@@ -60,11 +60,13 @@ def whole(forks, data, tmp_path_factory) -> Path:
 
 def improve(rank: int) -> None:
     """In a fork: each evaluation is the best so far, so that `best/` changes with each checkpoint; no pictures but curves."""
-    from common.ledger import Ledger
-    from common.run import Run
+    from common.run.progress import Progress
+    from common.run.run import Run
 
-    judge, draw = Ledger.judge, Run.draw
-    Ledger.judge = lambda ledger, step, results, leading: judge(ledger, step, results | {leading: step / 1000}, leading)
+    judge, draw = Progress.judge, Run.draw
+    Progress.judge = lambda progress, step, results, leading: judge(
+        progress, step, results | {leading: step / 1000}, leading
+    )
     Run.draw = lambda run, name, *rest: draw(run, name, *rest) if name == "curves" else None
 
 

@@ -1,6 +1,6 @@
 """Whatever is wrong with the dashboard, the run is the one without it, bit by bit, and starts as soon.
 
-More of this: tests/common/test_tracking.py, and a run with W&B that is killed and goes on in tests/recipes/test_cls_resume.py.
+More of this: tests/run/test_tracking.py, and a run with W&B that is killed and goes on in tests/recipes/test_cls_resume.py.
 """
 
 import functools
@@ -28,8 +28,8 @@ WORDS = (
 
 def note_the_start(folder: Path, environment: dict[str, str], kill: bool, rank: int = 0) -> None:
     """In a fork: write down when the first step is done; with `kill`, W&B's service dies after the fifth."""
-    from common import tracking
-    from common.run import Run
+    from common.run import tracking
+    from common.run.run import Run
 
     without_pictures(rank)
     os.environ.update(environment)
@@ -41,7 +41,7 @@ def note_the_start(folder: Path, environment: dict[str, str], kill: bool, rank: 
         if done == 1:
             (folder / "seconds").write_text(str(time.perf_counter() - began))
         if done == 5 and kill:
-            while not run._journal._tracker.where():  # it starts in a thread
+            while not run._log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
             assert services

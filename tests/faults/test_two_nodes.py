@@ -101,7 +101,7 @@ def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nod
 @pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     """Code, a package, a setting; both launchers end, and nothing is left."""
-    code, package = ROOT / "common/plan.py", Path(distribution("timm").locate_file("timm")).parent
+    code, package = ROOT / "common/data/batch_plan.py", Path(distribution("timm").locate_file("timm")).parent
     package = next(package.glob("timm-*.dist-info")) / "METADATA"
     own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
     own[code].write_text(code.read_text() + "# mine\n")
@@ -111,7 +111,7 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     began = time.monotonic()
     done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
     said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
-    said += f"common/plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
+    said += f"common/data/batch_plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
     for each in done:
         # And nothing else: no traceback of a launcher, no warning of an address that has no name.
         assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 
-from common import sources
+from common.classification import sources
 from tests.gpu.machine import Failed, Launched, Machine, NotRun, Trained
 from tests.recipes.conftest import distance, identical
 
@@ -52,7 +52,7 @@ def layout(recipe: str, machine: Machine) -> str:
     words += ["--max_steps", steps(machine, 20), "--eval_every", steps(machine, 20), "--clip", 1, "--ema_decay", 0.9]
     words += VARIED if recipe == "cls" else ["--hflip", 0.5, "--photometric", 0.5]
     small = ["--max_micro_batch_size", batch // 4]
-    one, cut, cpu = together(
+    one, cut, cpu = all_or_none(
         machine.start(*words, recipe=recipe),
         machine.start(*words, *small, recipe=recipe),
         machine.start(*words, recipe=recipe, gpus=0),
@@ -130,7 +130,7 @@ def decoded_training(machine: Machine) -> str:
             file.parent.mkdir(parents=True, exist_ok=True)
             source.image(number).convert("RGB").resize((64, 64)).save(file, quality=90)
     words = ["--data", folder, "--config", "recipes/presets/digits.yaml", *("--max_steps", 8) * machine.quick]
-    runs = together(*(machine.start(*words, "--decode", way) for way in ("device", "worker")))
+    runs = all_or_none(*(machine.start(*words, "--decode", way) for way in ("device", "worker")))
     mine, theirs = (run.result("top1") for run in runs)
     text = f"top1 {mine:.4f}, decoded by workers {theirs:.4f}"
     first = apart(*(run.column("train/loss")[:1] for run in runs), np.inf)
@@ -264,7 +264,7 @@ def same(one: Trained, other: Trained, limit: float) -> str:
     return f"losses {losses:.0e}, weights {weights:.0e} apart"
 
 
-def together(*launched: Launched) -> list[Trained]:
+def all_or_none(*launched: Launched) -> list[Trained]:
     """Runs that were started at once."""
     return [run.end() for run in launched]
 

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.common.test_device_decoding import MEAN, MOST, ODD, USUAL, batches, off
+from tests.classification.test_device_decoding import MEAN, MOST, ODD, USUAL, batches, off
 
 by_worker, by_device = (batches(USUAL | ODD, *where)[:-1] for where in (("worker",), ("device", "cuda:0")))
 seen = [off(mine.images, theirs.images).float() for mine, theirs in zip(by_device, by_worker, strict=True)]

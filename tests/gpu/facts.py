@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from everything import machine  # noqa: E402
 
-from common import environment  # noqa: E402
+from common.distributed import environment  # noqa: E402
 
 
 def driver() -> str | None:

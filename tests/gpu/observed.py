@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from common import launch
-from common.run import Run
+from common.distributed import launch
+from common.run.run import Run
 from tests.recipes.several import load
 
 OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}

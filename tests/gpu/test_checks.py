@@ -212,7 +212,7 @@ def test_a_run_that_hangs_says_where_it_was_not_where_its_data_workers_were() ->
         "Thread 2\n  File threading.py",
         f"Current thread 3\n{inner}\n{launched}",
     )
-    assert place_of("\n\n".join(stacks)) == "common/exactness.py:53"
+    assert place_of("\n\n".join(stacks)) == "common/training/exactness.py:53"
 
 
 def test_a_report_names_no_folder_and_nobody() -> None:

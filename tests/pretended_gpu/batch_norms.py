@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import batch_norm
+from common.training import batch_norm
 from tests.pretended_gpu.kernels import runtime
 
 CHANNELS = 6

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common.collectives import rank, world_size
-from common.run import Run
+from common.distributed.collectives import rank, world_size
+from common.run.run import Run
 from tests.recipes import several
 
 overflows = {int(step) for step in sys.argv[1].split(",")}

@@ -29,8 +29,8 @@ LOGGING = """Numbers of one's own.
 +            run.log({"train/squared": torch.cat(losses) ** 2, "train/own": 0.5})
 """
 # What torch does not count: events of the steps before, which have passed, and nvJPEG's work on a stream of its own.
-REPORT = {"cudaEventSynchronize common/health.py": 1}
-NVJPEG = {"cudaStreamSynchronize common/device_decoding.py, io/image.py": 2}
+REPORT = {"cudaEventSynchronize common/run/step_reports.py": 1}
+NVJPEG = {"cudaStreamSynchronize common/classification/device_decoding.py, io/image.py": 2}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ STEPS = 6
 FILLED = """
 import json, os, runpy, sys
 import psutil, torch
-from common import loading
+from common.data import loader as loading
 me = psutil.Process()
 here = {"process": me.pid, "children": len(me.children()), "files": me.num_fds(), "rank": os.environ.get("RANK")}
 with open(os.environ["STARTS"], "a") as file:
@@ -43,7 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 CANVASES = """
 import json
 import torch
-from common import launch
+from common.distributed import launch
 
 device, found = launch.start().device, []
 settings = lambda: bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

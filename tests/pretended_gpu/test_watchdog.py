@@ -10,7 +10,7 @@ PATIENCE = 15
 HANGING = """
 import json, os, runpy, signal, sys, threading
 import torch, torch.distributed as dist
-from common import loading
+from common.data import loader as loading
 take, taken = loading.Feed.__next__, []
 def hang(feed):
     taken.append(feed)

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.checkpoint import Damaged, compare
-from common.detection.sources import load as load_scenes
+from common.checkpoints.store import Damaged, compare
+from common.detection.data.sources import load as load_scenes
 from tests.harness import as_digits
 from tests.recipes.forked import Forks
 

@@ -18,7 +18,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common import launch
+from common.distributed import launch
 
 cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
 register = DistributedDataParallelKwargs.register_comm_hook

@@ -125,7 +125,7 @@ class Forks:
 
 def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:
     """The environment of a rank as `accelerate launch` makes it; the fork server stands for the launcher."""
-    from common import launch
+    from common.distributed import launch
 
     launch._PARENT = os.getppid()
     if processes > 1:
@@ -148,7 +148,7 @@ def _run(
     import torch
     from tqdm.std import TqdmDefaultWriteLock
 
-    from common import launch
+    from common.distributed import launch
     from recipes import cls, det
 
     torch.set_num_threads(1)

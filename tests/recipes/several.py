@@ -25,10 +25,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common import pictures
-from common.collectives import gather_objects, leave_process_group
+from common.classification import plots as classification
+from common.distributed.collectives import gather_objects, leave_process_group
+from common.distributed.exit_codes import LAST_WORD
 from common.errors import Refused
-from common.last_word import LAST_WORD
+from common.run import plots
 
 
 def load(recipe: Path):
@@ -53,12 +54,12 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 
 def draw_nothing(*_) -> None:
-    """In the place of a function of `common.pictures`."""
+    """In the place of a function that draws."""
 
 
 def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
-        pictures.curves = pictures.confusion = pictures.mistakes = draw_nothing
+        plots.curves = classification.confusion = classification.mistakes = draw_nothing
     os.environ.pop(LAST_WORD, None)  # the launcher would end all processes with the first run that says it was stopped
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):

@@ -26,8 +26,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import verify
-from common.run_folder import RunFolder
+from common.checkpoints.store import verify
+from common.run.folder import RunFolder
 from tests.harness import Limit
 from tests.recipes.disks import disk, mount
 from tests.recipes.forked import Ended, Forks
@@ -478,7 +478,7 @@ def test_a_launch_that_cannot_work_is_refused_in_one_line_before_a_process_group
 LATE_FIRST_RANK = """
 import os, sys, time
 from pathlib import Path
-from common import launch
+from common.distributed import launch
 from common.errors import Refused
 
 def main():
@@ -504,7 +504,7 @@ def test_the_line_is_not_lost_when_the_rank_that_says_it_is_the_last_to_come_to_
 ONE_FAILS = """
 import os, signal, sys, time
 from pathlib import Path
-from common import launch
+from common.distributed import launch
 
 def main():
     if os.environ["RANK"] == "1":

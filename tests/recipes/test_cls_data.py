@@ -329,10 +329,10 @@ def test_few_rows_and_one_checkpoint_where_that_is_asked(runs):
 
 
 SLOW = """
-import common.decoding
+import common.data.decoding
 from PIL import Image
 from sklearn.datasets import load_digits
-from common.images import open_rgb
+from common.data.images import open_rgb
 
 def decode(self, content):
     self.image = open_rgb(content)
@@ -341,9 +341,9 @@ def decode(self, content):
 def region(self, top, left, height, width, size, interpolation):
     part = self.image.crop((left, top, left + width, top + height))
     resampling = Image.Resampling.BILINEAR if interpolation == "bilinear" else Image.Resampling.BICUBIC
-    return common.decoding.pixels_of(part.resize(size[::-1], resampling))
+    return common.data.decoding.pixels_of(part.resize(size[::-1], resampling))
 
-common.decoding.Picture.__init__, common.decoding.Picture.region = decode, region
+common.data.decoding.Picture.__init__, common.data.decoding.Picture.region = decode, region
 """
 
 
@@ -358,7 +358,7 @@ def test_what_is_learnt_from_quickly_decoded_photographs_is_what_is_learnt_from_
         large = Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).resize((128, 128), Image.Resampling.BICUBIC)
         large.save(tmp_path / "data" / str(label) / f"{number}.jpg", quality=85)
     source = (ROOT / "recipes" / "cls.py").read_text()
-    (tmp_path / "slow.py").write_text(source.replace("import common.startup", SLOW + "\nimport common.startup"))
+    (tmp_path / "slow.py").write_text(source.replace("import torch\n", SLOW + "\nimport torch\n", 1))
     words = f"--data {tmp_path}/data --epochs 6 --lr 4e-3 --eval_every 1000".split()
     seeds = {f"seed {seed}": [*words, "--seed", seed] for seed in range(3)}
     kept = {f"kept {seed}": [*words, "--seed", seed, "--cache", 48] for seed in range(3)}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import parse
+from common.config.parsing import parse
 from tests.recipes.conftest import Outcome, Tensors, distance, identical, parameters, statistics
 from tests.recipes.several import load
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.checkpoint import Damaged, verify
+from common.checkpoints.store import Damaged, verify
 from tests.recipes.conftest import Outcome, best_files, identical, keeps_best
 from tests.recipes.forked import Ended
 
@@ -60,10 +60,10 @@ def train(forks, images, tmp_path):
 
 def _without_pictures(before=None) -> None:
     """Matplotlib would take most of the time."""
-    from common import pictures
+    from common.run import plots
 
     for name in ("curves", "confusion", "mistakes"):
-        setattr(pictures, name, lambda *_: None)
+        setattr(plots, name, lambda *_: None)
     if before:
         before()
 
@@ -73,14 +73,14 @@ def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = Tr
 
     By then the tracker has begun, and no checkpoint is being written any more, unless that does not matter.
     """
-    from common.run import Run
+    from common.run.run import Run
 
     observe = Run.observe
 
     def observe_and_die(run: Run, done: int, *rest) -> None:
         observe(run, done, *rest)
         if done == step:
-            while once_tracked and not run._journal._tracker.where():  # it starts in a thread
+            while once_tracked and not run._log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             if once_written:
                 run._writer.wait()
@@ -91,8 +91,8 @@ def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = Tr
 
 def _write_only_while_training_goes_on() -> None:
     """Each checkpoint but the last is held up until two more steps are done."""
-    from common.checkpoint import Checkpoints
-    from common.run import Run
+    from common.checkpoints.store import Checkpoints
+    from common.run.run import Run
 
     done, save, observe = threading.Condition(), Checkpoints.save, Run.observe
     newest = 0
@@ -114,7 +114,7 @@ def _write_only_while_training_goes_on() -> None:
 
 def _signal_at_step(step: int, number: int, times: int = 1) -> None:
     """A signal to the process itself when `step` steps are done."""
-    from common.run import Run
+    from common.run.run import Run
 
     observe = Run.observe
 
@@ -447,14 +447,14 @@ def _kill_services_at_step(step: int) -> None:
     """SIGKILL to what W&B has started, when `step` steps are done."""
     import psutil
 
-    from common.run import Run
+    from common.run.run import Run
 
     observe = Run.observe
 
     def observe_and_kill(run: Run, done: int, *rest) -> None:
         observe(run, done, *rest)
         if done == step:
-            while not run._journal._tracker.where():  # it starts in a thread
+            while not run._log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
             assert services

@@ -51,7 +51,7 @@ def main():
 ASKED = """
 import os, signal, sys
 from pathlib import Path
-from common.loading import Feed
+from common.data.loader import Feed
 from several import load
 cls = load(Path("recipes/cls.py"))
 take = Feed.take
@@ -68,7 +68,7 @@ def main():
 # A recipe whose rank 1 alone fails, when it has made five steps.
 FAILING = """
 import os, runpy, sys
-from common.loading import Feed
+from common.data.loader import Feed
 take, taken = Feed.take, []
 def fail(feed):
     taken.append(feed)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from common import models
-from common.compression import data_parallel, describe
-from common.config import RunConfig
+from common.config.fields import RunConfig
+from common.distributed.gradient_compression import data_parallel, describe
 from common.errors import Refused
+from common.training import timm_models
 from tests.recipes.conftest import Outcome, identical
 
 STEPS, HALF = 20, 10
@@ -64,7 +64,9 @@ def test_half_precision_stays_close_to_gradients_sent_as_they_are(name: str, run
 
 def test_powersgd_trains_layers_whose_first_gradients_are_zeros(runs: dict[str, Outcome]) -> None:
     """Those of branches whose last scale begins at 0: afterwards their weights have done more than shrink."""
-    model = models.build_classifier("test_resnet", 10, pretrained=False, image_size=32, drop=0, drop_path=0, seed=0)
+    model = timm_models.build_classifier(
+        "test_resnet", 10, pretrained=False, image_size=32, drop=0, drop_path=0, seed=0
+    )
     start = model.double().state_dict()
     assert not start["layer1.0.bn2.weight"].any(), "no branch is closed at the start: this would prove nothing"
     for name, weight in runs["powersgd"].tensors().items():

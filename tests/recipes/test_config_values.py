@@ -17,19 +17,20 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import mixing, models, sources
-from common.augmentation import evaluation_transform, training_transform
-from common.checkpoint import Checkpoints
-from common.config import identity, parse, save, short_hash
-from common.detection import sources as detection
-from common.device_augmentation import draw_colours
+from common.checkpoints.resume import choose
+from common.checkpoints.store import Checkpoints
+from common.classification import mixing, sources
+from common.classification.device_transforms import draw_colours
+from common.classification.transforms import evaluation_transform, training_transform
+from common.config.origin import read_origin
+from common.config.parsing import identity, parse, save, short_hash
+from common.detection.data import sources as detection
 from common.errors import Refused
-from common.optimization import Schedule, build_optimizer
-from common.origin import read_origin
-from common.resume import choose
-from common.run_folder import RunFolder
+from common.run.folder import RunFolder
+from common.training import timm_models
+from common.training.optimizer import Schedule, build_optimizer
 from recipes import cls, det
-from tests.common.odd_files import bounded
+from tests.odd_files import bounded
 
 NUMBERS = ["nan", "inf", "-inf", "-0.0", "0", "1", "-1", "2", "0.5", "1e-300", "5e-324", "1e-9", "1e300", "1e400"]
 NUMBERS += [
@@ -127,7 +128,7 @@ def plan(config, model) -> None:
             sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is cls:
-        shown = one_line(models.data_config, model, config.image_size, config.crop_pct)
+        shown = one_line(timm_models.data_config, model, config.image_size, config.crop_pct)
         if shown:
             one_line(training_transform, config, shown)
             one_line(evaluation_transform, shown)
@@ -225,7 +226,7 @@ PATHS += [
 LOOKUPS = {
     "--data": lambda text: sources.load(text, seed=0, val_share=0.2),
     "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
-    "--model": lambda text: models.build_classifier(text, 3),
+    "--model": lambda text: timm_models.build_classifier(text, 3),
     "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
     "--resume as --eval_only": read_origin,  # which the parser itself reads
     "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
@@ -274,4 +275,4 @@ def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> 
 def test_a_crop_that_would_enlarge_images_without_bound_is_refused(model, crop_pct: str) -> None:
     config = parse(cls.Config, ["--crop_pct", crop_pct, "--image_size", "32"], "x.py")
     with pytest.raises(Refused, match="at most 89478485 pixels; look at --image_size and --crop_pct"):
-        models.data_config(model, config.image_size, config.crop_pct)
+        timm_models.data_config(model, config.image_size, config.crop_pct)

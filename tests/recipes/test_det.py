@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import parse
+from common.config.parsing import parse
 from tests.recipes.conftest import distance, parameters, statistics
 from tests.recipes.several import load
 from tests.recipes.test_cls_resume import STEPS as KILLED_STEPS
@@ -142,7 +142,7 @@ def test_a_run_killed_again_and_again_is_bit_equal_to_the_uninterrupted(detector
 
 def _without_pictures(before=None) -> None:
     """Matplotlib would take most of the time."""
-    from common import run
+    from common.run import run
 
     run.Run.draw = lambda *_: None
     run.pictures.curves = lambda *_: None

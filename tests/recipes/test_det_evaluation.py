@@ -19,12 +19,12 @@ import pytest
 import torch
 from PIL import Image
 
-from common.config import parse
-from common.detection.coco_metrics import Detections
+from common.config.parsing import parse
+from common.detection.batches import EvaluationScenes
+from common.detection.data.sources import load as load_scenes
+from common.detection.evaluation.coco_metrics import Detections
 from common.detection.export import export
-from common.detection.loading import EvaluationScenes
-from common.detection.sources import load as load_scenes
-from tests.common.processes import Processes
+from tests.processes import Processes
 from tests.recipes.several import load
 
 recipe = load(Path("recipes/det.py"))

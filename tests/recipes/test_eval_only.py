@@ -12,7 +12,7 @@ import pytest
 import timm
 from safetensors.torch import load_file
 
-from common import models
+from common.training import timm_models
 from tests.recipes.conftest import draw_stripes
 from tests.recipes.forked import Ended, Forks
 from tests.recipes.test_cls_evaluation import save_colours
@@ -183,7 +183,7 @@ def test_classes_that_the_model_does_not_know_are_refused(odd, root, forks) -> N
 
 def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
-    models.export(model, STUFFS, models.data_config(model, 64, 0.9), False, {}, folder)
+    timm_models.export(model, STUFFS, timm_models.data_config(model, 64, 0.9), False, {}, folder)
     content = json.loads((folder / "config.json").read_text())
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))

@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from common.config import parse
+from common.config.parsing import parse
 from tests.harness import OF_DIGITS
 from tests.recipes.several import load
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common import defaults
-from common.config import parse, save
+from common.config.parsing import parse, save
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
 from common.detection import defaults as detection
-from common.plan import BatchPlan
-from common.stream import Stream
+from common.training import defaults
 from tests.recipes.several import load
 
 ROOT = Path(__file__).parent.parent.parent

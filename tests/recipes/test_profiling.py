@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common import heartbeat
-from common.config import RunConfig, parse
+from common.config.fields import RunConfig
+from common.config.parsing import parse
+from common.distributed import watchdog
 from common.errors import Refused
-from common.profiling import idleness_of
+from common.run.profiling import idleness_of
 from tests.conftest import Launcher
 
 FLAGS = ["--tracker", "none", "--workers", 0]
@@ -140,8 +141,8 @@ def test_a_profile_that_can_not_be_written_ends_no_run(launch: Launcher, tmp_pat
 
 def test_who_listens_hears_what_is_noted_until_the_end() -> None:
     heard = []
-    heartbeat.listen(heard.append)
-    heartbeat.note("training", 3)
-    heartbeat.end()
-    heartbeat.note("settling")
+    watchdog.listen(heard.append)
+    watchdog.note("training", 3)
+    watchdog.end()
+    watchdog.note("settling")
     assert heard == ["training"]

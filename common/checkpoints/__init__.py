@@ -1,0 +1,1 @@
+"""The state of a training run, and how it outlives any fault."""

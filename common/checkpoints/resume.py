@@ -1,0 +1,145 @@
+"""From which checkpoint does a run go on, and is it this run's?"""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoint, Checkpoints, Damaged, verify
+from common.config.recipe_source import FOLDER, Source, difference
+from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
+from common.errors import Refused
+from common.files import check_regular
+
+
+def choose(
+    resume: str,
+    checkpoints: Checkpoints,
+    mine: dict,
+    say: Callable[..., None],
+    recipe: Source | None = None,
+    allow_changed_source: bool = False,
+) -> Checkpoint | None:
+    """The verified checkpoint that `--resume` means, or None for a new start; the main process decides for all.
+
+    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` the source that is running.
+    Raises `Refused` for `never` where there are checkpoints, for a path that is no whole checkpoint or an older one of this
+    folder, for another identity, and for another source unless `allow_changed_source`.
+    """
+    checkpoints.sweep()
+    there, run = checkpoints.paths(), checkpoints.folder.parent
+    if resume == "never":
+        if there:
+            raise Refused(
+                f"--resume never: {run} holds {there[0].name}; give this run another --name, or remove that folder"
+            )
+        return None
+    found = checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
+    if found:
+        theirs = found.record.get("identity")
+        if not isinstance(theirs, dict):
+            raise Refused(
+                f"{found.path}: its record.json does not say of which run it is; give this run another --name"
+            )
+        differing = [
+            f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
+            for key in sorted(theirs.keys() | mine.keys())
+            if theirs.get(key) != mine.get(key)
+        ]
+        if differing:
+            raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
+        _check_source(found, recipe or {}, allow_changed_source, say)
+    return found
+
+
+def choose_together(
+    resume: str,
+    checkpoints: Checkpoints,
+    mine: dict,
+    say: Callable[..., None],
+    recipe: Source | None = None,
+    allow_changed_source: bool = False,
+) -> Checkpoint | None:
+    """What `choose` says on the main process, on every rank, once all have it. A collective.
+
+    Raises `Refused` on every rank where a machine lacks that checkpoint, has another of that name, or has a newer one.
+    """
+    host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
+    of_ranks = gather_objects((host, newest))
+    with all_or_none("choosing a checkpoint"):
+        main_host, on_main = of_ranks[0]
+        if ahead := {there: names[0] for there, names in of_ranks if names > on_main}:
+            raise Refused(
+                f"{checkpoints.folder}: {', '.join(f'{there} has {name}' for there, name in ahead.items())}, but "
+                f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an --output_dir that all machines "
+                f"see, start with the address of one that has it, or copy it to {main_host}"
+            )
+        found = choose(resume, checkpoints, mine, say, recipe, allow_changed_source) if is_main() else None
+    chosen = broadcast_object(found and (str(found.path), found.record, found.manifest()))
+    if not chosen:
+        return None
+    found, manifest = Checkpoint(Path(chosen[0]), chosen[1]), chosen[2]
+    with all_or_none("looking for the checkpoint"):
+        if found.manifest() != manifest:
+            raise Refused(
+                f"{found.path}: {host} has not the one that {main_host} goes on from: name an --output_dir that all machines "
+                f"see, or copy {checkpoints.folder} from {main_host}"
+            )
+    return found
+
+
+def load_model(model: torch.nn.Module, path: Path) -> None:
+    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's.
+
+    `path` may also be what was exported of a module of one's own.
+    """
+    if (path / "config.json").is_file():
+        check_regular(path)
+        files = {"model": load_file(path / "model.safetensors")}
+    else:
+        files = _whole(path, "--eval_only").tensors()
+    shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
+    TrainingState(model).check(shapes, str(path))
+    model.load_state_dict(files.get("ema", files["model"]))
+
+
+def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
+    """Refuse to resume with a source that is not the one `found` was made with, unless that is allowed; say what changed."""
+    theirs = found.record.get("source")
+    if not isinstance(theirs, dict):  # of before sources were recorded
+        return
+    changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
+    if not changes:
+        return
+    say(*changes)
+    if not allowed:
+        raise Refused(
+            f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see the changes above: give this "
+            "run another --name, add --allow_changed_source if they are meant, or put the source back "
+            f"({found.path.parent.parent / FOLDER} has that of its newest start)"
+        )
+    say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
+
+
+def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint:
+    found, there = _whole(path, "--resume"), checkpoints.paths()
+    if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
+        return found
+    if path.resolve().parent != checkpoints.folder.resolve():
+        return checkpoints.newest(say)  # it once began there: after a kill the same command goes on from what it has
+    raise Refused(
+        f"--resume {path}: {checkpoints.folder.parent} has gone on to {there[0].name}; to branch off give another --name"
+    )
+
+
+def _whole(path: Path, flag: str) -> Checkpoint:
+    if not (path / "manifest.json").is_file():
+        found = "no manifest.json is in it" if path.exists() else "nothing is there"
+        raise Refused(f"{flag} {path}: no checkpoint, {found}; name a folder such as RUN/checkpoints/step_00000200")
+    try:
+        return verify(path)
+    except Damaged as error:
+        raise Refused(f"{flag} {path}: not a whole checkpoint ({error})") from None

@@ -1,0 +1,183 @@
+"""Which checkpoints are there, are they whole, and how does a new one come to be without endangering an old one?
+
+A checkpoint is a folder `step_00000200/` of safetensors and JSON files: nothing in it can execute code. It is written under
+another name, synced, given a manifest of sizes and hashes, and then renamed, so that a folder of that name is complete.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from common.checkpoints.state import Tensors
+from common.durable import remove, replace_folder, sync, sync_folder
+from common.errors import Refused
+from common.files import MEDIUM, open_regular, read_text
+
+_NAME = re.compile(r"step_(\d{8,})")
+_MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; its text says which file and how."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete, verified checkpoint folder."""
+
+    path: Path
+    record: dict  # what `record.json` holds: step, best result, configuration, numbers of the training state, ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done when it was made."""
+        return self.record["step"]
+
+    def manifest(self) -> str:
+        """Sizes and hashes of its files, as text; empty where it is not there."""
+        path = self.path / _MANIFEST
+        return read_text(path, MEDIUM) if path.is_file() else ""
+
+    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """File -> tensor -> shape, from the headers alone."""
+        shapes = {}
+        for path in self.path.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                shapes[path.stem] = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        return shapes
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {path.stem: load_file(path) for path in self.path.glob("*.safetensors")}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; used by the one process that writes."""
+
+    folder: Path
+    keep: int = 2
+
+    def paths(self) -> list[Path]:
+        """Folders that have a complete checkpoint's name, newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]), reverse=True)
+
+    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that verifies; each damaged one passed over is reported to `say` and renamed."""
+        damaged = []
+        for path in self.paths():
+            try:
+                found = verify(path)
+            except Damaged as error:
+                say(f"checkpoint {path} is damaged ({error}): trying the one before it")
+                damaged.append(path)
+            else:
+                for path in damaged:  # out of the way of the same step made again, and of what `keep` counts
+                    aside = path.with_suffix(".damaged")
+                    remove(aside)
+                    path.rename(aside)
+                return found
+        if damaged:
+            raise Refused(
+                f"{self.folder}: all {len(damaged)} checkpoints are damaged; "
+                "put a copy back, or start anew with another --name"
+            )
+        return None
+
+    def save(self, record: dict, files: dict[str, Tensors]) -> Path:
+        """Make the checkpoint of step `record["step"]` durable, then remove the oldest beyond `keep`.
+
+        Raises OSError where the disk is full or read-only; then nothing of the new checkpoint is left and the old are whole.
+        """
+        final = self.folder / f"step_{record['step']:08d}"
+        if final.exists():  # the same step of the same run, after a resume: the same bits
+            return final
+        draft = self.folder / f".{final.name}.tmp"
+        remove(draft)
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir()  # without those above it: where the run folder was removed, it does not come back
+                sync(self.folder.parent)
+            draft.mkdir()
+            for name, tensors in files.items():
+                _save_tensors(tensors, draft / f"{name}.safetensors")
+            (draft / "record.json").write_text(json.dumps(record, indent=1))
+            (draft / _MANIFEST).write_text(json.dumps(stamps(draft), indent=1))
+            sync_folder(draft)
+            replace_folder(final, draft)
+        except BaseException:
+            remove(draft)
+            raise
+        for old in self.paths()[self.keep :]:
+            with contextlib.suppress(OSError):
+                remove(old.rename(self.folder / f".{old.name}.tmp"))  # never half of one under its name
+        return final
+
+    def sweep(self) -> None:
+        """Remove drafts that a killed process left."""
+        for draft in self.folder.glob(".step_*.tmp"):
+            remove(draft)
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
+    try:
+        manifest = json.loads(read_text(path / _MANIFEST, MEDIUM))
+        compare(path, manifest, {_MANIFEST})
+        found = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
+        if not isinstance(found.step, int):
+            raise Damaged("record.json names no step")
+        found.shapes()  # a file whose hash is right may still hold no tensors
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def stamps(folder: Path) -> dict[str, dict]:
+    """Sizes and hashes of the files in `folder`, by name."""
+    return {path.name: _stamp(path) for path in sorted(folder.iterdir())}
+
+
+def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
+    """Raise `Damaged` or OSError where the files in `folder`, `besides` some, are not those that have these stamps."""
+    for name, stamp in stamps.items():
+        if Path(name).name != name:
+            raise Damaged(f"{name} is no file of it")
+        if (size := (folder / name).stat().st_size) != stamp["bytes"]:
+            raise Damaged(f"{name} has {size} bytes, {stamp['bytes']} were written")
+        if _stamp(folder / name) != stamp:
+            raise Damaged(f"{name} is not what was written: its hash differs")
+    extra = {file.name for file in folder.iterdir()} - stamps.keys() - besides
+    if extra:
+        raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
+
+
+def _save_tensors(tensors: Tensors, path: Path) -> None:
+    # Tied and strided tensors: safetensors refuses memory that two names share, and layouts such as channels_last.
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    try:
+        save_file(plain, path)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # written for its owner alone
+    except SafetensorError as error:  # "No space left on device" arrives as this
+        raise OSError(str(error)) from None
+
+
+def _stamp(path: Path) -> dict:
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -1,0 +1,179 @@
+"""How good is the model, exactly, whatever the layout of the run?
+
+Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks, so
+that 1 and 1,000 processes get the same numbers. All results are fractions in 0..1.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
+
+CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
+
+
+class ClassificationCounts:
+    """Counts of one evaluation; give it every sample once, on any rank, then read `reduce().results()`.
+
+    An image that could not be read counts as wrong, not as absent; only the loss leaves it out. It is marked by a label
+    of -1, or by `readable`, which keeps its true label so that it also counts against its class.
+
+    Attributes:
+        confusion: int64[classes, classes] of the readable images, rows are true classes, columns predicted ones;
+            None with more than `CONFUSION_CLASSES` classes or several labels an image.
+    """
+
+    def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
+        self.classes, self.multi_label = classes, multi_label
+        vectors = (
+            ("true_positive", "false_positive", "false_negative") if multi_label else ("hits", "images", "predicted")
+        )
+        shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(vectors, (classes,))
+        if not multi_label and classes <= CONFUSION_CLASSES:
+            shapes["confusion"] = (classes, classes)
+        self._counts = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
+        # Apple's devices have no float64.
+        precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        self._loss = torch.zeros((), dtype=precise, device=device)
+
+    @property
+    def confusion(self) -> Tensor | None:
+        return self._counts.get("confusion")
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
+        """Counts a batch.
+
+        Args:
+            logits: float[batch, classes]
+            labels: int64[batch], -1 for an image that could not be read; or, multi-label, bool[batch, classes].
+            readable: bool[batch], False for an image that could not be read.
+        """
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if readable is None:
+            readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+        if self.multi_label:
+            losses = self._update_multi_label(logits, labels.bool(), readable)
+        else:
+            readable = readable & (labels >= 0)
+            losses = self._update_single_label(logits, labels, readable)
+        self._counts["count"] += len(labels)
+        self._counts["broken"] += (~readable).sum()
+        self._loss += torch.where(readable, losses, 0).to(self._loss.dtype).sum()
+
+    def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
+        counts, true = self._counts, labels.clamp(min=0)
+        true_logit = logits.gather(1, true[:, None])
+        predicted = logits.argmax(1)  # of equal ones the first, as below
+        first = torch.arange(self.classes, device=logits.device) < true[:, None]
+        ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
+        sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN: it would look like a hit
+        hit = sound & (ahead == 0)
+        counts["top1"] += hit.sum()
+        counts["top5"] += (sound & (ahead < 5)).sum()
+        counts["hits"].index_add_(0, true, hit.long())
+        counts["images"].index_add_(0, true, (labels >= 0).long())
+        counts["predicted"].index_add_(0, predicted, sound.long())
+        if self.confusion is not None:
+            self.confusion.view(-1).index_add_(0, true * self.classes + predicted, sound.long())
+        return F.cross_entropy(logits, true, reduction="none")
+
+    def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
+        counts, predicted = self._counts, (logits > 0) & readable[:, None]  # a probability above one half
+        counts["true_positive"] += (predicted & labels).sum(0)
+        counts["false_positive"] += (predicted & ~labels).sum(0)
+        counts["false_negative"] += (~predicted & labels).sum(0)
+        counts["top1"] += ((predicted == labels).all(1) & readable & ~logits.isnan().any(1)).sum()
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+
+    def reduce(self) -> "ClassificationCounts":
+        """The counts of all ranks, on every rank and on the CPU; a collective. This object keeps its own rank's."""
+        total = copy.copy(self)
+        summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]).cpu())
+        parts = summed.split([count.numel() for count in self._counts.values()])
+        total._counts = {name: part.view_as(self._counts[name]) for name, part in zip(self._counts, parts, strict=True)}
+        total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)
+        return total
+
+    def results(self) -> dict[str, float | int | None | list[float | None]]:
+        """Fractions, and None where there is nothing to divide by.
+
+        One label an image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
+        Several: f1 (over all decisions), f1_macro, exact_match.
+        f1_macro is the mean over classes that are true or predicted anywhere.
+        Both: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
+        """
+        counts = {name: count.tolist() for name, count in self._counts.items() if name != "confusion"}
+        count, broken = counts["count"], counts["broken"]
+        results = {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}
+        if self.multi_label:
+            vectors = (counts[name] for name in ("true_positive", "false_positive", "false_negative"))
+            decisions = [(2 * tp, 2 * tp + fp + fn) for tp, fp, fn in zip(*vectors, strict=True)]
+            per_class = [_share(*decision) for decision in decisions]
+            f1 = _share(*map(sum, zip(*decisions, strict=True)))
+            named = {"f1": f1, "f1_macro": _mean(per_class), "exact_match": _share(counts["top1"], count)}
+        else:
+            per_class = [_share(hits, images) for hits, images in zip(counts["hits"], counts["images"], strict=True)]
+            named = {"top1": _share(counts["top1"], count), "top5": _share(counts["top5"], count)}
+            named["mean_class_accuracy"] = _mean(per_class)
+            decisions = zip(counts["hits"], counts["images"], counts["predicted"], strict=True)
+            named["f1_macro"] = _mean([_share(2 * hits, images + predicted) for hits, images, predicted in decisions])
+        return named | results | {"per_class": per_class}
+
+
+class Mistake(NamedTuple):
+    """A sample that the model got wrong."""
+
+    index: int
+    label: int
+    predicted: int
+    confidence: float
+
+
+class Mistakes:
+    """The `keep` most confident mistakes of an evaluation, in memory that doesn't grow with it."""
+
+    def __init__(self, keep: int = 24):
+        self.keep = keep
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def update(self, probabilities: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None) -> None:
+        """Takes in a batch: float[batch, classes], int64[batch], int64[batch], bool[batch] (`ClassificationCounts`).
+
+        An image that could not be read is nothing to look at, and so no mistake here.
+        """
+        readable = labels >= 0 if readable is None else readable & (labels >= 0)
+        confidence, predicted = probabilities.float().nan_to_num(-1.0).max(1)
+        confidence = torch.where((predicted != labels) & readable, confidence, -1.0)
+        facts = torch.stack([indices.to(labels.device), labels, predicted])  # int64[3, batch]
+        if self._rows is not None:
+            confidence, facts = torch.cat([self._rows[0], confidence]), torch.cat([self._rows[1], facts], 1)
+        order = facts[0].argsort()
+        order = order[confidence[order].argsort(descending=True, stable=True)][: self.keep]
+        self._rows = confidence[order], facts[:, order]
+
+    def merge(self) -> list[Mistake]:
+        """Those of all ranks, on every rank, most confident first and of equal ones the lower index; a collective."""
+        everyone = [Mistake(*mistake) for of_rank in gather_objects(list(self._own())) for mistake in of_rank]
+        return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
+
+    def _own(self) -> Iterator[Mistake]:
+        if self._rows is not None:
+            for confidence, facts in zip(self._rows[0].tolist(), self._rows[1].T.tolist(), strict=True):
+                if confidence >= 0:
+                    yield Mistake(*facts, confidence)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return _share(sum(present), len(present))

@@ -1,0 +1,1 @@
+"""Configuration: fields, flags, YAML files, and the run that weights came from."""

@@ -1,0 +1,300 @@
+"""How do a dataclass, a YAML file and the command line become one checked configuration?
+
+A recipe's `Config` is a flat dataclass with a docstring under each field; what recipes share it inherits from the
+dataclasses below. A YAML file is flags written down: both go through the same typed parser, and flags win over the file.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import tyro
+import yaml
+
+from common.config.origin import OF_DATA, read_origin
+from common.config.synonyms import hint, other_recipe
+from common.durable import replace_file
+from common.errors import Refused
+from common.files import SMALL, read_yaml
+
+C = TypeVar("C")
+
+_MOST = 2**63 - 1  # that a whole number may be for torch
+
+
+def parse(
+    config_class: type[C],
+    argv: list[str] | None = None,
+    program: str = "",
+    suit: Callable[[C], dict] | None = None,
+    _suited: dict | None = None,
+) -> C:
+    """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
+
+    With `--eval_only` the configuration of the run that made the weights takes the place of the defaults.
+    `argv` is without the program's name (default: the command line). `suit(config)` returns other defaults for some fields,
+    as the rest of the configuration demands them (`common.training.defaults`).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    path, argv = _take_config(words)
+    program = program or Path(sys.argv[0]).name
+    layers = [(f"--config {path}: ", _read(path))] if path else []
+    default = _layered(config_class, layers, program, config_class(**_suited) if _suited else None)
+    if {"-h", "--help"} & set(argv):
+        _help(config_class, default, program)
+    config = _checked(_parse(config_class, argv, default, program))
+    if weights := getattr(config, "eval_only", ""):
+        return _checked(_for_evaluation(config_class, weights, layers, argv, program))
+    suited = suit(config) if suit else {}
+    if suited != (_suited or {}):  # until it settles: the model depends on the data, its image size on the model
+        return parse(config_class, words, program, suit, suited)
+    return config
+
+
+def _checked(config: C) -> C:
+    """`config`, whose values are within their limits. Raises `Refused`."""
+    for field in dataclasses.fields(config):
+        value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise Refused(f"--{field.name} {value!a:.100}: holds bytes that are no text (UTF-8); rename what it names")
+        if value == "" and field.default != "":
+            raise Refused(f"--{field.name} is empty: give it a value, or leave it out for {field.default}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"--{field.name} {value}: must be a finite number")
+        if (low is not None and value < low) or (high is not None and value > high):
+            limit = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise Refused(f"--{field.name} {value!s:.100}: must be {limit}")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
+        if wrong := field.metadata.get("check") and field.metadata["check"](value):
+            raise Refused(f"--{field.name} {value:.100}: {wrong}")
+    return config
+
+
+def save(config, path: Path) -> None:
+    """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
+    own = type(config).__annotations__
+    everything = sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in own)
+    # Line ends of Unicode, which YAML keeps only if they are escaped.
+    plain = not re.search("[\x85\u2028\u2029]", "".join(str(value) for _, value in everything))
+    replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode())
+
+
+def identity(config) -> dict:
+    """The fields that make the run what it is: all but those that may change at a resume."""
+    fields = {field.name: field for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
+    return {
+        name: value
+        for name, value in values.items()
+        if not (fields[name].metadata.get("added") and value == fields[name].default)
+    }
+
+
+def short_hash(values: dict) -> str:
+    """Six hex digits that name `values`."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def nearest(name: str, names) -> str:
+    """`; did you mean X, Y?` or nothing, to end an error about an unknown name."""
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The same for a path that is not there, of what lies in its folder; nothing if it is there."""
+    try:
+        if path.exists():
+            return ""
+        return nearest(path.name, [other.name for other in path.parent.iterdir()])
+    except (OSError, ValueError):
+        return ""
+
+
+def _read(path: Path) -> dict:
+    try:
+        content = read_yaml(path, SMALL)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        found = [
+            str(file) for folder in (path.parent, Path("recipes/presets")) for file in sorted(folder.glob("*.yaml"))
+        ]
+        presets = {Path(file).stem: file for file in found}
+        same = presets.get(path.stem, "")
+        near = f"; did you mean {same}?" if same else nearest(str(path), found)
+        raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
+    except OSError as error:
+        raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"--config {path}: not readable as YAML: {error}") from None
+    if content is None:  # of comments alone
+        return {}
+    if not isinstance(content, dict):
+        raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
+    return content
+
+
+def _flags(content: dict, config_class, where: str) -> list[str]:
+    """{'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']; text goes to the same parser as the command line's."""
+    fields, recipe = {field.name: field.type for field in dataclasses.fields(config_class)}, _file_of(config_class)
+    flags = []
+    for key, value in content.items():
+        if key not in fields:
+            if others := [other for other in content if other not in fields and other_recipe(str(other), recipe)]:
+                raise Refused(f"{where}is for {other_recipe(others[0], recipe)}: {recipe.name} has no {others[0]}")
+            raise Refused(f"{where}unknown key {key}{hint(str(key), fields, recipe) or nearest(str(key), fields)}")
+        if isinstance(value, (dict, list)) or value is None:
+            raise Refused(f"{where}{key} must be a single value, not {value and type(value).__name__}")
+        if (fields[key] is bool) != isinstance(value, bool):
+            raise Refused(
+                f"{where}{key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
+            )
+        flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
+    return flags
+
+
+def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str, config: C | None = None) -> C | None:
+    """What `layers` (where they are from, and their values) make of `config`; a later one wins over those before it."""
+    for where, content in layers:
+        config = _parse(config_class, _flags(content, config_class, where), config, program, where)
+    return config
+
+
+def _for_evaluation(
+    config_class: type[C], weights: str, layers: list[tuple[str, dict]], argv: list[str], program: str
+) -> C:
+    """What `layers` and the flags in `argv` make of the configuration that the run of these weights had.
+
+    Raises `Refused` where that was a run of another recipe, or where neither it nor a flag says what to evaluate on.
+    """
+    origin = read_origin(weights)
+    fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
+    unknown = [name for name in origin.config if name not in fixed]
+    if origin.run and unknown and fixed & config_class.__annotations__.keys() - origin.config.keys():
+        named = ", ".join(f"--{name}" for name in unknown[:5])
+        raise Refused(
+            f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with the "
+            f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
+        )
+
+    def given(but: Sequence[str] = ()) -> C:
+        of_run = {name: value for name, value in origin.config.items() if name in fixed and name not in but}
+        bottom = _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], program)
+        return _parse(config_class, argv, bottom, program)
+
+    config = given()
+    if not config.data:
+        raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
+    return config if origin.trained_on(config.data) else given(but=OF_DATA)
+
+
+def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
+    rest, paths = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            paths.append(next(words, ""))
+        elif word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+        else:
+            rest.append(word)
+    if len(paths) > 1:
+        raise Refused(f"--config is given {len(paths)} times: name one file and set the rest by flags")
+    if paths and not paths[0]:
+        raise Refused("--config needs the path of a YAML file")
+    return (Path(paths[0]) if paths else None), rest
+
+
+def _parse(config_class: type[C], argv: list[str], default: C | None, program: str, where: str = "") -> C:
+    kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # no words at all: no pair
+        flag, _, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        switch = name if name in kinds else name.removeprefix("no_")
+        if flag.startswith("--") and switch not in kinds:
+            meant = hint(name, kinds, _file_of(config_class)) or nearest(name, [*kinds, "config"])
+            raise Refused(f"{where}unknown flag {flag}{meant}")
+        valued = value or following.lower() in ("true", "false", "0", "1")
+        if flag.startswith("--") and kinds[switch] is bool and valued:
+            raise Refused(f"{where}{flag} takes no value: give --{switch} or --no_{switch}")
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
+    except SystemExit:
+        said = _one_line(captured.getvalue())
+        raise Refused(where + said + _stray(said.partition("Unrecognized options: ")[2], config_class)) from None
+
+
+def _stray(words: str, config_class: type) -> str:
+    """What is to be said of words that belong to no flag, as tyro names them; "" if there are none."""
+    first, fields = words.split(",")[0], config_class.__dataclass_fields__
+    name, is_assignment, value = first.lstrip("-").partition("=")
+    if first.startswith("-"):
+        return hint(name, fields, _file_of(config_class)) or "; a flag begins with two dashes"
+    if is_assignment:
+        return f"; a flag begins with two dashes: --{name} {value}" + hint(name, fields, _file_of(config_class))
+    return "; each value stands behind its flag, as in --data FOLDER" if first else ""
+
+
+def _file_of(config_class: type) -> Path:
+    """The recipe that a configuration belongs to."""
+    return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
+
+
+@dataclass
+class _ConfigFlag:
+    config: str = ""
+    """YAML file of flags without their dashes, such as a preset or a run's config.yaml; flags win over it."""
+
+
+def _help(config_class: type, default, program: str) -> NoReturn:
+    """Print the flags, the recipe's own first, with the values they have without and end; one process a machine prints."""
+    own, fields = config_class.__annotations__, config_class.__dataclass_fields__
+    shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
+    shown.__dataclass_fields__ = _ConfigFlag.__dataclass_fields__ | dict(
+        sorted(fields.items(), key=lambda item: item[0] not in own)
+    )
+    default = shown(**dataclasses.asdict(default)) if default else None
+    others = os.environ.get("LOCAL_RANK", "0") != "0"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
+            tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
+    except BrokenPipeError:  # as by `--help | head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+    raise SystemExit
+
+
+_PLAINER = {  # what tyro says, and how the other refusals would say it
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: '(.*)'": "{0} {1}: must be a whole number",
+    r"Error parsing (\S+): could not convert string to float: '(.*)'": "{0} {1}: must be a number",
+    r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\).": "{1} {0}: must be one of {2}",
+    r"Missing value for argument '(\S+)'.*": "{0} needs a value",
+}
+
+
+def _one_line(box: str) -> str:
+    """The message below the title of the box that tyro draws, in lines or where there is no UTF-8 in dashes, up to a rule."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
+    message = []
+    for line in lines:
+        if set(line) - set("─╰╯-"):
+            message.append(line)
+        elif message:
+            break
+    said = " ".join(message)
+    for theirs, ours in _PLAINER.items():
+        if found := re.fullmatch(theirs, said):
+            return ours.format(*(group.replace("'", "") for group in found.groups()))
+    return said

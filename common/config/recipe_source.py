@@ -1,0 +1,134 @@
+"""Which code is the recipe that was started, and is it what a run was begun with?
+
+A recipe's source is its own file and the modules beside it that it imports, such as a loss of one's own, but for `common`.
+Two sources are the same if they differ in comments, docstrings and formatting alone.
+"""
+
+import ast
+import contextlib
+import difflib
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.durable import make_folder, replace_file
+
+FOLDER = "source"  # of a run's folder, with the source of its newest start
+_NO_FILE = "notebook"  # stem of a recipe that was typed into a notebook
+_LINES, _WIDTH = 12, 120  # of a difference that is shown
+
+Source = dict[str, str]  # name of a file, relative to the folder of the recipe -> its text
+
+
+def started(config: object = None) -> Path | None:
+    """The recipe's file: the one that Python was started with, else that of the module that defines the class of `config`.
+
+    None in a notebook that defines it.
+    """
+    if hasattr(sys.modules["__main__"], "__file__") and Path(sys.argv[0]).is_file():
+        return Path(sys.argv[0])
+    file = getattr(sys.modules.get(type(config).__module__), "__file__", None) or ""
+    return Path(file) if Path(file).is_file() else None
+
+
+def stem(config: object = None) -> str:
+    """What runs of the recipe are called: `hard` for hard.py."""
+    file = started(config)
+    return file.stem if file else _NO_FILE
+
+
+def read(config: object = None) -> Source:
+    """The recipe's source, the file that was started first. Files are read once, when this module is imported."""
+    file = started(config)
+    if not file:
+        return {f"{_NO_FILE}.py": _typed()}
+    file = file.resolve()
+    folder, names = file.parent, [file.name]
+    for name in names:  # which grows
+        names += [other for other in _imported(name, folder) if other not in names]
+    return {name: _text(folder / name) for name in names}
+
+
+def digests(source: Source) -> dict[str, str]:
+    """SHA-256 of each file."""
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in source.items()}
+
+
+def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A short unified diff of two sources, without comments and docstrings; empty if they are the same."""
+    lines = []
+    mains = next(iter(before), ""), next(iter(now), "")  # the recipe itself, which may have another name now
+    others = sorted((before.keys() | now.keys()) - {*mains})
+    for was, name in (mains, *zip(others, others, strict=True)):
+        texts = before.get(was, ""), now.get(name, "")
+        plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
+        if plain[0] != plain[1]:
+            wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
+            found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
+            # Their @@ count lines without comments.
+            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: other blanks in a text"]
+    more = len(lines) - _LINES
+    return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
+
+
+@functools.cache
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+@functools.cache
+def _imported(file: str, folder: Path) -> list[str]:
+    """Files in `folder` that one of them imports, but for `common`."""
+    names = set()
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.walk(ast.parse(_text(folder / file))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                names |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
+    places = [name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"]
+    files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
+    return [file for file in files if (folder / file).is_file()]
+
+
+def keep(source: Source, run: Path) -> None:
+    """Write the source into a run's folder, durably."""
+    for name, text in source.items():
+        make_folder((run / FOLDER / name).parent)
+        replace_file(run / FOLDER / name, text.encode())
+
+
+def _typed() -> str:
+    """The functions, also those of classes, that were typed into a notebook."""
+    own = [value for value in vars(sys.modules["__main__"]).values() if getattr(value, "__module__", "") == "__main__"]
+    functions = [value for value in own if inspect.isfunction(value)]
+    functions += [value for kind in own if inspect.isclass(kind) for value in vars(kind).values()]
+    texts = []
+    for function in filter(inspect.isfunction, functions):
+        with contextlib.suppress(OSError, TypeError):
+            texts.append(textwrap.dedent(inspect.getsource(function)))
+    return "\n".join(texts)
+
+
+def _plain(text: str) -> str:
+    """`text` without comments and docstrings, formatted in one way; as it is where that is no Python of this version."""
+    try:
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(body := getattr(node, "body", None), list):
+                node.body = [line for line in body if not _is_docstring(line)]
+        return ast.unparse(tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+
+
+def _is_docstring(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
+
+
+read()  # before somebody edits it: the other imports take seconds

@@ -1,0 +1,170 @@
+"""Where do decoded images wait for their next turn, so that a JPEG is decoded once and not in every epoch?
+
+In a file without a name, in memory or in a folder, that all processes and data workers of a machine share. The system frees
+it when the last of them has gone, however it went, so nothing is left behind and nothing stale can be found. A slot is
+filled when its image first comes up; the first epoch sees the same pixels as the later ones.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import psutil
+import torch
+import xxhash
+
+from common.data.decoding import Picture
+from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
+from common.errors import Refused
+
+_RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # height 0: not there yet
+
+
+@dataclass
+class Cache:
+    """Up to `count` images of at most `side` x `side` pixels, whatever their shape; larger ones are scaled to that area."""
+
+    count: int
+    side: int
+    path: str  # by which every process of the machine can open the file
+    folder: str  # empty: memory
+    _file: BinaryIO = field(repr=False)
+    _seen: np.ndarray = field(init=False, repr=False)  # bool[count]: slots that this process has found whole
+
+    def __post_init__(self) -> None:
+        self._seen = np.zeros(self.count, bool)
+
+    def __str__(self) -> str:
+        """In words, for people."""
+        most = _in_words(needed(self.count, self.side))
+        return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {most}"
+
+    def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
+        """The image at `index` as the cache keeps it, from there or, the first time, made of what `read` returns.
+
+        What was damaged, or is only half written by another process, is made anew. Raises what `read` raises.
+        """
+        if size := self._find(index):
+            return _Kept(self, index, *size)
+        picture = read()
+        height, width = shrunk(picture.height, picture.width, self.side)
+        pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
+        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: a part of it lies together
+        return Picture(pixels)
+
+    def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
+        """uint8[bottom - top, width, 3] of a slot that holds an image of this width; None if they can't be read."""
+        pixels = np.empty((bottom - top, width, 3), np.uint8)
+        found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
+        return pixels if found == pixels.nbytes else None
+
+    def _find(self, index: int) -> tuple[int, int] | None:
+        """Height and width of the image in a slot, if it is whole: looked at closely once a process."""
+        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        if not len(record) or not record["height"][0]:
+            return None
+        height, width = int(record["height"][0]), int(record["width"][0])
+        if not self._seen[index]:
+            pixels = self.rows(index, width, 0, height) if 3 * height * width <= self._slot else None
+            self._seen[index] = pixels is not None and _hash(pixels, index) == record["hash"][0]
+        return (height, width) if self._seen[index] else None
+
+    def _keep(self, index: int, pixels: np.ndarray) -> None:
+        record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD).tobytes()
+        try:
+            os.pwrite(self._file.fileno(), pixels, self._place(index))
+            os.pwrite(self._file.fileno(), record, index * _RECORD.itemsize)  # last: it vouches for the pixels
+        except OSError:
+            pass  # a disk that has filled up since: the same pixels are then made again each time
+
+    @property
+    def _slot(self) -> int:
+        return 3 * self.side**2
+
+    def _place(self, index: int) -> int:
+        return self.count * _RECORD.itemsize + index * self._slot
+
+    def __getstate__(self) -> dict:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name[0] != "_"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state, _file=open(state["path"], "r+b", buffering=0))
+
+
+class _Kept(Picture):
+    """An image in a slot, of which only the rows are read that are shown."""
+
+    def __init__(self, cache: Cache, index: int, height: int, width: int):
+        self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
+
+    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
+        rows = self._cache.rows(self._index, self.width, top, bottom)
+        if rows is None:
+            raise OSError(f"the cache of decoded images, {self._cache}, can't be read any more")
+        return torch.from_numpy(rows[:, left:right]).permute(2, 0, 1)
+
+
+def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width of the same shape with at most side x side pixels."""
+    scale = side / (height * width) ** 0.5
+    if scale >= 1:
+        return height, width
+    height, width = max(1, int(height * scale)), max(1, int(width * scale))
+    return min(height, side**2), min(width, side**2)  # of a stripe, whose short side is one pixel
+
+
+def needed(count: int, side: int) -> int:
+    """Bytes for `count` images."""
+    return count * (3 * side**2 + _RECORD.itemsize)
+
+
+def open_cache(count: int, side: int, folder: str) -> Cache | None:
+    """One cache a machine for `count` images; in memory, or in `folder`. None for side 0. Every rank must call it.
+
+    Raises `Refused` where there is no room for all images.
+    """
+    if not side:
+        if folder:
+            raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")
+        return None
+    with all_or_none("making the cache of decoded images"):
+        file = _make(count, side, folder) if is_local_main() else None
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if file else ""
+    path = next(path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path)
+    with all_or_none("opening the cache of decoded images"):
+        if not file:
+            try:
+                file = open(path, "r+b", buffering=0)
+            except OSError:  # a system without /proc: one a process, then
+                file = _make(count, side, folder)
+    return Cache(count, side, path, folder, file)
+
+
+def _make(count: int, side: int, folder: str) -> BinaryIO:
+    where = folder or "memory"
+    try:
+        free = psutil.disk_usage(folder).free if folder else psutil.virtual_memory().available
+        if needed(count, side) > free:
+            way_out = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
+            raise Refused(
+                f"--cache {side}: {count:,} images take up to {_in_words(needed(count, side))}, and {where} has "
+                f"{_in_words(free)} left; {way_out}"
+            )
+        if folder or sys.platform != "linux":
+            return tempfile.TemporaryFile(dir=folder or None, buffering=0)
+        return open(os.memfd_create("cache of decoded images"), "r+b", buffering=0)
+    except OSError as error:
+        raise Refused(f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to") from None
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _hash(pixels: np.ndarray, index: int) -> int:
+    return xxhash.xxh3_64_intdigest(pixels, seed=index)

@@ -1,0 +1,71 @@
+"""Which columns does a CSV file have, and what is in them?"""
+
+import csv
+from collections.abc import Sequence
+from os import PathLike
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from common.data.images import SUFFIXES
+from common.errors import Refused
+from common.files import OddFile, read_bytes
+
+_SEPARATORS = ",;\t|"
+_WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
+_MOST = 2**32  # bytes
+
+
+def read_csv(files: Sequence[str | PathLike], file_column: str) -> pa.Table:
+    """The columns of files that have the same: whole numbers as int64, all else as text, an empty cell as null.
+
+    `file_column` is one more, with the place in `files` of each row's file. Raises `Refused`.
+    """
+    tables = [_read(file) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        if table.column_names != tables[0].column_names:
+            raise Refused(
+                f"{file}: has other columns than {files[0]}, {', '.join(table.column_names)}; make them the same"
+            )
+    columns = {
+        name: _typed(pa.chunked_array(table[name].combine_chunks() for table in tables)) for name in table.column_names
+    }
+    places = np.repeat(np.arange(len(files)), [len(table) for table in tables])
+    return pa.table(columns | {file_column: pa.array(places)})
+
+
+def _read(file: str | PathLike) -> pa.Table:
+    try:
+        content = read_bytes(file, _MOST)
+        head = content[: content.find(b"\n") % (len(content) + 1)].decode("utf-8-sig")
+    except OddFile as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"{file}: not readable as text ({error}); save it as CSV in UTF-8") from None
+    separator = max(_SEPARATORS, key=head.count)
+    names = [name.strip() for name in next(csv.reader([head], delimiter=separator), [])]
+    if not names or any(name.lower().endswith(tuple(SUFFIXES)) for name in names):
+        raise Refused(f"{file}: its first line must name the columns, such as image,label; it is {head[:60]!r}")
+    if twice := {name for name in names if name and names.count(name) > 1}:
+        raise Refused(f"{file}: two columns are named {min(twice)}; rename one")
+    try:
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(content),
+            pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
+            pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+        )
+    except pa.ArrowInvalid as error:
+        raise Refused(f"{file}: not readable as CSV with {separator!r} between columns: {error}") from None
+    if not len(table):
+        raise Refused(f"{file}: no rows below the names of its columns")
+    return table.select([name for name in names if name])  # one without a name is pandas' own count of rows
+
+
+def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    column = pc.utf8_trim_whitespace(column)
+    column = pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
+    is_whole = pc.all(pc.match_substring_regex(column, _WHOLE_NUMBER), min_count=1).as_py()
+    return pc.replace_substring_regex(column, r"\..*", "").cast(pa.int64()) if is_whole else column

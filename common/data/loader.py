@@ -1,0 +1,221 @@
+"""How do samples get from the stream into batches on the device?
+
+An endless batch sampler yields, micro-step after micro-step, the positions that are this rank's; a worker turns positions
+into sample indices, reads, varies and stacks. It starts at any step at once and workers never restart.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import multiprocessing.queues
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from common.data import workers as data_workers
+from common.data.batch_plan import BatchPlan
+from common.data.handover import Handover
+from common.data.stream import Stream
+from common.distributed import watchdog
+from common.distributed.collectives import local_world_size, rank, world_size
+from common.distributed.environment import cores
+
+DRAWS = "VISION_RECIPES_DRAWS"  # names a folder, in the environment: what is drawn for training is written down there
+_SMALL = 2**16  # bytes
+
+
+class Movable:
+    """A dataclass whose tensors, also in lists and dicts, go to a device together."""
+
+    def to(self, device: torch.device):
+        # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
+        goes_on = torch.device(device).type == "cuda"
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=goes_on))
+
+    def __getstate__(self) -> dict:
+        """On the way out of a data worker: each tensor takes a file and a handshake, where small ones could just be sent."""
+        return {name: _map(value, _small_as_array) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
+
+    def complete(self):
+        """Do what is left to do once the batch is on its device; returns the whole batch."""
+        return self
+
+    def pin_memory(self):
+        return _map(self, torch.Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory, which another stream has filled, until `stream` has done what is asked of it so far."""
+        _map(self, lambda tensor: tensor.record_stream(stream))
+
+
+def _map(value, function, kind: type = torch.Tensor):
+    """`function` of each `kind`, wherever it stands in lists, dicts and batches; all else as it is."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, Movable):
+        return type(value)(*(_map(getattr(value, field.name), function, kind) for field in fields(value)))
+    if isinstance(value, list):
+        return [_map(part, function, kind) for part in value]
+    if isinstance(value, dict):
+        return {key: _map(part, function, kind) for key, part in value.items()}
+    return value
+
+
+def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+    return tensor.numpy() if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL else tensor
+
+
+@dataclass
+class RecordedSamples(Dataset):
+    """Training samples, and a line for each that is drawn: its position, its index, and a hash of its varied pixels.
+
+    A process appends to a file of its own in `folder`. Data workers draw ahead: a kill loses what they have drawn, and the
+    next start draws it again.
+    """
+
+    samples: Dataset
+    folder: Path
+
+    def __getitems__(self, positions: np.ndarray):
+        batch = self.samples.__getitems__(positions)
+        shown = batch.complete()
+        indices = self.samples.stream.indices(positions).tolist()
+        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in shown.images)
+        drawn = zip(positions.tolist(), indices, hashes, strict=True)
+        with (self.folder / f"{os.getpid()}.txt").open("a") as file:
+            file.writelines(f"{position} {index} {pixels}\n" for position, index, pixels in drawn)
+        return batch
+
+
+@dataclass
+class _Positions:
+    """This rank's positions, one array a micro-step, for the steps `[start, stop)`."""
+
+    stream: Stream
+    plan: BatchPlan
+    rank: int
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        spans = [self.plan.span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)]
+        for step in range(self.start, self.stop):
+            for span in spans:
+                yield self.stream.positions(step, span)
+
+
+def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
+    """This rank's micro-batches of the steps `[start, stop)`, in order. Not for Accelerate's `prepare`: it is split already."""
+    positions = _Positions(samples.stream, plan, rank(), start, stop)
+    if folder := os.environ.get(DRAWS):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        samples = RecordedSamples(samples, Path(folder))
+    return _loader(samples, positions, workers)
+
+
+def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
+    """This rank's batches of a set that the ranks cover together, every sample once.
+
+    The batches are the same on every layout, so that an image meets the same neighbours in them.
+    """
+    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
+
+
+class _EvaluationLoader(DataLoader):
+    """Each of its batches shows that the evaluation gets on."""
+
+    def __iter__(self) -> Iterator:
+        for batch in super().__iter__():
+            watchdog.note("evaluating")
+            yield batch
+
+
+class Feed:
+    """The batches of a loader on the device, and what it took to get them.
+
+    To a GPU they travel on a stream of their own, while it computes: training is queued ahead of it.
+    """
+
+    def __init__(self, loader: Iterable[Movable], device: torch.device):
+        self._batches, self._device = iter(loader), device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._waited, self._broken = 0.0, ()
+
+    def __next__(self) -> Movable:
+        began = time.perf_counter()
+        watchdog.note("waiting for data")
+        try:
+            batch = next(self._batches)
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "a data worker died as it handed over a batch: was it killed for want of memory? Take fewer --workers"
+            ) from error
+        watchdog.note("training")
+        self._waited += time.perf_counter() - began
+        with torch.cuda.stream(self._copies) if self._copies else contextlib.nullcontext():
+            batch = batch.to(self._device).complete()
+        self._broken += batch.broken
+        if self._copies:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_stream(self._copies)
+            batch.record_stream(computing)
+        return batch
+
+    def take(self) -> tuple[float, tuple[str, ...]]:
+        """Seconds waited and images that could not be read since the last call."""
+        taken = self._waited, self._broken
+        self._waited, self._broken = 0.0, ()
+        return taken
+
+
+def worker_count(asked: int) -> int:
+    """`asked`, or for -1 the cores this process may use, shared by the ranks of the machine, less one for training itself."""
+    if asked >= 0:
+        return asked
+    return max(0, min(16, cores() // local_world_size() - 1))
+
+
+def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
+    if workers:
+        # It comes before multiprocessing asks them by SIGTERM, to which they are deaf, and waits for them.
+        atexit.unregister(data_workers.end)
+        atexit.register(data_workers.end)
+    handover = Handover()
+    return kind(
+        samples,
+        batch_sampler=batches,
+        num_workers=workers,
+        multiprocessing_context=data_workers.context() if workers else None,
+        collate_fn=handover,
+        worker_init_fn=partial(_begin_worker, handover),
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+        persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
+    )
+
+
+def _begin_worker(handover: Handover, worker: int) -> None:
+    data_workers.begin(handover.far.fileno())
+    # What can't be handed over (no memory, too few file descriptors) Python would drop, and training wait for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
+
+
+def _die_of(error: BaseException, batch: object) -> None:
+    print(
+        f"data worker {os.getpid()} can't hand over a batch ({error}): raise the limit of open files (ulimit -n), or take "
+        "fewer --workers",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

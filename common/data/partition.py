@@ -1,0 +1,156 @@
+"""Which part of a data set is trained on, which is evaluated, and how do people spell their names?"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from common.errors import Refused
+
+S = TypeVar("S")
+
+_SPELLINGS = {
+    "train": r"train(ing)?",
+    "trainval": r"train(ing)?[ _-]*(and[ _-]*)?val(id|idation)?",
+    "val": r"val|valid|validate|validation|dev|eval|evaluation",
+    "test": r"test(s|ing)?",
+}
+_BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
+_BEHIND = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
+_KINDS = {kind: re.compile(f"{_BEFORE}({words}){_BEHIND}", re.IGNORECASE) for kind, words in _SPELLINGS.items()}
+_START = re.compile(f"({'|'.join(_SPELLINGS.values())})(?![a-z])", re.IGNORECASE)
+
+WHOLE, KEPT, HELD_OUT = "whole", "kept", "held out"
+
+
+class Piece(NamedTuple):
+    """What one source is made of: a part of the data as it is, or one side of the hold-out of that part."""
+
+    name: str
+    side: str = WHOLE
+
+
+def kind_of(name: str) -> str:
+    """train, trainval, val or test, in whatever case and usual spelling ("Training_Set", "valid", "test2017"); else ""."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name)), "")
+
+
+def start_of(name: str) -> str:
+    """The word for a part that `name` begins with: "val" of "val-00000-of-00001"; else ""."""
+    found = _START.match(name)
+    return found[0] if found else ""
+
+
+def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Piece]:
+    """What is trained on, and what is evaluated: the part `split`, by default the one to validate on.
+
+    `labels` has the parts by name, as a message shows them. Where no part is for validation, a share of the training part is
+    held out: results on a test part that chose the model would be too good, so it is evaluated only if `split` says so. What
+    is called trainval is trained on beside a test part. Raises `Refused`.
+    """
+    evaluated = _find(data, labels, split)
+    kinds = ("train", "trainval") if not evaluated or kind_of(evaluated) == "val" else ("trainval", "train")
+    trained = next(filter(None, (_only(data, labels, kind) for kind in kinds)), None)
+    if trained is None:
+        raise Refused(
+            f"--data {data}: no part to train on, only {', '.join(labels)}; rename one to train, or give a folder or file alone"
+        )
+    if evaluated and (kind_of(trained), kind_of(evaluated)) != ("trainval", "val"):
+        return Piece(trained), Piece(evaluated)
+    return Piece(trained, KEPT), Piece(trained, HELD_OUT)
+
+
+def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool) -> tuple[Piece]:
+    """What is evaluated alone: the part `split`, by default the one to validate on, else to test on, else the only one.
+
+    With `held_out` the model was trained on this data without the held-out share: that share is told from the rest.
+    Raises `Refused`.
+    """
+    if len(labels) == 1 and split in ("", "all") and (split or not held_out):
+        return (Piece(*labels),)
+    found = _find(data, labels, split)
+    trained = _only(data, labels, "train") or _only(data, labels, "trainval")
+    if found is None and (split or held_out) and trained:
+        return (Piece(trained, HELD_OUT),)
+    found = found or _only(data, labels, "test")
+    if found is None:
+        raise Refused(f"--data {data}: no part to validate on; name one by --split: {', '.join(labels)}")
+    has_val = any(kind_of(name) == "val" for name in labels)
+    return (Piece(found, KEPT if held_out and found == trained and not has_val else WHOLE),)
+
+
+def read_pieces(
+    pieces: Sequence[Piece],
+    read: Callable[[str, S | None], S],
+    hold_out: Callable[[S], tuple[S, S]] | None,
+    labels: Mapping[str, str],
+    val_share: float,
+) -> tuple[S, ...]:
+    """A source for each piece, whose `origin` says what it is: `val/`, or `20 % held out of train/`.
+
+    `read(name, first)` reads a part, with the classes of the first source behind the first. The second's `origin` names what
+    else there is to evaluate.
+    """
+    others = [
+        name for name in labels if kind_of(name) in ("val", "test") and name not in (piece.name for piece in pieces)
+    ]
+    sources, sides = [], ()
+    for piece in pieces:
+        origin = labels[piece.name]
+        if piece.side == WHOLE:
+            source = read(piece.name, sources[0] if sources else None)
+        else:
+            sides = sides or hold_out(read(piece.name, None))
+            source = sides[piece.side == HELD_OUT]
+            share, side = (val_share, " held out") if piece.side == HELD_OUT else (1 - val_share, "")
+            origin = f"{100 * share:.3g} %{side} of {origin}"
+        if sources and others:
+            origin += "".join(f"; {labels[name]}: for --split {kind_of(name)}" for name in others)
+        sources.append(replace(source, origin=origin))
+    return tuple(sources)
+
+
+def held_out(draws: np.ndarray, strata: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows held out, each in order: of every stratum its `share` with the smallest draws.
+
+    `draws` uint64[N], `strata` int64[N]. A stratum keeps at least one row to train on.
+    """
+    if not 0 < share < 1:
+        raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
+    counts = np.bincount(strata)
+    by_stratum = np.lexsort((draws, strata))
+    place = np.empty(len(draws), np.int64)  # of each row among its stratum, by draw
+    place[by_stratum] = np.arange(len(draws)) - np.repeat(np.cumsum(counts) - counts, counts)
+    out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+    if not out.any():
+        raise Refused(f"--val_share {share} of at most {counts.max()} images a class holds out none; raise it")
+    return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def describe(data: str, source) -> str:
+    """What is evaluated, in a line: `flowers: test/, 72 images of 5 classes`."""
+    return f"{data}: {source.origin}, {len(source):,} images of {len(source.classes)} classes"
+
+
+def _find(data: str, labels: Mapping[str, str], split: str) -> str | None:
+    """The part that `split` names, as it is written or by what it is for; without `split` and for val there may be none."""
+    alike = [name for name in labels if name.casefold() == split.casefold()]
+    if split in labels or len(alike) == 1:
+        return split if split in labels else alike[0]
+    kind = kind_of(split or "val")
+    found = kind and _only(data, labels, kind)
+    if not found and kind != "val":
+        raise Refused(f"--split {split}: --data {data} has no such part; there is {', '.join(labels)}")
+    return found
+
+
+def _only(data: str, labels: Mapping[str, str], kind: str) -> str | None:
+    names = [name for name in labels if kind_of(name) == kind]
+    if len(names) > 1:
+        raise Refused(
+            f"--data {data}: {' and '.join(labels[name] for name in names)} could each be the part {kind}; "
+            + ("keep one, or name it by --split" if kind in ("val", "test") else "keep one of them there")
+        )
+    return names[0] if names else None

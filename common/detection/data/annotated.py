@@ -1,0 +1,133 @@
+"""What does every source of images with boxes have, wherever the images come from?
+
+Annotations are columns, the boxes of all images behind one another: no object for each image or box, whose memory pages
+every loader worker would copy.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from common.data.images import BrokenImage
+from common.data.source import fingerprint_of
+from common.detection.data.outlines import Outlines, decode
+
+
+class Sample(NamedTuple):
+    """An image with its n boxes."""
+
+    image: Image.Image | np.ndarray  # RGB, or uint8[H, W, 3]
+    boxes: np.ndarray  # float32[n, 4] left, top, right, bottom in pixels
+    labels: np.ndarray  # int64[n]
+    crowd: np.ndarray  # bool[n]
+    masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, where the source was loaded with them
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """The annotations of N images with M boxes of K classes."""
+
+    classes: tuple[str, ...]  # K names, by class id
+    category_ids: np.ndarray  # int64[K]: what the data itself calls each class; -1 for a class that it does not have
+    image_ids: np.ndarray  # int64[N], unique: what the data itself calls each image
+    sizes: np.ndarray  # int32[N, 2] width and height in pixels, upright
+    offsets: (
+        np.ndarray
+    )  # int64[N + 1]: the boxes of image i are the rows offsets[i] to offsets[i + 1] of the columns below
+    boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
+    labels: np.ndarray  # int64[M] class ids
+    crowd: np.ndarray  # bool[M]: regions of several objects, or difficult ones: neither objects nor background
+    areas: np.ndarray  # float32[M] in square pixels: of the object's outline where the data says it, else of its box
+    outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if they were asked for
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was mended or left out on loading, in sentences
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        """int64[K]: how many boxes each class has, crowd regions aside."""
+        return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+
+    def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns of these images, int64[n], in this order."""
+        counts = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        taken = np.repeat(self.offsets[:-1][rows], counts) + within
+        images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
+        boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas")}
+        outlines = self.outlines and self.outlines.part(rows, taken)
+        return images | boxes | {"offsets": offsets, "outlines": outlines}
+
+    def hash(self, names: pa.Array | pa.ChunkedArray | None, byte_counts: np.ndarray) -> str:
+        """The fingerprint of these annotations and of images with these names and sizes in bytes."""
+        columns = [byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
+        columns += [self.outlines.bytes()] if self.outlines else []
+        contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
+        return fingerprint_of(self.classes, self.labels, contents, names)
+
+
+class Annotated(Protocol):
+    """A fixed list of annotated images, with the columns of `Annotations`; can be pickled and survives a fork."""
+
+    classes: tuple[str, ...]
+    category_ids: np.ndarray
+    image_ids: np.ndarray
+    sizes: np.ndarray
+    offsets: np.ndarray
+    boxes: np.ndarray
+    labels: np.ndarray
+    crowd: np.ndarray
+    areas: np.ndarray
+    notes: tuple[str, ...]
+    fingerprint: str  # hex; equal for the same list of images with the same annotations
+    class_counts: np.ndarray | None  # int64[K]: boxes of each class, crowd regions aside; None for fresh scenes
+    origin: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
+    has_masks: bool  # whether samples do
+    fresh: bool  # whether each position of the stream has a scene of its own, instead of an image of the list
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """The image in words for people, such as its path."""
+        ...
+
+    def image(self, index: int) -> Image.Image:
+        """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
+        ...
+
+    def sample(self, index: int, position: int) -> Sample:
+        """What is trained on at `position` of the stream, where `index` has its turn. Raises `images.BrokenImage`."""
+        ...
+
+    def rles(self, index: int) -> list[dict]:
+        """The masks of an image's objects, as COCO's packed run lengths; of a source that was loaded with masks."""
+        ...
+
+
+class FixedImages(Annotations):
+    """Annotations of images that are the same at each position of the stream; `image` is left to the kind of source."""
+
+    fresh = False
+    has_masks = property(lambda self: self.outlines is not None)
+
+    def as_annotated(self, index: int, image: Image.Image) -> Image.Image:
+        """The image, if it has the size that its boxes are for. Raises `BrokenImage`."""
+        if image.size != tuple(self.sizes[index].tolist()):
+            sizes = (" x ".join(map(str, size)) for size in (image.size, self.sizes[index].tolist()))
+            raise BrokenImage("is {} pixels large, and was {} when its boxes were read".format(*sizes))
+        return image
+
+    def sample(self, index: int, position: int) -> Sample:
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        image = self.image(index)
+        masks = decode(self.rles(index), self.sizes[index]) if self.outlines else None
+        return Sample(image, self.boxes[rows].copy(), self.labels[rows].copy(), self.crowd[rows].copy(), masks)
+
+    def rles(self, index: int) -> list[dict]:
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        return self.outlines.rles(index, rows, self.sizes[index], self.boxes[rows])

@@ -1,0 +1,74 @@
+"""How do image files and what is written beside them become one source of annotated images?"""
+
+import hashlib
+import os
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from common.data.images import open_rgb
+from common.detection.data.annotated import Annotations, FixedImages
+from common.detection.data.box_checks import FoundBoxes, check
+from common.detection.data.image_headers import headers_of_files
+from common.detection.data.stamps import Stamps
+from common.errors import Refused, printable
+from common.files import MEDIUM, read_text
+from common.randomness import mix
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedFiles(FixedImages):
+    """Image files below a folder, with their boxes. Satisfies `Annotated`."""
+
+    root: str
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
+    byte_counts: np.ndarray  # int64[N] size of each file
+    origin: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.hash(self.paths, self.byte_counts)
+
+    def name(self, index: int) -> str:
+        return name_of(self.root, self.paths, index)
+
+    def image(self, index: int) -> Image.Image:
+        return self.as_annotated(index, open_rgb(os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))))
+
+    def part(self, rows: np.ndarray) -> "AnnotatedFiles":
+        return replace(
+            self, **self.columns_of(rows), paths=self.paths.take(pa.array(rows)), byte_counts=self.byte_counts[rows]
+        )
+
+    def draws(self, key: int) -> np.ndarray:
+        """uint64[N] random numbers, each of its image's path alone."""
+        hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in self.paths)
+        return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
+
+
+def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
+    return printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")
+
+
+def text_of(file: str | os.PathLike) -> str:
+    """A text file of annotations. Raises `Refused` for what is none, and FileNotFoundError or PermissionError."""
+    try:
+        return read_text(file, MEDIUM)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{file}: not readable as text: {error}") from None
+
+
+def read_files(found: FoundBoxes, root: str, paths: pa.LargeBinaryArray, stamps: Stamps) -> AnnotatedFiles:
+    """Check the boxes against the files. Raises `Refused` if files are missing, or as `box_checks.check` does."""
+    stamps.take(root, paths)
+    headers = headers_of_files(root, paths)
+    annotations = check(found, headers)
+    columns = {field.name: getattr(annotations, field.name) for field in fields(Annotations)}
+    return AnnotatedFiles(**columns, root=root, paths=paths, byte_counts=headers[:, 3])

@@ -1,0 +1,225 @@
+"""What was found in a folder of annotated images at an earlier start, if nothing in it has changed since?
+
+Reading COCO's annotations takes many seconds and gigabytes. What comes out are columns: they are kept in a file, in Arrow's
+format, which later starts and the other processes of a machine load. A file that is damaged, of other data or of other code
+counts as none, and where none can be written the data are read as if there were no index.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import PIL
+import pyarrow as pa
+
+from common import files, randomness
+from common.data import images
+from common.detection.data.annotated_files import AnnotatedFiles
+from common.detection.data.outlines import Outlines
+from common.detection.data.stamps import Stamps, stamps_of
+from common.errors import Refused
+
+PLACE = "VISION_RECIPES_CACHE"  # the environment variable that names the folder
+_UNUSED = 30 * 86_400  # seconds after which a file that nobody has loaded is removed
+_END = struct.Struct("<8sIQ")  # behind the columns: what this is, their checksum, their length in bytes
+_KIND = b"boxes 1\n"
+# What the columns depend on besides the data: what other code has read is read again.
+_ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
+_CODE = [
+    Path(files.__file__),
+    Path(randomness.__file__),
+    *(file for room in _ROOMS for file in sorted(room.glob("*.py"))),
+]
+_COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
+_WIDTHS = {"sizes": 2, "boxes": 4}
+
+Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or one alone
+
+
+def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command: list[str] | None = None) -> Parts:
+    """What `read` returns, from the index where it has it. `read` notes in the stamps all that it looks at.
+
+    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. `command` is for
+    data whose reading takes much memory: a process of its own that calls this without one, prints why data are refused,
+    and gives all memory back at its end. Raises what `read` raises.
+    """
+    try:
+        file = _folder() / f"{_key(what, origin)}.arrow"
+    except (OSError, RuntimeError):  # no home, or no source code to compare
+        return read(Stamps())
+    if parts := _load(file):
+        return parts
+    if command and _is_writable(file.parent):
+        if refusal := _run(command):
+            raise Refused(refusal)
+        if parts := _load(file):
+            return parts
+    seen = Stamps()
+    parts = read(seen)
+    if seen.settled:
+        with suppress(
+            OSError, pa.ArrowException
+        ):  # a full disk, a folder that may only be read: the data are read all the same
+            _write(file, parts, seen)
+    return parts
+
+
+def _folder() -> Path:
+    if place := os.environ.get(PLACE):
+        return Path(os.path.abspath(Path(place).expanduser()))
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "vision-recipes"
+
+
+def _key(what: object, origin: Path) -> str:
+    """Names the file. `origin` is part of it as it looks: machines that share a home may each have their own copy of it."""
+    looks = stamps_of("/", pa.array([os.fsencode(origin)], pa.large_binary())).tolist()
+    words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
+    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
+    for file in _CODE:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_writable(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.access(folder, os.W_OK | os.X_OK)
+    return False
+
+
+def _run(command: list[str]) -> str:
+    """Why the data are refused, or nothing. A process that ends in another way is not missed: its work is done here."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    return "" if done.returncode else done.stdout.decode(errors="surrogateescape").strip()
+
+
+# ---- the file
+
+
+class _Summed:
+    """A file that is written, with the checksum and the length of what is in it."""
+
+    def __init__(self, file):
+        self.file, self.sum, self.length, self.closed = file, 0, 0, False
+
+    def write(self, piece) -> int:
+        self.sum, self.length = zlib.crc32(piece, self.sum), self.length + len(piece)
+        return self.file.write(piece)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(file: Path, parts: Parts, seen: Stamps) -> None:
+    """Leave the index in `file`, whole or not at all."""
+    columns, words = {}, {"parts": [], "folders": []}
+    for number, part in enumerate(parts):
+        columns |= {f"{number} {name}": _flat(getattr(part, name)) for name in _COLUMNS}
+        columns[f"{number} paths"] = part.paths
+        if part.outlines:
+            columns |= {f"{number} shapes": part.outlines.shapes, f"{number} turns": _flat(part.outlines.turns)}
+        words["parts"].append(
+            {name: getattr(part, name) for name in ("classes", "notes", "root", "origin", "fingerprint")}
+        )
+    for number, (folder, paths, looks) in enumerate(seen.groups):
+        columns |= {f"seen {number} paths": paths, f"seen {number} stamps": _flat(looks)}
+        words["folders"].append(folder)
+    rows = [pa.LargeListArray.from_arrays(pa.array([0, len(c)], pa.int64()), c) for c in columns.values()]
+    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata({"words": json.dumps(words)})
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _remove_unused(file.parent)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix="unfinished-")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            summed = _Summed(out)
+            with pa.ipc.new_stream(summed, batch.schema) as writer:
+                writer.write_batch(batch)
+            out.write(_END.pack(_KIND, summed.sum, summed.length))
+            out.flush()
+            os.fsync(out.fileno())  # else a machine that loses power could leave the name without the content
+        if not _load(file):  # one that another process has left meanwhile stays: somebody may have mapped it
+            os.replace(name, file)
+    finally:
+        with suppress(OSError):
+            os.unlink(name)
+
+
+def _flat(column: np.ndarray) -> pa.Array:
+    column = np.ascontiguousarray(column).reshape(-1)
+    return pa.array(column.view(np.uint8) if column.dtype == bool else column)
+
+
+def _remove_unused(folder: Path) -> None:
+    for file in [*folder.glob("*.arrow"), *folder.glob("unfinished-*")]:
+        with suppress(OSError):
+            if file.stat().st_mtime < time.time() - _UNUSED:
+                file.unlink()
+
+
+def _load(file: Path) -> Parts | None:
+    """What `_write` has left there, if it is whole and of files that look as they did."""
+    try:
+        if not _is_whole(file):
+            return None
+        buffer = pa.memory_map(str(file)).read_buffer()
+        batch = pa.ipc.open_stream(buffer.slice(0, len(buffer) - _END.size)).read_next_batch()
+    except (OSError, ValueError):  # none there, or it may not be read, or its name is no text for Arrow
+        return None
+    with suppress(OSError):
+        os.utime(file)  # it is in use
+    columns = {name: batch.column(name).values for name in batch.schema.names}
+    words = json.loads(batch.schema.metadata[b"words"])
+    seen = Stamps()
+    for number, folder in enumerate(words["folders"]):
+        looks = columns[f"seen {number} stamps"].to_numpy().reshape(-1, 3)
+        seen.groups.append((folder, columns[f"seen {number} paths"], looks))
+    return tuple(_part(columns, number, entry) for number, entry in enumerate(words["parts"])) if seen.hold() else None
+
+
+def _is_whole(file: Path) -> bool:
+    """Read in pieces: what is mapped would count as memory of this process."""
+    with open(file, "rb") as content:
+        left = os.fstat(content.fileno()).st_size - _END.size
+        if left < 0:
+            return False
+        length, total = left, 0
+        while left and (piece := content.read(min(left, 1 << 20))):
+            left, total = left - len(piece), zlib.crc32(piece, total)
+        return content.read() == _END.pack(_KIND, total, length)
+
+
+def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFiles:
+    """Outlines stay in the mapped file, and processes share its pages; all else is copied, since it is small."""
+    found = {name: columns[f"{number} {name}"].to_numpy().copy() for name in _COLUMNS}
+    found |= {name: found[name].reshape(-1, width) for name, width in _WIDTHS.items()}
+    found["crowd"] = found["crowd"].view(bool)
+    shapes = columns.get(f"{number} shapes")
+    part = AnnotatedFiles(
+        classes=tuple(words["classes"]),
+        notes=tuple(words["notes"]),
+        root=words["root"],
+        origin=words["origin"],
+        paths=pa.array(columns[f"{number} paths"].to_pylist(), pa.large_binary()),
+        outlines=None if shapes is None else Outlines(shapes, columns[f"{number} turns"].to_numpy().copy()),
+        **found,
+    )
+    vars(part)["fingerprint"] = words["fingerprint"]  # where `cached_property` keeps it
+    return part

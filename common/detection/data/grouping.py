@@ -1,0 +1,43 @@
+"""How do images of similar shape come to share a step, so that less of its canvas is padding?"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.data.stream import Stream
+from common.randomness import key_of, uniforms
+
+
+@dataclass(frozen=True)
+class GroupedStream(Stream):
+    """A stream whose images change places within windows of `window` global batches, so that batches hold similar shapes.
+
+    Nothing leaves its epoch: each still holds every image exactly once, or as often as the stream's weights say. Random
+    access stays, at the cost of a window's indices. Which batch of the window gets which shapes is drawn, so that the
+    order of the steps says nothing about shapes.
+    """
+
+    aspects: np.ndarray = field(kw_only=True)  # float[size]: width / height of each image
+    window: int = field(default=16, kw_only=True)
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        result = np.empty(len(positions), np.int64)
+        span = self.window * self.global_batch_size
+        windows = positions // span
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            result[here] = self._arranged(window * span, span)[positions[here] - window * span]
+        return result
+
+    def _arranged(self, start: int, count: int) -> np.ndarray:
+        """The samples of a window: int64[count]."""
+        positions = np.arange(start, start + count)
+        indices = super().indices(positions)
+        epochs, batches = positions // self.size, positions // self.global_batch_size
+        arranged = np.empty_like(indices)
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            narrow_to_wide = indices[here][np.argsort(self.aspects[indices[here]], kind="stable")]
+            draws = uniforms(batches[here], key_of(self.seed, "grouping"))  # the same for all places of a batch
+            arranged[here[np.argsort(draws, kind="stable")]] = narrow_to_wide
+        return arranged

@@ -1,0 +1,167 @@
+"""How do scikit-learn's small digits become scenes to detect them in?"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from PIL import Image
+
+from common.data.digits import Digits, load_digits
+from common.data.source import fingerprint_of
+from common.detection.data.annotated import Annotations, Sample
+from common.detection.data.outlines import encode
+from common.randomness import key_of
+
+SIDE = 128  # of the square canvas, in pixels
+_HEIGHTS = (12, 56)  # smallest and largest digit, in pixels
+_MOST = 8  # digits in a scene
+_TRIES = 16  # places tried for a digit, until it covers no other
+_INK = 80  # of 255: less is no part of a digit
+_OVERLAP = 0.1  # of the smaller of two boxes
+_NOMINAL_EPOCH = 1_024
+_VALIDATION = 256
+_RECIPE = "1"  # part of the fingerprint: raise it when scenes change
+
+
+@dataclass(frozen=True, eq=False)
+class Scenes:
+    """One to eight digits of several sizes and colours on a noisy background, each scene a pure function of (key, position).
+
+    To train on, every position of the stream is a fresh scene: an epoch is a name for 1,024 of them, and the columns of
+    annotations are those of the first 1,024 positions. To evaluate on, it is a fixed list of 256.
+    Satisfies `Annotated`.
+    """
+
+    pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0
+    ink: np.ndarray  # int64[digits, 4] left, top, right, bottom of what is drawn
+    digits: np.ndarray  # int64[digits] which digit it is
+    classes: tuple[str, ...]
+    key: int
+    fresh: bool
+    count: int
+    origin: str
+    has_masks: bool = False  # whether samples do
+
+    def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, and labels int64[n]."""
+        return self._draw(position)[:3]
+
+    def _draw(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The scene with its masks uint8[n, 128, 128]: where the ink is."""
+        random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
+        canvas = _background(random)
+        boxes, labels, masks = [], [], []
+        for _ in range(random.integers(1, _MOST + 1)):
+            which = int(random.integers(len(self.digits)))
+            left, top, right, bottom = self.ink[which].tolist()
+            height = _HEIGHTS[0] * (_HEIGHTS[1] / _HEIGHTS[0]) ** random.random()
+            width = height * (right - left) / (bottom - top) * random.uniform(0.85, 1.2)
+            size = np.array([min(max(round(width), 4), SIDE), round(height)])
+            colour = random.integers(130, 225, 3).astype(np.float32)
+            places = random.integers(0, SIDE - size + 1, (_TRIES, 2))
+            box = _first_free(np.concatenate([places, places + size], axis=1), boxes)
+            if box is None:
+                continue
+            digit = Image.fromarray(self.pixels[which]).resize(
+                tuple(size.tolist()), Image.Resampling.BILINEAR, (left, top, right, bottom)
+            )
+            opacity = np.asarray(digit)[..., None] / np.float32(255)
+            part = canvas[box[1] : box[3], box[0] : box[2]]
+            part += opacity * (colour - part)
+            boxes.append(box)
+            labels.append(self.digits[which])
+            mask = np.zeros(canvas.shape[:2], np.uint8)
+            mask[box[1] : box[3], box[0] : box[2]] = opacity[..., 0] > _INK / 255
+            masks.append(mask)
+        noise = np.frombuffer(random.bytes(canvas.size), np.uint8).reshape(canvas.shape)
+        image = canvas.astype(np.uint8) + (noise & 31)
+        return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
+
+    def sample(self, index: int, position: int) -> Sample:
+        image, boxes, labels, masks = self._draw(position if self.fresh else index)
+        return Sample(image, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
+
+    def rles(self, index: int) -> list[dict]:
+        return encode(self._draw(index)[3])
+
+    def name(self, index: int) -> str:
+        return f"scene[{index}]"
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self.scene(index)[0])
+
+    def __len__(self) -> int:
+        return self.count
+
+    @cached_property
+    def fingerprint(self) -> str:
+        kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(self.count))
+        return fingerprint_of(self.classes + kind, self.digits, self.pixels)
+
+    # ---- annotations: drawn when first asked for, since training on fresh scenes needs none but the sizes
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        return np.full((self.count, 2), SIDE, np.int32)
+
+    @cached_property
+    def _annotations(self) -> Annotations:
+        scenes = [self.scene(position)[1:] for position in range(self.count)]
+        boxes, labels = (np.concatenate(column) for column in zip(*scenes, strict=True))
+        offsets = np.concatenate([[0], np.cumsum([len(labels) for _, labels in scenes])])
+        areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+        ids = np.arange(len(self.classes))
+        crowd = np.zeros(len(labels), bool)
+        return Annotations(self.classes, ids, np.arange(self.count), self.sizes, offsets, boxes, labels, crowd, areas)
+
+    category_ids = property(lambda self: np.arange(len(self.classes)))
+    image_ids = property(lambda self: np.arange(self.count))
+    offsets = property(lambda self: self._annotations.offsets)
+    boxes = property(lambda self: self._annotations.boxes)
+    labels = property(lambda self: self._annotations.labels)
+    crowd = property(lambda self: self._annotations.crowd)
+    areas = property(lambda self: self._annotations.areas)
+    class_counts = property(lambda self: None if self.fresh else self._annotations.class_counts)
+    notes = ()
+
+
+def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
+    """Fresh scenes to train on, and fixed ones, the same for every seed, of the fifth of the digits that is held out."""
+    train, val = load_digits()
+    return (
+        _scenes(
+            train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, origin="fresh scenes", has_masks=masks
+        ),
+        _scenes(
+            val,
+            key_of("validation scenes"),
+            fresh=False,
+            count=_VALIDATION,
+            origin="fixed scenes of held-out digits",
+            has_masks=masks,
+        ),
+    )
+
+
+def _scenes(digits: Digits, key: int, **options) -> Scenes:
+    ink = np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels])
+    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, **options)
+
+
+def _background(random: np.random.Generator) -> np.ndarray:
+    """float32[128, 128, 3] of soft dark clouds, 0..110: with digits below 225, noise up to 31 fits into 8 bits."""
+    clouds = Image.fromarray(random.integers(0, 111, (5, 5, 3), np.uint8))
+    return np.asarray(clouds.resize((SIDE, SIDE), Image.Resampling.BILINEAR)).astype(np.float32)
+
+
+def _first_free(candidates: np.ndarray, boxes: list[np.ndarray]) -> np.ndarray | None:
+    """The first of int64[n, 4] that covers no more than `_OVERLAP` of any box, or a box of it."""
+    if not boxes:
+        return candidates[0]
+    others = np.stack(boxes)
+    low = np.maximum(candidates[:, None, :2], others[None, :, :2])
+    high = np.minimum(candidates[:, None, 2:], others[None, :, 2:])
+    shared = (high - low).clip(0).prod(2)  # [n, boxes]
+    smaller = np.minimum((candidates[0, 2:] - candidates[0, :2]).prod(), (others[:, 2:] - others[:, :2]).prod(1))
+    free = (shared <= _OVERLAP * smaller).all(1)
+    return candidates[free.argmax()] if free.any() else None

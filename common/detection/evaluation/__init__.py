@@ -1,0 +1,1 @@
+"""COCO's numbers, matches and pictures of an evaluation."""

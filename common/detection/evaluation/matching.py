@@ -1,0 +1,217 @@
+"""Which object does each detection show, what was missed, and what was seen that is not there?"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torchvision.ops import box_iou
+
+from common.detection.data.annotated import Annotated
+
+IOU = 0.5  # from this overlap on, a detection shows an object
+NEAR = 0.1  # and from this on it is badly placed, where it is of the object's class
+NONE, IN_CROWD = -1, -2  # in place of an object: there is none; or it lies in a crowd region, where nothing is judged
+
+
+class Miss(NamedTuple):
+    """An object that no detection shows."""
+
+    object: int  # row of the source's columns of boxes
+    image: int
+    score: float  # of the best detection of its class that overlaps enough, below the threshold; 0: there is none
+
+
+class FalseAlarm(NamedTuple):
+    """A detection that shows no object of its class."""
+
+    detection: int  # row of the columns of detections
+    image: int
+    kind: str  # one of "double", "class", "place", "nothing"
+    object: int  # that a better one shows; that is of another class; that it is too far from; -1: nothing is there
+    overlap: float  # with that object, 0..1
+
+
+@dataclass(eq=False)
+class Matches:
+    """Detections beside the objects of a source; all that is said here is computed when it is first asked for.
+
+    Objects of a detection's own class come first, in order of its score, as COCO counts them at IoU 0.5: the best
+    detection of an object is a hit. Of those that are left, one that overlaps an object of another class enough shows
+    that one; each object is shown at most once. Crowd regions are neither objects nor background.
+    """
+
+    source: Annotated
+    images: np.ndarray  # int64[n]: which image each detection is of
+    rows: np.ndarray  # float32[n, 6]: left, top, right, bottom, score, class id
+
+    @cached_property
+    def hits(self) -> np.ndarray:
+        """int64[n]: the object of its class that each detection, of whatever score, shows; else `NONE` or `IN_CROWD`."""
+        return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
+
+    @cached_property
+    def threshold(self) -> float:
+        """The score from which on detections give the best F1 over all objects; 0.5 where none is right."""
+        order = self._best_first[self.hits[self._best_first] != IN_CROWD]
+        right = np.cumsum(self.hits[order] >= 0)
+        f1 = 2 * right / (np.arange(1, len(order) + 1) + self.object_count)
+        scores = self.rows[order, 4]
+        f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores come together
+        return float(scores[f1.argmax()]) if f1.any() else 0.5
+
+    @cached_property
+    def good(self) -> np.ndarray:
+        """bool[n]: the detections that score `threshold` or more."""
+        return self.rows[:, 4] >= self.threshold
+
+    @cached_property
+    def shown(self) -> np.ndarray:
+        """int64[n]: the object, of its own class or another, that each good detection shows; else `NONE` or `IN_CROWD`."""
+        hits = np.where(self.good | (self.hits == IN_CROWD), self.hits, NONE)
+        return self._assign(hits, self.good & (hits == NONE), same_class=False)
+
+    @cached_property
+    def hit(self) -> np.ndarray:
+        """bool[M]: the objects that a good detection of their class shows."""
+        return self._marked(self.hits[self.good])
+
+    @cached_property
+    def missed(self) -> np.ndarray:
+        """bool[M]: the objects that no good detection shows."""
+        return ~(self._marked(self.shown) | self.source.crowd)
+
+    @property
+    def false_alarm_count(self) -> int:
+        return int((self.good & (self.hits == NONE)).sum())
+
+    @property
+    def object_count(self) -> int:
+        return int((~self.source.crowd).sum())
+
+    def confusion(self) -> np.ndarray:
+        """int64[K + 1, K + 1] of objects (rows) and what they are shown as; the last row and column are background."""
+        classes = len(self.source.classes)
+        true, seen = self.source.labels, self.rows[:, 5].astype(np.int64)
+        matrix = np.zeros((classes + 1, classes + 1), np.int64)
+        pairs = self.shown >= 0
+        np.add.at(matrix, (true[self.shown[pairs]], seen[pairs]), 1)
+        np.add.at(matrix, (classes, seen[self.good & (self.shown == NONE)]), 1)
+        np.add.at(matrix, (true[self.missed], classes), 1)
+        return matrix
+
+    def misses(self, most: int) -> list[Miss]:
+        """Objects that nothing shows, worst first: by the share of the image that the object, and no other one, covers."""
+        objects = np.flatnonzero(self.missed)
+        clear = [self._clear_share(row) for row in objects]
+        worst = objects[np.argsort(np.negative(clear), kind="stable")[:most]]
+        scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
+        return [Miss(row, int(self._owners[row]), scores.get(row, 0.0)) for row in worst.tolist()]
+
+    def false_alarms(self, most: int) -> list[FalseAlarm]:
+        """Detections that hit no object of their class, highest score first, and of those around an object the first."""
+        alarms, known = [], set()
+        for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
+            if len(alarms) == most:
+                break
+            alarm = self._explain(row)
+            if alarm.object not in known:
+                alarms.append(alarm)
+                known |= {alarm.object} - {NONE}
+        return alarms
+
+    def of_image(self, image: int) -> np.ndarray:
+        """int64[m]: the good detections of an image, best first."""
+        first, end = np.searchsorted(self._sorted_images, (image, image + 1))
+        rows = self._by_image[first:end]
+        return rows[self.good[rows]]
+
+    # --- inside
+
+    @cached_property
+    def _owners(self) -> np.ndarray:
+        """int64[M]: the image of each object."""
+        return np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))
+
+    @cached_property
+    def _best_first(self) -> np.ndarray:
+        return np.argsort(-self.rows[:, 4], kind="stable")
+
+    @cached_property
+    def _by_image(self) -> np.ndarray:
+        """int64[n]: detections image by image, the best of each first."""
+        return self._best_first[np.argsort(self.images[self._best_first], kind="stable")]
+
+    @cached_property
+    def _sorted_images(self) -> np.ndarray:
+        return self.images[self._by_image]
+
+    def _marked(self, objects: np.ndarray) -> np.ndarray:
+        """bool[M]: whether each object is among these."""
+        marked = np.zeros(len(self.source.labels), bool)
+        marked[objects[objects >= 0]] = True
+        return marked
+
+    def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
+        """`shown`, with an object for each candidate, bool[n], that overlaps one enough that is still free."""
+        shown, taken = shown.copy(), self._marked(shown)
+        order = self._by_image[candidates[self._by_image]]
+        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
+            objects = self._objects(self.images[rows[0]]) if len(rows) else ()
+            if not len(objects):
+                continue
+            overlaps = self._overlaps(rows, objects)
+            crowd = self.source.crowd[objects]
+            fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
+            overlaps = np.where(fits, overlaps, 0)
+            for place in np.flatnonzero((overlaps >= IOU).any(1)):
+                free = np.where(crowd | taken[objects], 0, overlaps[place])
+                if free.max() >= IOU:
+                    shown[rows[place]] = objects[free.argmax()]
+                    taken[shown[rows[place]]] = True
+                elif (overlaps[place][crowd] >= IOU).any():
+                    shown[rows[place]] = IN_CROWD
+        return shown
+
+    def _objects(self, image: int) -> np.ndarray:
+        return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
+
+    def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
+        """float64[rows, objects]: intersection over union; with crowd regions, over the detection alone, as COCO does."""
+        found = torch.from_numpy(self.rows[rows, :4].astype(np.float64))
+        true = torch.from_numpy(self.source.boxes[objects].astype(np.float64))
+        overlaps = box_iou(found, true).nan_to_num()
+        crowd = np.flatnonzero(self.source.crowd[objects])
+        if len(crowd):
+            overlaps[:, crowd] = _covered(found, true[crowd])
+        return overlaps.numpy()
+
+    def _clear_share(self, row: int) -> float:
+        """The share of its image that an object covers and no other box does (taking the most covering one)."""
+        image = self._owners[row]
+        box = torch.from_numpy(self.source.boxes[row : row + 1].astype(np.float64))
+        others = self._objects(image)
+        others = torch.from_numpy(self.source.boxes[others[others != row]].astype(np.float64))
+        covered = _covered(box, others).max().item() if len(others) else 0.0
+        area = (box[0, 2:] - box[0, :2]).prod().item() / self.source.sizes[image].astype(np.float64).prod()
+        return area * (1 - covered)
+
+    def _explain(self, row: int) -> FalseAlarm:
+        image = int(self.images[row])
+        objects = self._objects(image)
+        objects = objects[~self.source.crowd[objects]]
+        overlaps = self._overlaps(np.array([row]), objects)[0]
+        of_class = np.where(self.source.labels[objects] == self.rows[row, 5], overlaps, 0)
+        for kind, shares, least in (("double", of_class, IOU), ("class", overlaps, IOU), ("place", of_class, NEAR)):
+            if shares.max(initial=0) >= least:
+                best = shares.argmax()
+                return FalseAlarm(row, image, kind, int(objects[best]), float(shares[best]))
+        return FalseAlarm(row, image, "nothing", NONE, 0.0)
+
+
+def _covered(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """float64[n, m]: which share of each box lies within each of the others."""
+    sides = torch.minimum(boxes[:, None, 2:], others[:, 2:]) - torch.maximum(boxes[:, None, :2], others[:, :2])
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    return (sides.clamp(min=0).prod(2) / areas[:, None]).nan_to_num()

@@ -1,0 +1,64 @@
+"""Where are a detector's anchors, and which boxes do they stand for?"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import box_area, box_iou
+
+from common.detection.models.fpn import Backbone
+from common.detection.models.selection import clip
+
+
+class Anchors:
+    """A few boxes of fixed shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
+
+    `scales` are the sides of a square anchor in strides of its level; `ratios` are height over width.
+    Anchors are of the type asked for, never of half precision: bf16 moves a quarter of the finest ones.
+    """
+
+    def __init__(
+        self, backbone: Backbone, scales: tuple[float, ...], ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    ) -> None:
+        self.backbone = backbone
+        sizes = tuple(tuple(int(2**level * scale) for scale in scales) for level in backbone.levels)
+        self.generator = AnchorGenerator(sizes, (ratios,) * len(sizes))
+        self.per_cell = len(scales) * len(ratios)
+
+    def __call__(self, canvas: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[P, 4] left, top, right, bottom of all levels for a canvas of (H, W) pixels."""
+        self.generator.set_cell_anchors(dtype, device)
+        strides = [[2**level] * 2 for level in self.backbone.levels]
+        return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), strides))
+
+    def level_lengths(self, canvas: tuple[int, int]) -> list[int]:
+        """How many of the P anchors each level has."""
+        return [self.per_cell * height * width for height, width in self.backbone.grid_sizes(canvas)]
+
+
+def match(
+    places: Tensor, target: dict, size: Tensor, *, foreground_iou: float, background_iou: float, rescue: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of one image, for anchors or proposals `places` [P, 4]:
+
+    Returns:
+        boxes [P, 4] that each stands for (arbitrary where it is not foreground), and which of the target's boxes [P];
+        whether it is foreground [P]: overlaps the box by `foreground_iou`, or with `rescue` as much as any place does;
+        whether it is ignored [P]: an overlap from `background_iou` on, or half of what is inside `size` (width, height)
+        lies in a crowd region.
+    """
+    boxes = F.pad(target["boxes"].to(places.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without any
+    crowd = F.pad(target["crowd"], (0, 1))
+    real = F.pad(~target["crowd"], (0, 1))[:, None]
+    overlap = torch.where(real, box_iou(boxes, places), -1)  # [n + 1, P]
+    best, which = overlap.max(0)
+    foreground = best >= foreground_iou
+    if rescue:
+        most = overlap.amax(1, keepdim=True)
+        foreground |= ((overlap == most) & (most > 0)).any(0)
+    inside = clip(places, size)
+    shared = torch.minimum(boxes[:, None, 2:], inside[:, 2:]) - torch.maximum(boxes[:, None, :2], inside[:, :2])
+    shared = shared.clamp(min=0)
+    crowded = (shared[..., 0] * shared[..., 1] >= box_area(inside) / 2) & crowd[:, None]
+    ignored = ((best >= background_iou) | crowded.any(0)) & ~foreground
+    return boxes[which], which, foreground, ignored

@@ -1,0 +1,105 @@
+"""Which noised boxes does a DETR learn to mend, whatever the layout of the run?
+
+Beside its queries, the decoder sees copies of the true boxes with noise on them, and learns to say what they were.
+Which noise is a function of (seed, position); how many copies, of the image's own number of boxes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from common.detection.models.boxes import sent
+from common.randomness import key_of, uniforms
+
+_PADDING, _QUERY = -1, -2  # instead of a group's number
+
+
+@dataclass
+class Denoising:
+    """D noised boxes for each of B images; images that have fewer are padded at the end."""
+
+    labels: Tensor  # int64[B, D], some of them wrong; the number of classes for padding
+    boxes: Tensor  # [B, D, 4] centre x, centre y, width, height in 0..1
+    match: Tensor  # int64[B, D] the box that it is to become, or -1
+    real: Tensor  # bool[B, D] not padding
+    visible: Tensor  # bool[B, 1, D + Q, D + Q]: whether a query (row) sees another; the Q of the decoder come last
+    groups: Tensor  # [B] how often each box of the image is there as a positive
+
+
+def groups_of(boxes: Tensor, budget: int) -> Tensor:
+    """How many groups an image with `boxes` int64[...] of them gets: as many as make `budget` positives, at least one."""
+    return (budget // boxes.clamp(min=1)).clamp(min=1) * (boxes > 0)
+
+
+def noised(
+    boxes: list[Tensor],
+    labels: list[Tensor],
+    positions: list[int],
+    *,
+    seed: int,
+    classes: int,
+    queries: int,
+    budget: int,
+    label_noise: float,
+    box_noise: float,
+) -> Denoising:
+    """Groups of a positive and a negative for each box: the first is to be mended, the second is no object.
+
+    Different from the source: it takes the number of groups from the largest image of the batch, and lets padding be
+    seen and learnt as background; here an image is what it is in any batch.
+    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605), section 3.3.
+
+    Args:
+        boxes, labels: of each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
+        positions: of the stream.
+        queries: how many the decoder has of its own.
+        budget: positives of an image, about.
+        label_noise: twice the share of labels that are drawn anew.
+        box_noise: 1 moves a positive's corners by up to half the box's sides, a negative's by half to the whole.
+    """
+    device, dtype = boxes[0].device, boxes[0].dtype
+    numbers = np.array([len(of_image) for of_image in boxes])
+    groups = groups_of(torch.from_numpy(numbers), budget)
+    sizes = 2 * numbers * groups.numpy()
+    longest = int(sizes.max())
+    source = np.full((len(boxes), longest), -1)
+    group, negative, draws = np.full_like(source, _PADDING), np.zeros_like(source), np.zeros((*source.shape, 10))
+    for row, (number, size, position) in enumerate(zip(numbers, sizes, positions, strict=True)):
+        if size:
+            place = np.arange(size)
+            source[row, :size], group[row, :size] = place % number, place // (2 * number)
+            negative[row, :size] = place // number % 2
+            draws[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
+
+    source, group, negative = sent(torch.from_numpy(np.stack([source, group, negative])), device)
+    draws = sent(torch.from_numpy(draws).to(dtype), device)
+    rows, real = torch.arange(len(boxes), device=device)[:, None], group != _PADDING
+    wrong, anew = draws[..., 0] < label_noise / 2, (draws[..., 1] * classes).long()
+    right = padded(labels, classes)[rows, source]
+    corners = padded([box_convert(of_image, "cxcywh", "xyxy") for of_image in boxes], 0)[rows, source]
+    half_sides = (corners[..., 2:] - corners[..., :2]).repeat(1, 1, 2) / 2
+    shift = (draws[..., 2:6] + negative[..., None]) * torch.where(draws[..., 6:] < 0.5, -1, 1)
+    corners = (corners + shift * half_sides * box_noise).clamp(0, 1)
+
+    everyone = torch.nn.functional.pad(group, (0, queries), value=_QUERY)
+    seen, seeing = everyone[:, None, None, :], everyone[:, None, :, None]
+    return Denoising(
+        labels=torch.where(wrong & real, anew, right),
+        boxes=box_convert(corners, "xyxy", "cxcywh"),
+        match=torch.where(negative == 0, source, -1),
+        real=real,
+        visible=(seen == _QUERY) | (seen == seeing),
+        groups=sent(groups.to(dtype), device),
+    )
+
+
+def padded(rows: list[Tensor], value: float) -> Tensor:
+    """[B, n + 1, ...] from B tensors [n_i, ...]: a `value` ends each row, so that index -1 finds it."""
+    longest = max(map(len, rows)) + 1
+    result = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), value)
+    for place, row in enumerate(rows):
+        result[place, : len(row)] = row
+    return result

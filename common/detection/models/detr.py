@@ -1,0 +1,384 @@
+"""How do RT-DETRv2 and D-FINE, whose queries each become one box, learn and detect?"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from common.detection.models.boxes import filled, overlaps, sent
+from common.detection.models.denoising import Denoising, groups_of, noised, padded
+from common.detection.models.detr_models import build_model, export_model
+from common.detection.models.selection import MOST
+
+_TEMPERATURE = 5  # of D-FINE's self-distillation
+
+
+class DETR(nn.Module):
+    """A DETR of transformers; `common.detection.models.detectors.Detector` says what its methods promise.
+
+    Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
+    counts of the global batch; noise for the denoising is `common.detection.models.denoising`'s; a query in a crowd region is
+    neither object nor background; queries, decoder, boxes and losses stay out of half precision.
+    Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842).
+    """
+
+    def __init__(self, model: nn.Module, normalization: dict, seed: int = 0) -> None:
+        """`model`: RTDetrV2Model or DFineModel of transformers, whose decoder has its heads; the `mean` and `std` it sees."""
+        super().__init__()
+        self.model, self.config, self.pretrained_cfg, self.seed = model, model.config, normalization, seed
+        self.begins_with = model.begins_with
+        self.classes, self.queries = model.config.num_labels, model.config.num_queries
+        self.stride = max(model.config.feat_strides)
+        layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
+        self._checked = [layer for layer in layers if not layer.dropout]
+        for layer in self._checked:
+            layer.register_forward_hook(_clamped)
+        self.train()
+
+    def train(self, mode: bool = True) -> "DETR":
+        super().train(mode)
+        for layer in self._checked:  # itself it only asks the device, in training, whether all is finite
+            layer.training = False
+        return self
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.backbone
+
+    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+        """int64[4]: boxes, queries that get one, queries, and positives of the denoising of these images."""
+        queries = self._queries(canvas)
+        boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
+        positives = boxes * groups_of(boxes, self.config.num_denoising)
+        columns = boxes, boxes.clamp(max=queries), torch.full_like(boxes, queries), positives
+        return torch.stack([column.sum() for column in columns])
+
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Varifocal loss of classes, L1 and generalised IoU of boxes; for D-FINE of their edges' distributions too: [B]."""
+        boxes, labels, regions = self._targets(targets, images)
+        totals = totals.to(self._dtype)
+        denoising = None
+        if self.config.num_denoising:
+            denoising = noised(
+                boxes,
+                labels,
+                [target["position"] for target in targets],
+                seed=self.seed,
+                classes=self.classes,
+                queries=self._queries(images.shape[2:]),
+                budget=self.config.num_denoising,
+                label_noise=self.config.label_noise_ratio,
+                box_noise=self.config.box_noise_scale,
+            )
+        outputs = self._predict(images, denoising)
+        with torch.autocast(images.device.type, enabled=False):
+            first = denoising.labels.shape[1] if denoising else 0
+            wanted = padded(boxes, 0), padded(labels, 0)
+            found = _Outputs.of_queries(outputs, first)
+            match = self._match(found, *wanted, [*map(len, labels)])
+            centres = found.boxes[..., None, :2]
+            crowded = ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1)
+            terms = self._terms(
+                found,
+                match,
+                *wanted,
+                counted=(match >= 0) | ~crowded.any(-1),
+                divisor=totals[0].clamp(min=1).expand(len(images)),
+                numbers=torch.stack([totals[1], totals[2] - totals[1]]),
+            )
+            if denoising:
+                found = _Outputs.of_noise(outputs, first)
+                shape = found.boxes.shape[:3]
+                mended = self._terms(
+                    found,
+                    denoising.match[:, None].expand(shape),
+                    *wanted,
+                    counted=denoising.real[:, None].expand(shape),
+                    divisor=totals[0].clamp(min=1) * denoising.groups.clamp(min=1),
+                    numbers=totals[3].expand(2),
+                )
+                terms = {name: term + mended[name] for name, term in terms.items()}
+            # transformers' loss leaves out some of D-FINE's logits: their parameters get a gradient too, of zeros.
+            connected = 0 * outputs.intermediate_logits.sum((1, 2, 3))
+        return sum(terms.values()) + connected, {name: term.detach() for name, term in terms.items()}
+
+    forward = losses
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """The best pairs of a query and a class, with the probability of the class as score.
+
+        Boxes may reach beyond the image, as those of transformers' image processor do.
+        """
+        outputs = self._predict(images)
+        logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
+        scores = logits.sigmoid().flatten(1)
+        scores, places = scores.topk(min(MOST, scores.shape[1]))
+        boxes = box_convert(boxes, "cxcywh", "xyxy") * self._extent(images)
+        return [
+            {"boxes": of_image[place // self.classes], "scores": best, "labels": place % self.classes}
+            for of_image, best, place in zip(boxes, scores, places, strict=True)
+        ]
+
+    def export(self, folder: Path, classes: Sequence[str], side: int = 640) -> None:
+        """Write a folder for transformers, see `common.detection.models.detr_models.export_model`."""
+        export_model(self.model, self.pretrained_cfg, self._queries((side, side)), folder, classes, side)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.model.enc_score_head.weight.dtype
+
+    def _extent(self, images: Tensor) -> Tensor:
+        height, width = images.shape[2:]
+        return filled((width, height, width, height), self.model.enc_score_head.weight)
+
+    def _queries(self, canvas: tuple[int, int]) -> int:
+        """Queries on a canvas of (H, W) pixels: no more than it has places."""
+        places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.config.feat_strides)
+        return min(self.queries, places)
+
+    def _targets(self, targets: list[dict], images: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Boxes [n, 4] (centre x, centre y, width, height) and labels of each image; crowd regions [B, m, 4] (corners)."""
+        corners = torch.cat([target["boxes"] for target in targets]).to(self._dtype) / self._extent(images)
+        objects, regions, first = [], [], 0
+        for target in targets:
+            crowd = target["regions"] if "regions" in target else target["crowd"].nonzero().flatten().tolist()
+            rows = range(first, first := first + len(target["labels"]))
+            regions.append([rows[row] for row in crowd])
+            objects.append(sorted({*rows} - {*regions[-1]}))
+        order, sizes = sum(objects + regions, []), [*map(len, objects + regions)]
+        order = sent(torch.tensor(order, dtype=torch.int64), images.device)
+        labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
+        parts = corners[order].split(sizes)
+        boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
+        return boxes, labels, padded(parts[len(targets) :], -1)
+
+    def _predict(self, images: Tensor, denoising: Denoising | None = None):
+        """transformers' output of the model: the features in the precision of the day, the rest out of half precision."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        model = self.model
+        model.config.num_queries = self._queries(images.shape[2:])
+        features = model.backbone(images, images.new_ones(len(images), *images.shape[2:]))
+        maps = [project(x) for project, (x, _) in zip(model.encoder_input_proj, features, strict=True)]
+        maps = model.encoder(maps).last_hidden_state
+        with torch.autocast(images.device.type, enabled=False), self._with(denoising):
+            maps = [x.to(self._dtype) for x in maps]
+            # Features that are given as encoder_outputs are not computed again; inputs_embeds says how many images, and
+            # where the sizes of the maps are kept: on the host, which reads them.
+            count = torch.empty(len(images), 0)
+            return model(None, inputs_embeds=count, encoder_outputs=BaseModelOutput(last_hidden_state=maps))
+
+    @contextlib.contextmanager
+    def _with(self, denoising: Denoising | None) -> Iterator[None]:
+        """Put noised boxes before the decoder's queries, where transformers would put its own."""
+
+        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            noise = {
+                "inputs_embeds": self.model.denoising_class_embed(denoising.labels),
+                "reference_points": torch.logit(denoising.boxes, 1e-5),
+            }
+            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
+            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
+
+        if denoising is None:
+            yield
+            return
+        hook = self.model.decoder.register_forward_pre_hook(insert, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def _match(self, found: "_Outputs", boxes: Tensor, labels: Tensor, counts: list[int]) -> Tensor:
+        """int64[B, O, Q]: the box that each query of each output is for, or -1.
+
+        As transformers' `RTDetrHungarianMatcher` finds it, of all images at once: the host waits for the device once.
+        """
+        from scipy.optimize import linear_sum_assignment
+
+        costs = self._costs(found, boxes[:, :-1], labels[:, :-1]).cpu()
+        match = torch.full(found.logits.shape[:3], -1)
+        for image, count in enumerate(counts):
+            for output, cost in enumerate(costs[image, :, :, :count]):
+                query, box = linear_sum_assignment(cost)
+                match[image, output, query] = torch.from_numpy(box)
+        return sent(match, found.logits.device)
+
+    def _costs(self, found: "_Outputs", boxes: Tensor, labels: Tensor) -> Tensor:
+        """[B, O, Q, n]: what it costs that a query is for one of the boxes [B, n, 4], which have labels [B, n]."""
+        config = self.config
+        # What is not finite becomes the step's loss, where the run sees it; the matching would raise.
+        chances = found.logits.nan_to_num().sigmoid()
+        chances = chances.gather(3, labels[:, None, None].expand(*chances.shape[:3], -1))
+        predicted = found.boxes.nan_to_num(0).clamp(0, 1)[..., None, :]  # [B, O, Q, 1, 4]
+        wanted = boxes[:, None, None]  # [B, 1, 1, n, 4]
+        alpha, gamma = config.matcher_alpha, config.matcher_gamma
+        hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
+        doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
+        _, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+        costs = config.matcher_bbox_cost * (predicted - wanted).abs().sum(-1)
+        costs = costs + config.matcher_class_cost * (hit - doubt) - config.matcher_giou_cost * generalised
+        most = torch.finfo(costs.dtype).max
+        return costs.nan_to_num(most, most, most)
+
+    def _terms(
+        self,
+        found: "_Outputs",
+        match: Tensor,
+        boxes: Tensor,
+        labels: Tensor,
+        *,
+        counted: Tensor,
+        divisor: Tensor,
+        numbers: Tensor,
+    ) -> dict[str, Tensor]:
+        """The weighted losses [B] of O outputs with Q queries each, by name.
+
+        Args:
+            match: int64[B, O, Q] index of a box, or -1.
+            boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
+            counted: bool[B, O, Q] whether it is a query at all, and not one without a box in a crowd region.
+            divisor: [B] of sums over queries.
+            numbers: [2] queries with a box and without one, of an output, in the global batch.
+        """
+        config, rows = self.config, torch.arange(len(match), device=match.device)[:, None, None]
+        matched = match >= 0
+        # Queries without a box take part as if they were right: no indexing, so that the host need not wait.
+        whole = filled((0.5, 0.5, 1, 1), boxes)
+        wanted = torch.where(matched[..., None], boxes[rows, match], whole)
+        predicted = torch.where(matched[..., None], found.boxes, whole)
+        edges = box_convert(wanted, "cxcywh", "xyxy")
+        overlap, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), edges)
+        quality = overlap.detach()
+
+        hit = labels[rows, match][..., None] == torch.arange(self.classes, device=labels.device)
+        hit = hit & matched[..., None]
+        goal = quality[..., None] * hit
+        doubt = config.focal_loss_alpha * found.logits.detach().sigmoid() ** config.focal_loss_gamma
+        weight = torch.where(hit, goal, doubt)
+        classification = F.binary_cross_entropy_with_logits(found.logits, goal, weight, reduction="none").sum(-1)
+        sums = {
+            "class": config.weight_loss_vfl * classification * counted,
+            "box": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
+            "giou": config.weight_loss_giou * (1 - generalised),
+        }
+        if found.edges is not None:
+            layers = slice(found.edges.shape[1])
+            unlikely = self._unlikelihood(found.edges, found.references, edges[:, layers]) * quality[:, layers]
+            sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
+        terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
+        if found.edges is not None:
+            layers = slice(found.students)
+            students = F.log_softmax(found.edges[:, layers] / _TEMPERATURE, -1)
+            teacher = F.softmax(found.teacher / _TEMPERATURE, -1)[:, None].expand_as(students)
+            apart = F.kl_div(students, teacher, reduction="none").sum((-2, -1)) * _TEMPERATURE**2
+            matched, missed = matched[:, layers], (counted & ~matched)[:, layers]
+            apart = apart * torch.where(matched, quality[:, layers], found.trust[:, None])
+            # Means over both kinds of queries, weighted by the roots of their numbers.
+            roots = (4 * numbers).sqrt()
+            both = apart * matched / roots[0].clamp(min=1) + apart * missed / roots[1].clamp(min=1)
+            terms["ddf"] = config.weight_loss_ddf * both.sum((1, 2)) / roots.sum().clamp(min=1)
+        return terms
+
+    def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
+        """[B, O, Q]: how unlikely the distributions of edges [B, O, Q, 4, bins] make the wanted ones (corners).
+
+        A distance of 0 is the edge of the reference box [B, O, Q, 4], and a wanted one lies between two bins.
+        """
+        from transformers.loss.loss_d_fine import weighting_function
+
+        decoder, scale = self.model.decoder, self.model.decoder.reg_scale
+        bins = weighting_function(decoder.max_num_bins, decoder.up, scale)
+        centres, sides = references[..., :2], references[..., 2:] / scale + 1e-16
+        distances = (
+            torch.cat([(centres - wanted[..., :2]) / sides, (wanted[..., 2:] - centres) / sides], -1) - scale / 2
+        )
+        distances = distances.clamp(bins[0], bins[-1])
+        left = (torch.searchsorted(bins, distances, right=True) - 1).clamp(max=len(bins) - 2)
+        share = (distances - bins[left]) / (bins[left + 1] - bins[left])
+        logs = F.log_softmax(edges, -1)
+        below, above = (logs.gather(-1, place[..., None]).squeeze(-1) for place in (left, left + 1))
+        return -(below * (1 - share) + above * share).sum(-1)
+
+
+def build_detr(
+    family: str,
+    name: str,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    width: int = 256,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    names: Sequence[str] = (),
+) -> DETR:
+    """RT-DETRv2 or D-FINE, see `common.detection.models.detr_models.build_model`."""
+    options = {"pretrained": pretrained, "width": width, "drop_path": drop_path, "seed": seed, "names": names}
+    return DETR(*build_model(family, name, classes, **options), seed)
+
+
+@dataclass
+class _Outputs:
+    """What O layers say about Q queries of B images, in the pairs of layers that transformers' losses make.
+
+    Of D-FINE, whose logits and boxes begin with those of a first guess, there are distributions of edges for the first of
+    the O outputs; the last layer's teach the others.
+    """
+
+    logits: Tensor  # [B, O, Q, K]
+    boxes: Tensor  # [B, O, Q, 4] centre x, centre y, width, height in 0..1
+    edges: Tensor | None = None  # [B, E, Q, 4, bins] logits
+    references: Tensor | None = None  # [B, E, Q, 4] what the edges' distances are from
+    students: int = 0  # how many of the E outputs learn from the teacher
+    teacher: Tensor | None = None  # [B, Q, 4, bins]
+    trust: Tensor | None = None  # [B, Q] in an unmatched query of the teacher
+
+    @classmethod
+    def of_queries(cls, outputs, first: int) -> "_Outputs":
+        """Of the decoder's own queries, which begin at `first`, and of the encoder's choice of them."""
+        logits, boxes, edges = cls._part(outputs, slice(first, None))
+        if edges is None:
+            own = cls(logits, boxes)
+        else:
+            layers = edges.shape[1]
+            of_layers = [torch.cat([x[:, : layers - 1], x[:, layers : layers + 1]], 1) for x in (logits, boxes)]
+            own = cls(*of_layers, edges[:, :-1], students=layers - 1)
+            own._teach(outputs, slice(first, None), logits, edges)
+        own.logits = torch.cat([own.logits, outputs.enc_topk_logits[:, None]], 1)
+        own.boxes = torch.cat([own.boxes, outputs.enc_topk_bboxes[:, None]], 1)
+        return own
+
+    @classmethod
+    def of_noise(cls, outputs, end: int) -> "_Outputs":
+        """Of the noised boxes, which stand before `end`."""
+        logits, boxes, edges = cls._part(outputs, slice(end))
+        if edges is None:
+            return cls(logits, boxes)
+        layers = edges.shape[1]
+        own = cls(logits[:, :layers], boxes[:, :layers], edges, students=layers - 1)
+        own._teach(outputs, slice(end), logits, edges)
+        return own
+
+    @staticmethod
+    def _part(outputs, queries: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits, boxes = outputs.intermediate_logits[:, :, queries], outputs.intermediate_reference_points[:, :, queries]
+        if outputs.intermediate_predicted_corners is None:
+            return logits, boxes, None
+        return logits, boxes.clamp(0, 1), outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
+
+    def _teach(self, outputs, queries: slice, logits: Tensor, edges: Tensor) -> None:
+        self.references = outputs.initial_reference_points[:, : self.edges.shape[1], queries]
+        self.teacher, self.trust = edges[:, -1].detach(), logits[:, -1].detach().sigmoid().amax(-1)
+
+
+def _clamped(layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """What an encoder layer of transformers makes of its output in training, where something is not finite."""
+    most = torch.finfo(output.dtype).max - 1000
+    return output.clamp(-most, most)

@@ -1,0 +1,313 @@
+"""How does a name become a DETR of transformers, and a trained one a folder that others load?"""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+from common.errors import Refused
+from common.files import SMALL, check_regular, read_text
+from common.training import timm_models
+
+FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine"}  # ours -> what transformers calls them
+_RESNETS = {"model_type": "rt_detr_resnet", "out_indices": [2, 3, 4]}
+_HGNETS = {
+    "model_type": "hgnet_v2",
+    "out_indices": [2, 3, 4],
+    "stage_downsample": [False, True, True, True],
+    "stage_light_block": [False, False, True, True],
+    "stage_kernel_size": [3, 3, 5, 5],
+    "use_learnable_affine_block": True,
+}
+_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}  # neck and decoder of the smallest published ones
+_SMALL_OF = {"rtdetr_v2": _SMALL, "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]}}
+# The configurations of the published models, as transformers' conversion of their weights states them.
+ARCHITECTURES = {
+    "rtdetr_v2_r18vd": {
+        "backbone_config": _RESNETS
+        | {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"},
+        "encoder_in_channels": [128, 256, 512],
+        **_SMALL_OF["rtdetr_v2"],
+    },
+    "rtdetr_v2_r50vd": {"backbone_config": _RESNETS},
+    "dfine_s": {
+        "backbone_config": _HGNETS
+        | {
+            "hidden_sizes": [128, 256, 512, 1024],
+            "stem_channels": [3, 16, 16],
+            "stage_in_channels": [16, 64, 256, 512],
+            "stage_mid_channels": [16, 32, 64, 128],
+            "stage_out_channels": [64, 256, 512, 1024],
+            "stage_num_blocks": [1, 1, 2, 1],
+            "stage_numb_of_layers": [3, 3, 3, 3],
+        },
+        "encoder_in_channels": [256, 512, 1024],
+        **_SMALL_OF["dfine"],
+    },
+    "dfine_m": {
+        "backbone_config": _HGNETS
+        | {
+            "hidden_sizes": [192, 384, 768, 1536],
+            "stem_channels": [3, 24, 32],
+            "stage_in_channels": [32, 96, 384, 768],
+            "stage_mid_channels": [32, 64, 128, 256],
+            "stage_out_channels": [96, 384, 768, 1536],
+            "stage_num_blocks": [1, 1, 3, 1],
+            "stage_numb_of_layers": [4, 4, 4, 4],
+        },
+        "encoder_in_channels": [384, 768, 1536],
+        "decoder_layers": 4,
+        "depth_mult": 0.67,
+        "decoder_n_points": [3, 6, 3],
+    },
+}
+# --batch_norm says what those layers do, and an image of any size has its own places.
+_SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
+_LEVELS = (8, 16, 32)  # strides of the maps that a timm backbone gives
+_PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}  # the published models see pixels in 0..1 as they are
+
+
+def build_model(
+    family: str,
+    name: str,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    width: int = 256,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    names: Sequence[str] = (),
+) -> tuple[nn.Module, dict]:
+    """RTDetrV2Model or DFineModel with its heads in the decoder, and the mean and std of what it sees.
+
+    Initial weights are a function of `seed`, or loaded; no two layers share any.
+
+    Args:
+        family: one of `FAMILIES`.
+        name: one of `ARCHITECTURES`; a model of transformers as owner/name on the hub or as a local folder, which brings
+            its weights; or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32,
+            under the neck and the decoder of the smallest published model.
+        pretrained: load the weights of the hub's model or of the timm backbone.
+        width: channels of neck and decoder over a timm backbone, a multiple of 32; other models have their own.
+        drop_path: of a timm backbone.
+        names: of the classes. A loaded model that has classes of these names, in any case, keeps what it knows of them.
+
+    Raises:
+        Refused: without transformers, and for a name of no model, of another family, or of weights out of reach.
+    """
+    transformers = _transformers()
+    is_timm = name not in ARCHITECTURES and _is_timm(name)
+    if not is_timm:
+        if drop_path:
+            raise Refused(f"--drop_path {drop_path}: {name} has none; a timm backbone under --detector {family} has")
+        whole, normalization = _whole(transformers, family, name, pretrained, seed)
+    else:
+        whole, normalization = _over_timm(transformers, family, name, pretrained, width, drop_path, seed)
+    model = whole.model
+    # Untied, as the published models are, and transformers only when it loads weights that differ.
+    for name_of_heads in ("class_embed", "bbox_embed"):
+        heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
+        setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
+    fresh = _set_classes(model, classes, names, seed)
+    model.config.tie_word_embeddings = False
+    if is_timm:
+        model.begins_with = timm_models.begins_with_backbone(model.backbone.model._backbone, model, name, pretrained)
+    elif pretrained or Path(name).is_dir():
+        everything = model.state_dict().keys()
+        heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
+        taken = len(everything) - len(heads) * bool(fresh)
+        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, classes)
+    else:
+        model.begins_with = ""
+    return model, normalization
+
+
+def export_model(
+    model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
+) -> None:
+    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
+
+    Args:
+        classes: names by number.
+        side: the image processor resizes every image to a square of so many pixels, a multiple of the model's stride.
+    """
+    transformers = _transformers()
+    config = copy.deepcopy(model.config)
+    config.num_queries = queries
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in enumerate(classes)}
+    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    whole.model.load_state_dict(model.state_dict())
+    # transformers has the decoder's heads under a second name.
+    whole.class_embed, whole.bbox_embed = map(
+        copy.deepcopy, (whole.model.decoder.class_embed, whole.model.decoder.bbox_embed)
+    )
+    whole.save_pretrained(folder)
+    mean, std = (list(normalization[key]) for key in ("mean", "std"))
+    is_plain = mean == [0, 0, 0] and std == [1, 1, 1]
+    transformers.RTDetrImageProcessor(
+        size={"height": side, "width": side}, do_normalize=not is_plain, image_mean=mean, image_std=std
+    ).save_pretrained(folder)
+
+
+def _transformers():
+    try:
+        import transformers
+    except ImportError:
+        raise Refused(
+            "--detector rtdetr_v2 and dfine need transformers, which isn't installed: pip install transformers"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()  # every process would show one
+    return transformers
+
+
+def _is_timm(name: str) -> bool:
+    if Path(name).is_dir():
+        return '"model_type"' not in _text(Path(name) / "config.json")
+    return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
+
+
+def _text(file: Path) -> str:
+    if not file.is_file():
+        raise Refused(f"--model {file.parent}: the folder has no config.json; one of transformers or timm has it")
+    try:
+        check_regular(file.parent)
+        return read_text(file, SMALL)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--model {file.parent}: can't be read: {error}") from None
+
+
+def _whole(transformers, family: str, name: str, pretrained: bool, seed: int) -> tuple[nn.Module, dict]:
+    """A model of transformers, and what its images are normalised with."""
+    if name in ARCHITECTURES:
+        if pretrained:
+            raise Refused(
+                f"--pretrained: {name} is a configuration without weights; --model owner/name has them, as "
+                "PekingU/rtdetr_v2_r18vd and ustc-community/dfine-small-coco on the hub"
+            )
+        if not name.startswith(family):
+            raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
+        config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
+        return _fresh(transformers, config, seed), _PLAIN
+    is_folder = Path(name).is_dir()
+    if not is_folder and "/" not in name:
+        raise Refused(f"--model {name}: no model of --detector {family}; {_known(family)}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **_SETTINGS)
+        if config.model_type != FAMILIES[family]:
+            raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
+        processor = transformers.AutoImageProcessor.from_pretrained(name)
+        if pretrained or is_folder:
+            load = transformers.AutoModelForObjectDetection.from_pretrained
+            whole = load(name, config=config, dtype=torch.float32)
+        else:
+            whole = _fresh(transformers, config, seed)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {_known(family)}: {reason}") from None
+    given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
+    return whole, given if processor.do_normalize else _PLAIN
+
+
+def _known(family: str) -> str:
+    known = [name for name in ARCHITECTURES if name.startswith(family)]
+    return f"there are {', '.join(known)}, timm's backbones, and owner/name on the hub"
+
+
+def _over_timm(
+    transformers, family: str, name: str, pretrained: bool, width: int, drop_path: float, seed: int
+) -> tuple[nn.Module, dict]:
+    """A small neck and decoder over the features of a timm model, and what that is used to see."""
+    wishes = {"drop_path_rate": drop_path}
+    features = timm_models.create(name, pretrained=pretrained, seed=seed, wishes=wishes, features_only=True)
+    reductions, channels_last = features.feature_info.reduction(), getattr(features, "output_fmt", "") == "NHWC"
+    if not set(_LEVELS) <= set(reductions) or channels_last:
+        strides = ", ".join(map(str, sorted(set(reductions))))
+        raise Refused(
+            f"--model {name}: has features at strides {strides}{', channels last' * channels_last}; --detector {family} "
+            "needs 8, 16 and 32, channels first, as convolutional networks have"
+        )
+    # The deepest of each: its place among the model's stages.
+    places = {reduction: place for place, reduction in enumerate(reductions)}
+    indices = [features.feature_info.out_indices[places[stride]] for stride in _LEVELS]
+    features = timm_models.create(
+        name, pretrained=pretrained, seed=seed, wishes=wishes, features_only=True, out_indices=indices
+    )
+    normalization = features.pretrained_cfg
+    timm_models.check_features(
+        features, {"model_name": normalization["architecture"]}
+    )  # all that transformers will know
+    config = transformers.AutoConfig.for_model(
+        FAMILIES[family],
+        backbone_config={
+            "model_type": "timm_backbone",
+            "backbone": normalization["architecture"],  # which transformers can make again, wherever it came from
+            "out_indices": indices,
+        },
+        encoder_in_channels=features.feature_info.channels(),
+        decoder_in_channels=[width] * 3,
+        d_model=width,
+        encoder_hidden_dim=width,
+        encoder_attention_heads=width // 32,
+        decoder_attention_heads=width // 32,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        **_SETTINGS,
+        **copy.deepcopy(_SMALL_OF[family]),
+    )
+    whole = _fresh(transformers, config, seed)
+    whole.model.backbone.model._backbone = features
+    return whole, normalization
+
+
+def _fresh(transformers, config, seed: int) -> nn.Module:
+    """A model with the weights that its authors' training begins with; transformers' are made to be loaded over."""
+    config.initializer_bias_prior_prob = 0.01
+    torch.manual_seed(seed + 1)
+    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    torch.manual_seed(seed + 2)
+    layers = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
+    for module in whole.modules():
+        if isinstance(module, layers):
+            module.reset_parameters()
+    for module in whole.modules():  # what is special: biases of scores, offsets of the sampling points, ...
+        if not isinstance(module, layers):
+            whole._init_weights(module)
+    return whole
+
+
+def _set_classes(model: nn.Module, classes: int, names: Sequence[str], seed: int) -> int:
+    """Layers for `classes` classes; those that the model knows by name are kept. Returns how many are new."""
+    known, names = (
+        {name.lower(): number for number, name in model.config.id2label.items()},
+        [name.lower() for name in names],
+    )
+    if model.config.num_labels == classes and list(known) == (names or list(known)):
+        return 0
+    kept = [(new, known[name]) for new, name in enumerate(names) if name in known]
+    new, old = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
+    width = model.config.d_model
+    torch.manual_seed(seed + 3)
+
+    def scores(layer: nn.Linear) -> nn.Linear:
+        fresh = nn.Linear(width, classes)
+        nn.init.xavier_uniform_(fresh.weight)
+        nn.init.constant_(fresh.bias, -math.log(99))  # a probability of 0.01
+        with torch.no_grad():
+            fresh.weight[new], fresh.bias[new] = layer.weight[old], layer.bias[old]
+        return fresh
+
+    model.enc_score_head = scores(model.enc_score_head)
+    model.decoder.class_embed = nn.ModuleList([scores(layer) for layer in model.decoder.class_embed])
+    if model.config.num_denoising:
+        fresh = nn.Embedding(classes + 1, width, padding_idx=classes)
+        nn.init.xavier_uniform_(fresh.weight[:-1])
+        with torch.no_grad():
+            fresh.weight[new] = model.denoising_class_embed.weight[old]
+        model.denoising_class_embed = fresh
+    model.config.num_labels = classes
+    return classes - len(kept)

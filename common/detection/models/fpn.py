@@ -1,0 +1,182 @@
+"""Which feature maps of an image does a detector look at?
+
+A level `l` is a feature map with one cell for each 2^l x 2^l pixels of the canvas. Those that the backbone has come from
+it through a feature pyramid; coarser ones are made from the pyramid's coarsest.
+"""
+
+import math
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
+
+from common.errors import Refused
+from common.training.timm_models import AS_PRETRAINED, check_features, create
+
+_COARSEST = 12  # level: one cell for 4,096 pixels
+# For images of any size: some models of timm have a fixed one unless they are told so.
+_OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+
+
+class Backbone(nn.Module):
+    """A timm backbone and a feature pyramid: images [B, 3, H, W] -> list of [B, width, H / 2^l, W / 2^l], fine to coarse.
+
+    H and W are multiples of `stride`; where 2^l does not divide them, the level's size is rounded up.
+    Source: Lin et al. 2017, "Feature Pyramid Networks for Object Detection" (arXiv:1612.03144).
+    """
+
+    def __init__(
+        self,
+        features: nn.Module,
+        picks: dict[int, int],
+        channels: list[int],
+        levels: tuple[int, ...],
+        width: int,
+        coarser: str,
+    ) -> None:
+        """`picks`: which of the maps of `features`, with how many `channels`, are for which level, fine to coarse."""
+        super().__init__()
+        self.features, self.levels, self.width = features, levels, width
+        self.stride = 2 ** max(picks)  # what the backbone divides by itself; coarser levels round up
+        self._picks = list(picks.values())
+        self._channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
+        extra = [level for level in levels if level > max(picks)]
+        block = {"convolutions": Convolutions, "subsampling": Subsampling}[coarser](extra, width) if extra else None
+        self.fpn = FeaturePyramidNetwork(channels, width, block)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        maps = self.features(images)
+        maps = [maps[pick] for pick in self._picks]
+        if self._channels_last:
+            maps = [x.permute(0, 3, 1, 2).contiguous() for x in maps]
+        return list(self.fpn(OrderedDict(zip(map(str, self.levels), maps, strict=False))).values())
+
+    def grid_sizes(self, canvas: tuple[int, int]) -> list[tuple[int, int]]:
+        """Cells (down, across) of each level for a canvas of (H, W) pixels."""
+        return [(-(-canvas[0] // 2**level), -(-canvas[1] // 2**level)) for level in self.levels]
+
+
+class Convolutions(ExtraFPNBlock):
+    """Coarser levels by strided convolutions from the pyramid's coarsest, as P6 and P7 of FCOS and RetinaNet."""
+
+    def __init__(self, levels: list[int], width: int) -> None:
+        super().__init__()
+        for level in levels:
+            convolution = nn.Conv2d(width, width, 3, stride=2, padding=1)
+            nn.init.kaiming_uniform_(convolution.weight, a=1)
+            nn.init.zeros_(convolution.bias)
+            self.add_module(f"p{level}", convolution)  # the names that torchvision's LastLevelP6P7 has
+
+    def forward(self, results: list[Tensor], x: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+        for place, (name, convolution) in enumerate(self.named_children()):
+            results.append(convolution(F.relu(results[-1]) if place else results[-1]))
+            names.append(name)
+        return results, names
+
+
+class Subsampling(ExtraFPNBlock):
+    """Coarser levels of every second cell, as P6 of Faster R-CNN: nothing to learn."""
+
+    def __init__(self, levels: list[int], width: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, results: list[Tensor], x: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+        for level in self.levels:
+            results.append(results[-1][:, :, ::2, ::2])
+            names.append(f"p{level}")
+        return results, names
+
+
+class SimplePyramid(nn.Module):
+    """The only map of a plain vision transformer, resampled to several levels: images -> list of maps.
+
+    Source: Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object Detection" (arXiv:2203.16527).
+    """
+
+    def __init__(self, features: nn.Module, channels: int, level: int, levels: list[int]) -> None:
+        super().__init__()
+        self.features = features
+        self.resample = nn.ModuleList(_resample(channels, other - level) for other in levels)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        plain = self.features(images)[-1]
+        return [resample(plain) for resample in self.resample]
+
+
+def build_backbone(
+    name: str,
+    *,
+    pretrained: bool = False,
+    levels: tuple[int, int] = (3, 7),
+    width: int = 256,
+    coarser: str = "convolutions",
+    drop_path: float = 0.0,
+    seed: int = 0,
+) -> Backbone:
+    """A timm model's features with a feature pyramid of `width` channels on the levels from `levels[0]` to `levels[1]`.
+
+    Args:
+        name: a timm name, `hf-hub:owner/name` or a local timm folder, which brings its weights.
+        coarser: how levels come about that the backbone does not have: "convolutions" or "subsampling".
+
+    Raises:
+        Refused: for an unknown name, weights out of reach, and levels that the model has no features for.
+    """
+    lowest, highest = levels
+    if not 1 <= lowest <= highest <= _COARSEST:
+        raise Refused(
+            f"--levels {lowest}-{highest}: the first is at least 1 and at most the second, which is at most {_COARSEST}"
+        )
+    features = _create(name, pretrained, seed, drop_path)
+    normalization, info = features.pretrained_cfg, features.feature_info
+    found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}  # each level's deepest
+    picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
+    channels, indices = ([column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices))
+    kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
+    kept |= AS_PRETRAINED.get(normalization["architecture"], {})
+    arguments = {"model_name": normalization["architecture"], "out_indices": indices, **kept}
+    if len(found) == 1 and 4 in found and levels != (4, 4):
+        made = list(range(lowest, max(lowest, min(highest, 5)) + 1))
+        channels = [info.channels()[-1]] * len(made)
+        torch.manual_seed(seed + 1)
+        features = SimplePyramid(features, channels[0], 4, made)
+        picks = {level: place for place, level in enumerate(made)}
+    elif list(picks) != list(range(lowest, int(min(highest, max(found))) + 1)) or not picks:
+        strides = ", ".join(str(reduction) for reduction in sorted(set(info.reduction())))
+        raise Refused(f"--levels {lowest}-{highest}: {name} has features at strides {strides} (level l is stride 2^l)")
+    elif max(picks) < max(found):  # layers behind the last map in use would have no gradient
+        features = _create(name, pretrained, seed, drop_path, out_indices=indices)
+        picks = {level: place for place, level in enumerate(picks)}
+    if not isinstance(features, SimplePyramid):
+        check_features(features, arguments)
+    torch.manual_seed(seed + 2)
+    backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), width, coarser)
+    backbone.pretrained_cfg = normalization  # the mean and standard deviation it is used to
+    backbone.arguments = arguments  # with which `timm.create_model(features_only=True)` makes the same features
+    return backbone
+
+
+def _resample(width: int, by: int) -> nn.Module:
+    """[B, width, H, W] -> [B, width, H / 2^by, W / 2^by], finer where `by` is negative."""
+    if by > 0:
+        return nn.MaxPool2d(1, stride=2**by)
+    steps = [nn.ConvTranspose2d(width, width, 2, stride=2) for _ in range(-by)]
+    between = [layer for step in steps for layer in (step, nn.GroupNorm(1, width), nn.GELU())]
+    return nn.Sequential(*between[:-2])
+
+
+def _create(name: str, pretrained: bool, seed: int, drop_path: float, **options) -> nn.Module:
+    wishes = {"drop_path_rate": drop_path, **_OF_ANY_SIZE}
+    return create(
+        name,
+        pretrained=pretrained,
+        seed=seed,
+        wishes=wishes,
+        optional=tuple(_OF_ANY_SIZE),
+        features_only=True,
+        **options,
+    )

@@ -1,0 +1,63 @@
+"""How does Mask R-CNN, which draws the outline of what it finds, learn and detect?"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import project_masks_on_boxes
+from torchvision.ops import MultiScaleRoIAlign
+
+from common.detection.models.fpn import Backbone
+from common.detection.models.rcnn import FasterRCNN
+
+
+class MaskRCNN(FasterRCNN):
+    """Faster R-CNN with a mask for each box. Targets need masks, uint8[n, H, W] of 0 and 1 on the canvas.
+
+    The mask loss of an image is the mean over its foreground proposals and their pixels, divided by the images of the
+    global batch (torchvision divides by the foreground proposals of the batch, known only after the forward).
+    Source: He et al. 2017, "Mask R-CNN" (arXiv:1703.06870).
+    """
+
+    mask_size = 28
+
+    def __init__(self, backbone: Backbone, classes: int, hidden: int = 1024, mask_width: int = 256) -> None:
+        super().__init__(backbone, classes, hidden)
+        self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (mask_width,) * 4, 1)
+        self.roi_heads["mask_predictor"] = MaskRCNNPredictor(mask_width, mask_width, classes + 1)
+        names = [str(level) for level in self.pooled]
+        self.mask_pool = MultiScaleRoIAlign(names, output_size=self.mask_size // 2, sampling_ratio=2)
+
+    def _mask_losses(
+        self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]
+    ) -> dict[str, Tensor]:
+        most = int(self.drawn * self.foreground_share)  # foreground comes first in what is drawn
+        places, labels, which = ([one[key][:most] for one in drawn] for key in ("places", "labels", "which"))
+        logits = self._mask_logits(features, places, labels, canvas)
+        costs = []
+        with torch.autocast(logits.device.type, enabled=False):
+            for of_image, target, *rest in zip(
+                logits.split([len(one) for one in places]), targets, places, labels, which, strict=True
+            ):
+                boxes, label, index = rest
+                masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end, for images without any
+                wanted = project_masks_on_boxes(masks, boxes, index, self.mask_size)
+                cost = F.binary_cross_entropy_with_logits(of_image, wanted, reduction="none").mean((1, 2))
+                foreground = label > 0
+                costs.append((cost * foreground).sum() / foreground.sum().clamp(min=1))
+        return {"mask": torch.stack(costs)}
+
+    def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
+        """Add masks [n, 28, 28] in 0..1, each on the grid of its box; see torchvision's `paste_masks_in_image`."""
+        places, labels = [one["boxes"] for one in found], [one["labels"] + 1 for one in found]
+        masks = self._mask_logits(features, places, labels, canvas).sigmoid().split([len(one) for one in places])
+        return [one | {"masks": mask} for one, mask in zip(found, masks, strict=True)]
+
+    def _mask_logits(
+        self, features: list[Tensor], places: list[Tensor], labels: list[Tensor], canvas: tuple[int, int]
+    ) -> Tensor:
+        """Mask logits [R, 28, 28] of all images' places, for the class 1..K that each has, out of half precision."""
+        pooled = self._pool(self.mask_pool, features, places, canvas)
+        logits = self.roi_heads["mask_predictor"](self.roi_heads["mask_head"](pooled))
+        labels = torch.cat(labels)
+        return logits[torch.arange(len(labels), device=labels.device), labels].to(pooled.dtype)

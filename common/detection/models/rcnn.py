@@ -1,0 +1,146 @@
+"""How does Faster R-CNN, which looks twice, learn and detect?"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.ops import MultiScaleRoIAlign
+
+from common.detection.models.anchors import match
+from common.detection.models.boxes import BoxCoder, filled
+from common.detection.models.fpn import Backbone
+from common.detection.models.rpn import Proposals
+from common.detection.models.sampling import lots, sample
+from common.detection.models.selection import best_of
+from common.randomness import key_of, mix
+
+
+class FasterRCNN(nn.Module):
+    """Two-stage detector; `common.detection.models.detectors.Detector` says what its methods promise.
+
+    Matching and losses are torchvision's, as are the names of the parameters: its `FasterRCNN` loads them. Different here:
+    what to learn from is drawn by an image's position in the stream, and how much was really drawn, known only after the
+    forward, is no divisor: each image counts as if 256 anchors and 512 proposals were. Inside, class 0 is background.
+    Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
+    """
+
+    levels, coarser = (2, 6), "subsampling"  # of the feature pyramid, unless asked for otherwise
+    drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
+    iou = 0.5
+    score_threshold, nms_threshold, least_side = 0.05, 0.5, 1e-2
+    seed = 0
+
+    def __init__(self, backbone: Backbone, classes: int, hidden: int = 1024) -> None:
+        super().__init__()
+        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.rpn = Proposals(backbone)
+        self.roi_heads = nn.ModuleDict(
+            {
+                "box_head": TwoMLPHead(backbone.width * 7**2, hidden),
+                "box_predictor": FastRCNNPredictor(hidden, classes + 1),
+            }
+        )
+        self.pooled = [level for level in backbone.levels if 2**level <= backbone.stride]
+        self.box_pool = MultiScaleRoIAlign([str(level) for level in self.pooled], output_size=7, sampling_ratio=2)
+        self.coder = BoxCoder((10.0, 10.0, 5.0, 5.0))
+
+    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+        """int64[1]: images."""
+        return targets[0]["labels"].new_full((1,), len(targets))
+
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The proposals' losses, cross-entropy of classes and smooth distance of encoded boxes: [B] each."""
+        canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
+        features = self.backbone(images)
+        outputs = self.rpn(features, images.shape[2:])
+        with torch.autocast(images.device.type, enabled=False):
+            terms = self.rpn.losses(outputs, targets, canvas, self.seed)
+            proposals = self.rpn.select(outputs, images.shape[2:], [one.get("size", canvas) for one in targets])
+            drawn = [
+                self._draw(*some, len(outputs[2]), one, canvas) for some, one in zip(proposals, targets, strict=True)
+            ]
+        logits, deltas = self._look(features, [one["places"] for one in drawn], images.shape[2:])
+        with torch.autocast(images.device.type, enabled=False):
+            lengths = [len(one["places"]) for one in drawn]
+            parts = [
+                self._box_losses(*some)
+                for some in zip(logits.split(lengths), deltas.split(lengths), drawn, strict=True)
+            ]
+            terms |= {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        terms |= self._mask_losses(features, images.shape[2:], targets, drawn)
+        terms = {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
+        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+
+    forward = losses
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """Scores are class probabilities."""
+        features = self.backbone(images)
+        outputs = self.rpn(features, images.shape[2:])
+        with torch.autocast(images.device.type, enabled=False):
+            proposals = [boxes for boxes, _ in self.rpn.select(outputs, images.shape[2:], list(sizes))]
+        logits, deltas = self._look(features, proposals, images.shape[2:])
+        lengths = [len(boxes) for boxes in proposals]
+        found = []
+        with torch.autocast(images.device.type, enabled=False):
+            parts = zip(logits.split(lengths), deltas.split(lengths), proposals, sizes, strict=True)
+            for scores, delta, places, size in parts:
+                boxes = self.coder.decode_single(delta, places).view(-1, self.classes + 1, 4)[:, 1:].reshape(-1, 4)
+                scores = scores.softmax(1)[:, 1:]
+                labels = torch.arange(self.classes, device=scores.device).expand_as(scores).flatten()
+                names = ("score_threshold", "nms_threshold", "least_side")
+                thresholds = {name: getattr(self, name) for name in names}
+                found.append(best_of(boxes, scores.flatten(), labels, size, **thresholds))
+        return self._add_masks(features, images.shape[2:], found)
+
+    def _look(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all images' places, out of half precision."""
+        pooled = self._pool(self.box_pool, features, places, canvas)
+        logits, deltas = self.roi_heads["box_predictor"](self.roi_heads["box_head"](pooled))
+        dtype = self.rpn.head.cls_logits.weight.dtype
+        return logits.to(dtype), deltas.to(dtype)
+
+    def _pool(self, pool: nn.Module, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> Tensor:
+        """What the pyramid has at places: [R, width, size, size], in the precision of the places."""
+        named = {str(level): x.to(places[0].dtype) for level, x in zip(self.pooled, features, strict=False)}
+        with torch.autocast(places[0].device.type, enabled=False):
+            return pool(named, places, [tuple(canvas)] * len(places))
+
+    def _draw(self, boxes: Tensor, anchors: Tensor, after: int, target: dict, canvas: Tensor) -> dict[str, Tensor]:
+        """Proposals [k, 4] of one image to learn from, what they stand for, and whether each counts.
+
+        The target's own boxes are proposals, too. A proposal draws the lot of its anchor, so that what is drawn does not
+        hang on the order of nearly equal scores.
+        """
+        own = target["boxes"].to(boxes.dtype)
+        ids = torch.cat([anchors, after + torch.arange(len(own), device=boxes.device)])
+        places = torch.cat([boxes, own])
+        boxes, which, foreground, ignored = match(
+            places, target, canvas, foreground_iou=self.iou, background_iou=self.iou
+        )
+        draw = lots(ids, int(mix(target["position"], key_of(self.seed, "proposals"))))
+        chosen, valid = sample(foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share)
+        places, which, foreground = places[chosen], which[chosen], foreground[chosen] & valid
+        labels = torch.where(foreground, F.pad(target["labels"], (0, 1))[which] + 1, 0)
+        boxes = torch.where(foreground[:, None], boxes[chosen], places)
+        return {"places": places, "boxes": boxes, "labels": labels, "which": which, "valid": valid}
+
+    def _box_losses(self, logits: Tensor, deltas: Tensor, drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of one image."""
+        labels, places = drawn["labels"], drawn["places"]
+        classification = F.cross_entropy(logits, labels, reduction="none") * drawn["valid"]
+        of_label = deltas.view(len(labels), -1, 4)[torch.arange(len(labels), device=labels.device), labels]
+        wanted = self.coder.encode_single(drawn["boxes"], places)
+        distance = F.smooth_l1_loss(of_label, wanted, beta=1 / 9, reduction="none").sum(1) * (labels > 0)
+        return {"class": classification.sum() / self.drawn, "box": distance.sum() / self.drawn}
+
+    def _mask_losses(
+        self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]
+    ) -> dict[str, Tensor]:
+        """Mask R-CNN has some."""
+        return {}
+
+    def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
+        """Mask R-CNN does."""
+        return found

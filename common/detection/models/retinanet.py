@@ -1,0 +1,87 @@
+"""How does RetinaNet, which has several anchors at every point, learn and detect?"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.ops import sigmoid_focal_loss
+
+from common.detection.models.anchors import Anchors, match
+from common.detection.models.boxes import BoxCoder, filled
+from common.detection.models.fpn import Backbone
+from common.detection.models.selection import select
+
+
+class RetinaNet(nn.Module):
+    """One-stage detector with anchors; `common.detection.models.detectors.Detector` says what its methods promise.
+
+    Anchors, matching and losses are torchvision's, as are the names of the parameters: its `RetinaNet` with GroupNorm in
+    its head loads them. Each image's losses are divided by its own foreground anchors, then by the images of the global
+    batch.
+    Source: Lin et al. 2017, "Focal Loss for Dense Object Detection" (arXiv:1708.02002).
+    """
+
+    levels, coarser = (3, 7), "convolutions"  # of the feature pyramid, unless asked for otherwise
+    foreground_iou, background_iou = 0.5, 0.4
+    score_threshold, nms_threshold = 0.05, 0.5
+
+    def __init__(self, backbone: Backbone, classes: int, convolutions: int = 4) -> None:
+        super().__init__()
+        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.convolutions = convolutions
+        self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
+        self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, classes, partial(nn.GroupNorm, 32))
+        for part in (self.head.classification_head, self.head.regression_head):
+            part.conv = part.conv[:convolutions]
+        self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
+
+    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+        """int64[1]: images."""
+        return targets[0]["labels"].new_full((1,), len(targets))
+
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Focal loss of classes and distance of encoded boxes: [B] each."""
+        outputs = self.head(self.backbone(images))
+        with torch.autocast(images.device.type, enabled=False):
+            logits, deltas, anchors = self._wide(outputs, images)
+            canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
+            rule = {"foreground_iou": self.foreground_iou, "background_iou": self.background_iou, "rescue": True}
+            matched = [match(anchors, target, canvas, **rule) for target in targets]
+            boxes, which, foreground, ignored = (torch.stack(column) for column in zip(*matched, strict=True))
+            labels = torch.stack([F.pad(t["labels"], (0, 1))[w] for t, w in zip(targets, which, strict=True)])
+
+            one_hot = (labels[..., None] == torch.arange(self.classes, device=labels.device)) & foreground[..., None]
+            classification = sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]
+
+            # Background anchors take part as if they stood for themselves: no indexing, so that the host need not wait.
+            wanted = torch.where(foreground[..., None], boxes, anchors)
+            wanted = self.coder.encode_single(wanted.flatten(0, 1), anchors.repeat(len(targets), 1)).view_as(deltas)
+            distance = (deltas - wanted).abs() * foreground[..., None]
+
+            divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
+            terms = {"class": classification.sum((1, 2)) / divisor, "box": distance.sum((1, 2)) / divisor}
+        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+
+    forward = losses
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """Scores are class probabilities."""
+        outputs = self.head(self.backbone(images))
+        with torch.autocast(images.device.type, enabled=False):
+            logits, deltas, anchors = self._wide(outputs, images)
+            boxes = self.coder.decode_single(deltas.flatten(0, 1), anchors.repeat(len(images), 1)).view_as(deltas)
+            lengths = self.anchors.level_lengths(images.shape[2:])
+            thresholds = {"score_threshold": self.score_threshold, "nms_threshold": self.nms_threshold}
+            return [
+                select(*of_image, lengths, size, **thresholds)
+                for *of_image, size in zip(boxes, logits.sigmoid(), sizes, strict=True)
+            ]
+
+    def _wide(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        dtype = self.head.classification_head.cls_logits.weight.dtype
+        anchors = self.anchors(images.shape[2:], dtype, images.device)
+        return outputs["cls_logits"].to(dtype), outputs["bbox_regression"].to(dtype), anchors

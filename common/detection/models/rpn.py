@@ -1,0 +1,90 @@
+"""Where in an image may there be an object, whatever its class?"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_layers
+
+from common.detection.models.anchors import Anchors, match
+from common.detection.models.boxes import BoxCoder, filled, suppress
+from common.detection.models.fpn import Backbone
+from common.detection.models.sampling import lots, sample
+from common.detection.models.selection import clip
+from common.randomness import key_of, mix
+
+
+class Proposals(nn.Module):
+    """The region proposal network of Faster R-CNN on a feature pyramid; parameters are named as torchvision's.
+
+    Anchors to learn from are drawn by the image's position in the stream; each image's losses are divided by how many are
+    drawn at most, a constant.
+    Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
+    """
+
+    drawn, foreground_share = 256, 0.5  # anchors to learn from in an image
+    foreground_iou, background_iou = 0.7, 0.3
+    candidates = {True: 2000, False: 1000}  # of each level and after suppression; in training and not
+    nms_threshold, least_side = 0.7, 1e-3
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.anchors = Anchors(backbone, scales=(8,))
+        self.head = RPNHead(backbone.width, self.anchors.per_cell)
+        self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
+
+    def forward(self, features: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        objectness, deltas = self.head(features)
+        batch, dtype = len(features[0]), self.head.cls_logits.weight.dtype
+        objectness, deltas = concat_box_prediction_layers(objectness, deltas)
+        with torch.autocast(deltas.device.type, enabled=False):
+            anchors = self.anchors(canvas, dtype, deltas.device)
+            return objectness.to(dtype).view(batch, -1), deltas.to(dtype).view(batch, -1, 4), anchors
+
+    def losses(
+        self, outputs: tuple[Tensor, Tensor, Tensor], targets: list[dict], canvas: Tensor, seed: int
+    ) -> dict[str, Tensor]:
+        """Cross-entropy of objectness and smooth distance of encoded boxes, [B] each. `canvas` [2]: width, height."""
+        objectness, deltas, anchors = outputs
+        terms = {"objectness": [], "proposal_box": []}
+        places = torch.arange(len(anchors), device=anchors.device)
+        rule = {"foreground_iou": self.foreground_iou, "background_iou": self.background_iou, "rescue": True}
+        for logits, delta, target in zip(objectness, deltas, targets, strict=True):
+            boxes, _, foreground, ignored = match(anchors, target, canvas, **rule)
+            draw = lots(places, int(mix(target["position"], key_of(seed, "anchors"))))
+            chosen, valid = sample(foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share)
+            foreground = foreground[chosen]
+            cost = F.binary_cross_entropy_with_logits(logits[chosen], foreground.to(logits.dtype), reduction="none")
+            wanted = torch.where(foreground[:, None], boxes[chosen], anchors[chosen])
+            wanted = self.coder.encode_single(wanted, anchors[chosen])
+            distance = F.smooth_l1_loss(delta[chosen], wanted, beta=1 / 9, reduction="none").sum(1)
+            terms["objectness"].append((cost * valid).sum() / self.drawn)
+            terms["proposal_box"].append((distance * (foreground & valid)).sum() / self.drawn)
+        return {name: torch.stack(of_images) for name, of_images in terms.items()}
+
+    @torch.no_grad()
+    def select(
+        self, outputs: tuple[Tensor, Tensor, Tensor], canvas: tuple[int, int], sizes: list[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of each image, proposals [n, 4] within its true size, best first, and the anchors they come from, int64[n]."""
+        objectness, deltas, anchors = outputs
+        lengths, limit = self.anchors.level_lengths(canvas), self.candidates[self.training]
+        best = [level.topk(min(limit, level.shape[1]), 1).indices for level in objectness.split(lengths, 1)]
+        starts = [sum(lengths[:place]) for place in range(len(lengths))]
+        levels = torch.cat([torch.full_like(chosen[0], place) for place, chosen in enumerate(best)])
+        best = torch.cat([chosen + start for chosen, start in zip(best, starts, strict=True)], 1)  # [B, C]
+        selected = []
+        for chosen, logits, delta, size in zip(best, objectness, deltas, sizes, strict=True):
+            boxes = clip(self.coder.decode_single(delta[chosen], anchors[chosen]), size)
+            good = ((boxes[:, 2:] - boxes[:, :2]) >= self.least_side).all(1)
+            # To leave the others out the host would have to wait for how many they are. They all become the same box, with
+            # one more at the end, and the lowest score: suppression leaves one of them, as the last.
+            good, same = F.pad(good, (0, 1)), filled((0, 0, 1, 1), boxes)
+            keep = suppress(
+                torch.where(good[:, None], F.pad(boxes, (0, 0, 0, 1)), same),
+                torch.where(good, F.pad(logits[chosen].sigmoid(), (0, 1)), -1),
+                torch.where(good, F.pad(levels, (0, 1)), -1),
+                self.nms_threshold,
+            )[:-1][:limit]
+            selected.append((boxes[keep], chosen[keep]))
+        return selected

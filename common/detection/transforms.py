@@ -1,0 +1,294 @@
+"""How large will an image with boxes be at its position of the stream, and what happens to it on the way there?"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from common.detection.data.annotated import Sample
+from common.errors import Refused
+from common.randomness import key_of, mix, seed_generators, uniforms
+
+_SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
+_VISIBLE = 0.1  # share of a box: an object of which less is left is left out; of a crowd region anything counts
+_WIDEST = 4.0  # zoom-out: sides of the ground that an image is laid on, at most, in sides of the image
+_LARGEST = 10.0  # factor of the scale: beyond, a few pixels fill the whole
+
+
+@dataclass(frozen=True)
+class BoxAugmentation:
+    """What training images go through, each a pure function of (seed, position).
+
+    The size of what comes out never exceeds `sizes`, a function of metadata alone: every process knows the canvas of a
+    whole step without decoding it. Whatever part of an image or of several is shown, it is made to fit into the size that
+    the position's own image would have had as a whole.
+
+    Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ghiasi et al. 2021, "Simple Copy-Paste" (large-scale
+    jitter); Ge et al. 2021, YOLOX (mosaic and MixUp in equal parts, both without weights in the loss).
+    """
+
+    seed: int
+    short_sides: tuple[int, ...]  # one is drawn for each position: the length of the image's shorter side
+    long_side: int  # no longer than this
+    jitter: tuple[float, float] | None = None  # range of a factor of the scale; what gets larger than the whole is cut
+    hflip: float = 0.0  # probabilities, from here
+    photometric: float = 0.0
+    iou_crop: float = 0.0
+    zoom_out: float = 0.0
+    mosaic: float = 0.0
+    mixup: float = 0.0
+    strong_until: int = 0  # from this position on nothing but short sides, jitter and mirror (0: never so)
+    square: bool = False  # what is shown is stretched to a square of the short side; `long_side` is not used
+    alike: int = 1  # so many consecutive positions draw the same short side
+
+    def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """float64[n, 2]: how much wider and higher each image of `sizes` int[n, 2] (width, height) gets as a whole."""
+        drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
+        short = np.array(self.short_sides)[(drawn * len(self.short_sides)).astype(int)]
+        if self.square:
+            return short[:, None] / sizes
+        return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
+
+    def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """int64[n, 2]: the largest width and height that `__call__` makes of images of `sizes` at `positions`."""
+        room = sizes * self.scales(positions, sizes)
+        factors = np.where(self._happens("mosaic", positions), 1, self._factors(positions))
+        return np.minimum(_rounded(room), _rounded(room * factors[:, None]))
+
+    def partners(self, position: int) -> np.ndarray:
+        """uint64[n]: a random number for each further image that `position` takes: 3 of a mosaic, then 1 of MixUp."""
+        where = np.array([position])
+        count = 3 * self._happens("mosaic", where)[0] + self._happens("mixup", where)[0]
+        return mix(np.arange(count), key_of(self.seed, "partners", position))
+
+    def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
+        """The position's own sample and its partners' -> one of tensors: image uint8[3, h, w], boxes float32[m, 4], ...
+
+        `fill` is the colour of what no image covers.
+        """
+        where = np.array([position])
+        own, *others = samples
+        if self._happens("mosaic", where)[0]:
+            result, others = self._mosaic([own, *others[:3]], position, fill), others[3:]
+        else:
+            result = self._alone(own, position, 0, fill)
+        if self._happens("mixup", where)[0]:
+            height, width = result.image.shape[1:]
+            other = self._alone(others[0], position, 4, fill, np.array([width, height]))
+            other = _padded(other, 0, 0, width, height, fill)
+            half = ((result.image.short() + other.image.short()) // 2).to(torch.uint8)
+            result = _joined(half, [result, other])
+        return _final(result)
+
+    def _alone(
+        self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
+    ) -> Sample:
+        """One image, or a part of it, or it and its surroundings; no larger than int[2] `limit`."""
+        where, size = np.array([position]), _size(sample)
+        room = size * self.scales(where, size[None])[0]  # what the whole image would take
+        limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
+        self._seed(position, number)
+        view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
+        if self._strikes(self.zoom_out, position):
+            ground = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
+            corner = -_corner(ground - size)
+            view = np.concatenate([corner, corner + ground])
+        if self._strikes(self.iou_crop, position):
+            view, kept = _iou_crop(sample, view)
+        scale = room / (view[2:] - view[:2])
+        scale = (scale if self.square else scale.min().repeat(2)) * self._factors(where)[0]
+        return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
+
+    def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
+        """Four images around a point, each cut to its corner, at half to whole of the scale that it would have alone."""
+        where = np.array([position])
+        width, height = self.sizes(where, _size(samples[0])[None])[0].tolist()
+        self._seed(position, "mosaic")
+        x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
+        image = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+        parts = []
+        for number, sample in enumerate(samples):
+            right, below = number % 2, number // 2
+            limit = np.array([width - x if right else x, height - y if below else y])
+            if not limit.all():  # an image of one pixel has no four corners
+                continue
+            self._seed(position, number)
+            scale = self.scales(where, _size(sample)[None])[0] * self._factors(where)[0] * np.random.uniform(0.5, 1)
+            view = _part(np.concatenate([np.zeros(2, int), _size(sample)]), limit, scale)
+            part = self._shown(sample, view, limit, scale, position, fill, np.ones(len(sample.boxes), bool))
+            h, w = part.image.shape[1:]
+            left, top = x if right else x - w, y if below else y - h
+            image[:, top : top + h, left : left + w] = part.image
+            parts.append(_padded(part, left, top, width, height, fill))
+        return _joined(image, parts)
+
+    def _shown(
+        self,
+        sample: Sample,
+        view: np.ndarray,
+        limit: np.ndarray,
+        scale: np.ndarray,
+        position: int,
+        fill: tuple[int, int, int],
+        kept: np.ndarray,
+    ) -> Sample:
+        """What of a sample lies within `view` (left, top, right, bottom; also beyond it), scaled, mirrored and coloured."""
+        out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
+        inside = view.clip(0, np.tile(_size(sample), 2))
+        low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
+        low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
+        left, top, width, height = inside[0], inside[1], *(inside[2:] - inside[:2])
+        if min(width, height) < 1:  # the view shows nothing but surroundings
+            return _padded(_nothing(sample), 0, 0, *out.tolist(), fill)
+
+        cut = sample.boxes.clip(np.tile(inside[:2], 2), np.tile(inside[2:], 2))
+        share = _area(cut) / _area(sample.boxes).clip(min=1e-9)
+        seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
+        rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
+        crop = [int(value) for value in (top, left, height, width)]
+        shown = _each(_rows(_tensors(sample), rows), F.resized_crop, *crop, (high - low)[::-1].tolist(), antialias=True)
+        if self._is_strong(position) and self.photometric:
+            shown = shown._replace(image=v2.RandomPhotometricDistort(p=self.photometric)(shown.image))
+        shown = _padded(shown, *low.tolist(), *out.tolist(), fill)
+        return _each(shown, F.horizontal_flip) if np.random.random() < self.hflip else shown
+
+    # ---- draws
+
+    def _factors(self, positions: np.ndarray) -> np.ndarray:
+        low, high = self.jitter or (1.0, 1.0)
+        return low + (high - low) * uniforms(positions, key_of(self.seed, "scale"))
+
+    def _happens(self, name: str, positions: np.ndarray) -> np.ndarray:
+        drawn = uniforms(positions, key_of(self.seed, name)) < getattr(self, name)
+        return drawn & self._is_strong(positions)
+
+    def _strikes(self, probability: float, position: int) -> bool:
+        return np.random.random() < probability and self._is_strong(position)
+
+    def _is_strong(self, positions: np.ndarray | int):
+        return (positions < self.strong_until) | (self.strong_until == 0)
+
+    def _seed(self, position: int, purpose: int | str) -> None:
+        seed_generators(key_of(self.seed, "augmentation", position, purpose))
+
+
+def read_range(flag: str, text: str) -> tuple[float, float] | None:
+    """What a flag says as "0.1-2"; None for nothing. Raises `Refused`."""
+    if not text:
+        return None
+    try:
+        low, high = (float(part) for part in text.split("-"))
+    except ValueError:
+        low = high = 0.0
+    if not 0 < low <= high <= _LARGEST:
+        raise Refused(f"{flag} {text}: must be two factors of at most {_LARGEST:g} joined by a dash, such as 0.1-2")
+    return low, high
+
+
+def _rounded(sizes: np.ndarray) -> np.ndarray:
+    return np.maximum(1, np.rint(sizes)).astype(np.int64)
+
+
+def _corner(free: np.ndarray) -> np.ndarray:
+    return np.floor(np.random.random(2) * (free + 1)).astype(int)
+
+
+def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """As much of a view, at a random place in it, as fits into `limit` at these scales of width and height."""
+    size = view[2:] - view[:2]
+    most = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
+    most = np.where(_rounded(size * scale) <= limit, size, most)  # a size that is rounded down cuts nothing off
+    corner = view[:2] + _corner(size - most)
+    return np.concatenate([corner, corner + most])
+
+
+def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A part of the view as SSD chooses it, and bool[n] whose centre lies in it."""
+    boxes, everything = sample.boxes[~sample.crowd], np.ones(len(sample.boxes), bool)
+    width, height = (view[2:] - view[:2]).tolist()
+    if not len(boxes) or min(width, height) < 4:  # it would look for a box for long; it would divide by 0
+        return view, everything
+    canvas = {"format": "XYXY", "canvas_size": (height, width)}
+    found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - np.tile(view[:2], 2), **canvas)])
+    if not found:  # one of its choices is the whole
+        return view, everything
+    corner = view[:2] + [found["left"], found["top"]]
+    everything[~sample.crowd] = found["is_within_crop_area"].numpy()
+    return np.concatenate([corner, corner + [found["width"], found["height"]]]), everything
+
+
+# ---- samples of tensors
+
+
+def _size(sample: Sample) -> np.ndarray:
+    """int64[2]: width and height of a sample before it is one of tensors."""
+    image = sample.image
+    return np.array(image.shape[1::-1] if isinstance(image, np.ndarray) else image.size)
+
+
+def _area(boxes: np.ndarray) -> np.ndarray:
+    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+
+def _tensors(sample: Sample) -> Sample:
+    width, height = _size(sample).tolist()
+    return Sample(
+        F.to_image(sample.image),
+        tv_tensors.BoundingBoxes(sample.boxes, format="XYXY", canvas_size=(height, width)),
+        torch.from_numpy(sample.labels),
+        torch.from_numpy(sample.crowd),
+        None if sample.masks is None else tv_tensors.Mask(sample.masks),
+    )
+
+
+def _nothing(sample: Sample) -> Sample:
+    """A sample of tensors without pixels or boxes."""
+    empty = _rows(_tensors(sample), np.zeros(0, int))
+    return _each(empty, F.crop, 0, 0, 0, 0)
+
+
+def _rows(sample: Sample, rows: np.ndarray) -> Sample:
+    """Only these boxes."""
+    rows = torch.from_numpy(rows)
+    masks = None if sample.masks is None else tv_tensors.Mask(sample.masks[rows])
+    boxes = tv_tensors.wrap(sample.boxes[rows], like=sample.boxes)
+    return Sample(sample.image, boxes, sample.labels[rows], sample.crowd[rows], masks)
+
+
+def _each(sample: Sample, function, *arguments, **options) -> Sample:
+    """A geometric function of torchvision on image, boxes and masks alike."""
+    image, boxes, labels, crowd, masks = sample
+    image, boxes = (function(part, *arguments, **options) for part in (image, boxes))
+    return Sample(image, boxes, labels, crowd, None if masks is None else function(masks, *arguments, **options))
+
+
+def _padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
+    """The sample at a place of a ground of this size."""
+    h, w = sample.image.shape[1:]
+    if (left, top, width, height) == (0, 0, w, h):
+        return sample
+    around = [left, top, width - left - w, height - top - h]
+    padded = _each(sample, F.pad, around)
+    return padded._replace(image=F.pad(sample.image, around, fill=list(fill)))
+
+
+def _joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
+    """The boxes of several on one image."""
+    _, *columns = zip(*samples, strict=True)
+    masks = None if columns[3][0] is None else torch.cat(columns[3])
+    return Sample(image, *(torch.cat(column) for column in columns[:3]), masks)
+
+
+def _final(sample: Sample) -> Sample:
+    """Plain tensors, without objects whose mask has no pixel left."""
+    image, boxes, labels, crowd, masks = sample
+    image, boxes = image.as_subclass(torch.Tensor), boxes.as_subclass(torch.Tensor).float()
+    boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))  # scaling may round up
+    if masks is None:
+        return Sample(image, boxes, labels, crowd)
+    masks = masks.as_subclass(torch.Tensor)
+    rows = (masks.flatten(1) > 0).any(1) | crowd
+    return Sample(image, boxes[rows], labels[rows], crowd[rows], masks[rows])

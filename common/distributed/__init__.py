@@ -1,0 +1,1 @@
+"""Processes and machines: how they start, meet, talk and end."""

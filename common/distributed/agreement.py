@@ -1,0 +1,87 @@
+"""Do all processes of a run have the same code, packages and settings?"""
+
+import dataclasses
+import hashlib
+import json
+import platform
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store
+
+from common.config import recipe_source
+from common.distributed.environment import packages
+from common.errors import Refused
+
+NAMED = 5  # differences that a message lists
+LAST_LOOK = timedelta(seconds=10)
+
+
+def facts(config=None) -> dict[str, str]:
+    """What must be the same everywhere, by the name under which a difference is reported.
+
+    Versions of Python and packages, hashes of the recipe's source and of common/, and the settings, if there are any.
+    """
+    common = Path(__file__).parents[1]
+    files = {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
+    settings = dataclasses.asdict(config) if config is not None else {}
+    return {
+        "Python": platform.python_version(),
+        **{name: str(version) for name, version in packages().items()},
+        **recipe_source.digests(recipe_source.read(config)),
+        **{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+        **{f"--{name}": str(value) for name, value in settings.items()},
+    }
+
+
+def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta) -> None:
+    """Return when every rank has come here with the same facts.
+
+    Over the store alone: before a process group, which other versions might not form. Each rank compares itself with rank 0.
+    Raises Refused on every rank where one has not come within `patience`, or differs; names it and its machine.
+    """
+    store, here = PrefixStore("agreement", store), socket.gethostname()
+    store.set_timeout(patience)
+    try:
+        store.set(str(rank), json.dumps([here, mine]))
+        there, theirs = json.loads(store.get("0"))
+        if found := differences(mine, theirs):
+            store.compare_set("difference", "", f"rank {rank} on {here} is not as rank 0 on {there}: {found}")
+        if store.add("came", 1) == world_size:
+            store.set("all", "")
+        store.wait(["all"])
+    except RuntimeError as error:
+        raise Refused(_missing(store, world_size, patience)) from error
+    if store.check(["difference"]):
+        difference = store.get("difference").decode()
+        if store.add("read", 1) == world_size:
+            store.set("all have read", "")
+        if rank == 0:  # the store may end with it
+            store.wait(["all have read"], LAST_LOOK)
+        raise Refused(difference)
+
+
+def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """What differs, in words; empty if nothing does."""
+    found = [
+        f"{name} is another file"
+        if name.endswith(".py")
+        else f"{name} {mine.get(name, '(absent)')} instead of {theirs.get(name, '(absent)')}"
+        for name in sorted(mine.keys() | theirs.keys())
+        if mine.get(name) != theirs.get(name)
+    ]
+    rest = len(found) - NAMED
+    return ", ".join(found[:NAMED]) + (f", and {rest} more" if rest > 0 else "")
+
+
+def _missing(store: Store, world_size: int, patience: timedelta) -> str:
+    try:
+        ranks = [rank for rank in range(world_size) if not store.check([str(rank)])]
+    except RuntimeError:
+        return "rank 0 has ended before the start: see what it said"
+    here = {json.loads(store.get(str(rank)))[0] for rank in set(range(world_size)) - set(ranks)}
+    return (
+        f"rank {', '.join(map(str, ranks))} of {world_size} did not come within {patience.total_seconds():.0f} s; "
+        f"here are those of {', '.join(sorted(here))}: see what the others said"
+    )

@@ -1,0 +1,423 @@
+"""How do the processes of a run find, inform and wait for each other?
+
+Everything here works without a process group too, and then means "one process". What the host has to know travels over
+a gloo group, so that no call waits for a device unless it is given a device tensor. Unless a docstring says
+"no communication", a function is a collective: every rank must call it, in the same order.
+
+Gloo does not check who sends, so nothing that arrives is unpickled: objects travel as JSON, arrays as safetensors.
+"""
+
+import gc
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.numpy import load, save
+
+from common.errors import Refused
+
+REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+_LAST_WORK_S = 0.1  # in which a thread gets its turn
+NAMED_FAILURES = 3  # a thousand ranks fail for one reason: a message names this many of them
+
+_timeout: timedelta | None = None  # of the groups that are made here
+_cache: dict[Hashable, Any] = {}
+_cache_group: dist.ProcessGroup | None = None
+
+
+def is_distributed() -> bool:
+    """Whether a process group exists. No communication. One process: False; two ranks: True, True."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def give_up_after(timeout: timedelta) -> None:
+    """How long a collective over one of the groups below may take; without it as long as torch thinks. No communication."""
+    global _timeout
+    _timeout = timeout
+
+
+def begun() -> int:
+    """How many collectives this process has begun, also those that a device still has to do. No communication; any thread.
+
+    All ranks begin the same ones in the same order: who has begun fewer than another keeps that one waiting.
+    One process: 0. Two ranks, of which rank 0 waits in a barrier for rank 1: 8 on rank 0, 7 on rank 1.
+    """
+    default = dist.group.WORLD if is_distributed() else None
+    groups = [default, *(_cache.values() if _cache_group is default else ())]
+    return sum(group._get_sequence_number_for_group() for group in groups if isinstance(group, dist.ProcessGroup))
+
+
+def rank() -> int:
+    """This process's number in the run. No communication. One process: 0; two ranks: 0, 1."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of processes of the run. No communication. One process: 1; two ranks: 2, 2."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0. No communication. One process: True; two ranks: True, False."""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """This process's number on its node. One process: 0; two ranks on a machine: 0, 1; on two machines: 0, 0.
+
+    No communication where the launcher has set LOCAL_RANK; else a collective at the first call, as `node_rank`.
+    """
+    return _from_launcher("LOCAL_RANK", lambda: _node().index(rank()))
+
+
+def local_world_size() -> int:
+    """Number of processes on this node. One process: 1; two ranks on a machine: 2, 2; on two machines: 1, 1.
+
+    No communication where the launcher has set LOCAL_WORLD_SIZE; else a collective at the first call, as `node_rank`.
+    """
+    return _from_launcher("LOCAL_WORLD_SIZE", lambda: len(_node()))
+
+
+def is_local_main() -> bool:
+    """Whether `local_rank` is 0. One process: True; two ranks on a machine: True, False; on two: True, True."""
+    return local_rank() == 0
+
+
+def node_rank() -> int:
+    """This node's number, nodes ordered by their first rank. A collective at its first call, free afterwards.
+
+    One process: 0; two ranks on a machine: 0, 0; on two machines: 0, 1.
+    """
+    return _nodes().index(_node())
+
+
+def barrier() -> None:
+    """Return when every rank has come here. One process: at once; two ranks: both when the later one arrives."""
+    if is_distributed():
+        dist.barrier(group=host_group())
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. It is what JSON can say; a tuple arrives as a list.
+
+    One process: gather_objects("a") -> ["a"].
+    Two ranks:   gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"].
+    """
+    data = _as_tensor(json.dumps(item).encode())
+    if not is_distributed():
+        return [_from_json(data)]
+    sizes = _sizes(data)
+    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(gathered, _padded(data, max(sizes)), group=host_group())
+    return [_from_json(theirs[:size]) for theirs, size in zip(gathered, sizes, strict=True)]
+
+
+def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
+    """Every rank's arrays, in rank order, on rank 0; None on the others. Arrays of objects hold bytes.
+
+    One process: gather_to_main([[1]]) -> [[[1]]].
+    Two ranks:   gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None.
+    """
+    if not is_distributed():
+        return [list(arrays)]
+    data = _as_tensor(_pack(arrays))
+    sizes = _sizes(data)
+    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if is_main() else None
+    dist.gather(_padded(data, max(sizes)), gathered, dst=0, group=host_group())
+    return gathered and [_unpack(theirs[:size].numpy().tobytes()) for theirs, size in zip(gathered, sizes, strict=True)]
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over the ranks, on its device and without waiting for it; a new tensor.
+
+    One process: all_sum([1.0]) -> [1.0].
+    Two ranks:   all_sum([1.0] | [2.0]) -> [3.0] | [3.0].
+    """
+    total = values.clone()
+    if is_distributed():
+        dist.all_reduce(total)
+    return total
+
+
+def broadcast_object(item: Any, source: int = 0) -> Any:
+    """The object that rank `source` gave, as JSON says it, on every rank; what others gave is ignored.
+
+    One process: broadcast_object("a") -> "a".
+    Two ranks:   broadcast_object("a" | None) -> "a" | "a".
+    """
+    data = _as_tensor(json.dumps(item if rank() == source else None).encode())
+    if not is_distributed():
+        return _from_json(data)
+    size = _sizes(data)[source]
+    data = data if rank() == source else torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(data, source, group=host_group())
+    return _from_json(data)
+
+
+def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
+    """Combine scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". Not-a-number wins.
+
+    The mean is over ranks, each counting once: for a mean over samples, reduce sums and counts.
+    Reading a device tensor waits for the device.
+
+    One process: reduce_dict({"loss": 1}) -> {"loss": 1.0}.
+    Two ranks:   reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}.
+
+    Raises:
+        ValueError: on every rank, if names differ between ranks; says which.
+    """
+    of_ranks = gather_objects({name: float(value) for name, value in values.items()})
+    for other, theirs in enumerate(of_ranks):
+        if difference := sorted(theirs.keys() ^ of_ranks[0].keys()):
+            raise ValueError(f"reduce_dict: only one of rank 0 and rank {other} has {', '.join(difference)}")
+    reduction = REDUCTIONS[op]
+    return {name: float(reduction(np.array([theirs[name] for theirs in of_ranks]))) for name in of_ranks[0]}
+
+
+def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
+    """Sum an int64 tensor over the ranks, exactly; a new tensor on the same device (through host memory).
+
+    One process: reduce_counts([1, 2]) -> [1, 2].
+    Two ranks:   reduce_counts([1, 2] | [10, 20]) -> [11, 22] | [11, 22].
+
+    Raises:
+        TypeError: if the tensor is not int64 (a float sum of counts is not exact).
+    """
+    if counts.dtype != torch.int64:
+        raise TypeError(f"reduce_counts sums int64 tensors exactly, got {counts.dtype}")
+    total = counts.detach().to("cpu", copy=True).contiguous()
+    if is_distributed():
+        dist.all_reduce(total, group=host_group())
+    return total.to(counts.device)
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, so that Python can end; nothing without one.
+
+    A thread of gloo may still hold tensors of the last collective. It drops them under the interpreter's lock, and would abort
+    the process if Python were ending then; so it is given the time to.
+    """
+    global _cache_group
+    if is_distributed():
+        _cache.clear()
+        _cache_group = None
+        dist.destroy_process_group()
+        gc.collect()  # with the last reference to a group its threads end
+        time.sleep(_LAST_WORK_S)  # where somebody still has one
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks, for what the host has to agree on; a collective at its first call.
+
+    One process: None; two ranks: the default group where that is gloo, else one made once for it.
+    """
+    if not is_distributed():
+        return None
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return _cached("host", lambda: dist.new_group(backend="gloo", timeout=_timeout))
+
+
+def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The default backend's group of these ranks, made once. Every rank of the run calls it, members or not.
+
+    One process: None. Two ranks: subgroup([1]) -> a group on rank 1, on rank 0 what torch.distributed calls a
+    non-member: collectives over it warn and do nothing.
+    """
+    if not is_distributed():
+        return None
+    members = tuple(sorted(ranks))
+    return _cached(members, lambda: dist.new_group(list(members), timeout=_timeout))
+
+
+def node_group() -> dist.ProcessGroup | None:
+    """The default backend's group of the ranks on this node; nodes may differ in size. A collective at its first call.
+
+    A node is what shares a host name, a boot and a launcher agent (GROUP_RANK), so that two agents that rehearse
+    two nodes on one machine are two nodes.
+
+    One process: None; two ranks on a machine: the group of both; on two machines: a group of one on each.
+    """
+    if not is_distributed():
+        return None
+    groups = {members: subgroup(members) for members in _nodes()}  # every rank takes part in making every group
+    return groups[_node()]
+
+
+def same_on_all_ranks(what: str, value: Any) -> Any:
+    """`value`, once it is known that every rank has the same.
+
+    One process: same_on_all_ranks("data", "3f") -> "3f".
+    Two ranks:   same_on_all_ranks("data", "3f" | "3f") -> "3f" | "3f".
+
+    Raises:
+        Refused: on every rank, if one differs; names the ranks, their machines and their values.
+    """
+    of_ranks = gather_objects((value, socket.gethostname()))
+    named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
+    others = [name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]]
+    if others:
+        raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:NAMED_FAILURES])}")
+    return value
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` is how the loss of another process shows in a collective. No communication.
+
+    One process: never. Two ranks, of which rank 1 was killed: True for what rank 0's next collective raises.
+    """
+    # Gloo raises a plain RuntimeError that begins with the path of its source file.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+@contextmanager
+def all_or_none(what: str) -> Iterator[None]:
+    """Every rank leaves the block well, or every rank leaves it with an exception; none waits for one that failed.
+
+        with together("loading data"):
+            samples = load(path)
+
+    One process: what is raised inside goes on as it is. Two ranks, of which rank 1 raises OSError("no such file"):
+    rank 1 raises its OSError, rank 0 `Refused("rank 1: while loading data: OSError: no such file")`; if all that was
+    raised is `Refused`, every rank raises `Refused` with the same text. One small collective where nobody fails.
+    A block that itself contains collectives is safe only if these cannot be reached by some ranks alone.
+    """
+    try:
+        yield
+    except BaseException as error:  # also an interrupt on one rank has to reach the others
+        _agree(what, error)
+        raise
+    _agree(what)
+
+
+@contextmanager
+def main_process_first(what: str, *, local: bool = False) -> Iterator[None]:
+    """Rank 0 (with `local`, the first rank of each node) runs the block, then all others do: download once, then read.
+
+        with main_process_first("downloading"):
+            path = download(url)
+
+    One process: runs the block. Two ranks: rank 1 enters when rank 0 has left. Failure spreads as in `together`: if
+    rank 0 raises, rank 1 raises `Refused` instead of entering; if rank 1 raises, so does rank 0 at the block's end.
+    """
+    goes_first = is_local_main() if local else is_main()
+    if not goes_first:
+        _agree(what)
+    try:
+        yield
+    except BaseException as error:
+        _agree(what, error)
+        raise
+    if goes_first:
+        _agree(what)
+    _agree(what)
+
+
+def _agree(what: str, error: BaseException | None = None) -> None:
+    """Return if no rank has an error or only this one has to raise its own; else raise `Refused`."""
+    if not is_distributed():
+        return
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed, group=host_group())
+    if not failed:
+        return
+    report = error and (isinstance(error, Refused), type(error).__name__, " ".join(str(error).split()))
+    failures = {failing: report for failing, report in enumerate(gather_objects(report)) if report}
+    if all(refused for refused, _, _ in failures.values()):
+        raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
+    if error is None:
+        raise Refused(_describe(what, failures))
+
+
+def _describe(what: str, failures: dict[int, tuple[bool, str, str]]) -> str:
+    named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
+    rest = len(named) - NAMED_FAILURES
+    return "; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else "")
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _from_json(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
+def _sizes(data: torch.Tensor) -> list[int]:
+    """How many bytes each rank has to send."""
+    sizes = torch.zeros(world_size(), dtype=torch.int64)
+    sizes[rank()] = len(data)
+    return reduce_counts(sizes).tolist()
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(data, (0, size - len(data)))
+
+
+def _pack(arrays: Sequence[np.ndarray]) -> bytes:
+    """An array of objects becomes two: their lengths, and all their bytes."""
+    parts = {}
+    for number, array in enumerate(arrays):
+        if array.dtype == object:
+            parts[f"{number} lengths"] = np.array([len(item) for item in array], np.int64)
+            array = np.frombuffer(b"".join(array), np.uint8)
+        parts[str(number)] = np.ascontiguousarray(array)
+    return save(parts)
+
+
+def _unpack(data: bytes) -> list[np.ndarray]:
+    parts = load(data)
+    lengths = {name: parts.pop(name) for name in [*parts] if name.endswith(" lengths")}
+    arrays = [parts[str(number)] for number in range(len(parts))]
+    for name, of_items in lengths.items():
+        number = int(name.split()[0])
+        ends, joined = np.cumsum(of_items).tolist(), arrays[number].tobytes()
+        items = [joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)]
+        arrays[number] = np.array([*items, None], object)[:-1]  # None, or bytes would become one array
+    return arrays
+
+
+def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
+    """What the launcher says, else what the ranks find out; one process is alone whatever the environment says."""
+    if is_distributed() and variable in os.environ:
+        return int(os.environ[variable])
+    return otherwise()
+
+
+def _node() -> tuple[int, ...]:
+    """The ranks of this node, ascending."""
+    return next(members for members in _nodes() if rank() in members)
+
+
+def _nodes() -> list[tuple[int, ...]]:
+    """The ranks of each node, nodes ordered by their first rank."""
+    return _cached("nodes", _find_nodes) if is_distributed() else [(0,)]
+
+
+def _find_nodes() -> list[tuple[int, ...]]:
+    boot = Path("/proc/sys/kernel/random/boot_id")  # a host name alone may be the same on cloned machines
+    here = (socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("GROUP_RANK"))
+    nodes: dict[Hashable, list[int]] = {}
+    for member, node in enumerate(gather_objects(here)):
+        nodes.setdefault(tuple(node), []).append(member)
+    return [tuple(members) for members in nodes.values()]
+
+
+def _cached(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` returned for this default group; forgotten when another default group takes its place."""
+    global _cache_group
+    if _cache_group is not dist.group.WORLD:
+        _cache.clear()
+        _cache_group = dist.group.WORLD
+    if key not in _cache:
+        _cache[key] = make()
+    return _cache[key]

@@ -1,0 +1,1 @@
+"""A run: its folder, records, checkpoints, reports and end."""

@@ -1,0 +1,142 @@
+"""How does the best model get into `best/`, and what becomes of it where a start finds that damaged?
+
+It is exported beside `best/`. The next checkpoint records the size and hash of its files, and only then it takes its place:
+so `best/` is that of the newest checkpoint, and a start knows what has to be there.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoint, Damaged, compare, stamps, verify
+from common.config.origin import RUN_FILE, made_by
+from common.durable import remove, replace_folder, sync_folder
+from common.run.progress import Progress
+
+_NOTHING = {"results": {}, "files": {}}
+
+
+class Best:
+    """The folder `best/` of one run; used by the one process that writes.
+
+    `export(results, folder)` writes a folder of the model that `state.exported` is; `say` tells people a line.
+    """
+
+    def __init__(
+        self, run: Path, state: TrainingState, export: Callable[[dict, Path], None], say: Callable[[str], None]
+    ):
+        self.path, self._old = run / "best", run / ".best.old"
+        self._new, self._draft = run / ".best.new", run / ".best.tmp"  # exported; taken for the next checkpoint
+        self._state, self._export, self._say = state, export, say
+        self._results: dict | None = None  # of the new one
+        self._drafted = False
+        self._record: dict = _NOTHING
+
+    def export(self, results: dict, record: dict) -> None:
+        """Export the model as it is now, beside `best/`; also while a checkpoint is being written.
+
+        `record` is what a checkpoint of this step records.
+        """
+        remove(self._new)
+        try:
+            self._export(results, self._new)
+            (self._new / RUN_FILE).write_text(json.dumps(made_by(record), indent=2) + "\n")
+        except BaseException:
+            remove(self._new)
+            raise
+        self._results = results
+
+    def take(self) -> None:
+        """Let the next checkpoint record what was exported, if anything was; while none is being written."""
+        if self._results is not None:
+            remove(self._draft)
+            self._new.rename(self._draft)
+            self._record, self._drafted, self._results = {"results": self._results}, True, None
+
+    def seal(self) -> dict:
+        """Sync the draft, if there is a new one; what a checkpoint has to record of the best model."""
+        if self._drafted:
+            sync_folder(self._draft)
+            self._record |= {"files": stamps(self._draft)}
+        return self._record
+
+    def place(self) -> None:
+        """Put the sealed draft, if there is a new one, into the place of `best/`; the checkpoint that records it is there."""
+        if self._drafted:
+            replace_folder(self.path, self._draft)
+            self._drafted = False
+
+    def mend(self, found: Checkpoint, progress: Progress) -> None:
+        """At a start: make `best/` what the checkpoint `found`, whose ledger is given, says it is; else change the ledger.
+
+        A damaged one is exported again from the checkpoint that it came from, whose weights are then in the model. Where that
+        has gone, the best model is lost: the last evaluated one becomes the best if its checkpoint is there, else none.
+        """
+        self._record = found.record["best"]
+        wrong = self._restore(found) if progress.best else ""
+        for path in (self._new, self._draft, self._old):
+            remove(path)
+        if not wrong:
+            return
+        lost, progress.best = progress.best, {}
+        recorded, self._record = self._record, _NOTHING
+        for evaluated in (lost, progress.last):
+            checkpoint = found.path.with_name(f"step_{evaluated['step']:08d}")
+            if self._export_again(checkpoint, recorded["results"] if evaluated is lost else _results(evaluated)):
+                progress.best = evaluated
+                break
+        said = f"{self.path} is damaged or another ({wrong})"
+        if progress.best is lost:
+            self._say(f"{said}: made again from {checkpoint}")
+        else:
+            aside = self.path.with_suffix(".damaged")
+            if self.path.exists() and not aside.exists():  # a later start finds what this one puts there
+                self.path.rename(aside)
+            self._say(
+                f"{said}, and the checkpoint of step {lost['step']} that it came from has gone: the best model, "
+                f"{progress.headline(lost)}, is lost; "
+                + (
+                    f"best/ is now that of step {progress.best['step']}, {progress.headline(progress.best)}"
+                    if progress.best
+                    else "best/ will be the best of the evaluations from now on"
+                )
+            )
+        self.seal()
+        self.place()
+
+    def _restore(self, found: Checkpoint) -> str:
+        """What is wrong with `best/`, once it is known that what should be there is not beside it either."""
+        wrongs = []
+        for place in (self.path, self._draft, self._old, found.path.parent.parent / "best"):  # the last: another run's
+            try:
+                compare(place, self._record["files"])
+            except (Damaged, OSError) as error:
+                wrongs.append(getattr(error, "strerror", None) or str(error))
+                continue
+            if place != self.path:
+                if place != self._draft:
+                    remove(self._draft)
+                    shutil.copytree(place, self._draft)
+                sync_folder(self._draft)
+                replace_folder(self.path, self._draft)
+            return ""
+        return wrongs[0]
+
+    def _export_again(self, checkpoint: Path, results: dict) -> bool:
+        """Export the model of a checkpoint; False where that is not there or not whole."""
+        try:
+            found = verify(checkpoint)
+            files = found.tensors()
+        except Damaged:
+            return False
+        self._state.exported.load_state_dict(files.get("ema", files["model"]))
+        self.export(results, found.record)
+        self.take()
+        return True
+
+
+def _results(evaluated: dict) -> dict:
+    """The results of an evaluation, without those of each class."""
+    return {key.removeprefix("eval/"): value for key, value in evaluated.items() if key.startswith("eval/")}

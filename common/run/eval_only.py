@@ -1,0 +1,76 @@
+"""Which weights does `--eval_only` evaluate, on which part of the data, and which of their classes are which?"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.config.origin import Origin, by_name, read_origin
+from common.data import partition
+from common.data.source import Source
+from common.distributed import launch
+from common.errors import Refused
+
+
+def begin(config) -> Origin:
+    """Say which weights `--eval_only` evaluates, and what `config` has otherwise than their run. Raises `Refused`."""
+    origin = read_origin(config.eval_only)
+    launch.say(origin.describe(dataclasses.asdict(config)))
+    return origin
+
+
+def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> tuple:
+    """The data to evaluate on, the names of the model's classes, and which of these those of the data are.
+
+    `build_data(config, load)` is the recipe's, `load_part` that of its sources. Logs which part of the data is evaluated.
+    Raises `Refused` for classes that the model does not know.
+    """
+
+    def load(*data, **options):  # one part, where training has two
+        held_out = origin.trained_on(config.data) and not origin.config.get("split")
+        return 2 * [load_part(*data, held_out=held_out, **options)]
+
+    _, val, _ = build_data(config, load)
+    places = origin.places(val.classes, config.data)
+    launch.say(f"{partition.describe(config.data, val)}, {origin.matched(val.classes)}")
+    return val, origin.classes or val.classes, places
+
+
+def model_of(config, origin: Origin) -> str:
+    """What a classifier is built of: an exported folder, which is one itself, or `--model`. Raises `Refused` for another."""
+    if origin.is_alone:
+        return config.model
+    if config.model != origin.config.get("model"):
+        theirs = origin.config.get("model")
+        raise Refused(f"--model {config.model}: {origin.path} brings its own model, {theirs}; leave --model out")
+    return origin.path
+
+
+def report(config, results: dict, classes: Sequence[str]) -> None:
+    """Print the results, those of classes by name."""
+    launch.say(json.dumps({"eval_only": config.eval_only} | by_name(results, classes)))
+
+
+class Columns(torch.nn.Module):
+    """A classifier with some of the classes of `model`, in the order of `places`: images -> logits [B, len(places)]."""
+
+    def __init__(self, model: torch.nn.Module, places: Sequence[int]):
+        super().__init__()
+        self.model, self.places = model, list(places)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)[:, self.places]
+
+
+def match(model: torch.nn.Module, val: Source, names: Sequence[str], places: Sequence[int]):
+    """`model` and `val` with the same classes in one order: those of `val`, then the others that the model knows.
+
+    `names` are the model's, `places` its class ids of those of `val`. What is taken for one of the others is wrong. Of several
+    labels an image each is a decision of its own: then the others, of which `val` says nothing, are left out.
+    """
+    others = () if val.multi_label else sorted(set(range(len(names))) - set(places))
+    matched = copy.copy(val)
+    object.__setattr__(matched, "classes", (*val.classes, *(names[place] for place in others)))  # sources are frozen
+    return Columns(model, [*places, *others]), matched

@@ -1,0 +1,100 @@
+"""How many samples does the device take at once?
+
+What is trained does not depend on it (but with `--batch_norm local`), so it may be found out: before the first step by trying,
+and later by what failed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from common.data.batch_plan import BatchPlan
+from common.distributed.collectives import all_or_none, gather_objects
+from common.errors import Refused
+from common.run.folder import read_json, write_json
+from common.training.warm_up import first_line, is_out_of_memory
+
+_FILE = "micro_batch.json"
+
+
+def fit(
+    plan: BatchPlan, attempt: Callable[[BatchPlan], None], model: torch.nn.Module, say: Callable[[str], None]
+) -> tuple[BatchPlan, str]:
+    """`plan`, its micro-batches halved until `attempt(plan)`, the largest's forward and backward pass, fits on every rank.
+
+    Also what that took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room; "" on the CPU.
+    A collective. While it is tried, as much memory is held as gradients and Adam's moments of `model` will take. Raises
+    `Refused` where no size fits.
+    """
+    while True:
+        size = plan.micro_batch_sizes[0]
+        with all_or_none("trying a step"):
+            mine = _tried(attempt, plan, model)
+        failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
+        if not any(failures):
+            peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
+            return plan, f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step" if peak else ""
+        plan = halved(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
+        say(f"micro-batches of {size} do not fit into memory: {plan}")
+
+
+def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
+    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
+    size = plan.micro_batch_sizes[0]
+    if plan.whole:
+        raise Refused(
+            f"the {size} samples that {plan.whole} needs at once do not fit into memory: take --batch_norm group, a smaller "
+            f"model or --image_size, more processes, or a bf16 file of accelerate_configs/{why}"
+        )
+    if size == plan.unit:
+        raise Refused(
+            f"not even micro-batches of {size} fit into memory: take a smaller model or --image_size, a bf16 file of "
+            f"accelerate_configs/, or --grad_checkpointing where the recipe has it{why}"
+        )
+    return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))
+
+
+def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
+    """Write down that devices of this kind take no more at once than `plan` says."""
+    write_json(run / _FILE, read_json(run / _FILE) | {_kind(device): plan.max_micro_batch_size})
+
+
+def kept(run: Path, device: torch.device) -> int | None:
+    """What `keep` wrote down, if anything."""
+    most = read_json(run / _FILE).get(_kind(device))
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> tuple[str, int, int]:
+    """How `attempt(plan)` failed for want of memory, "" if it did not; the bytes it took at its peak, and those there are."""
+    taken, room, failure = 0, 1, ""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_cuda = any(parameter.device.type == "cuda" for parameter in parameters)
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        # Of Adam's two moments the warm-up's copy of the weights is one. DDP's buffer stands beside gradients that wait.
+        copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1)
+        held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
+        attempt(plan)
+        del held
+        if on_cuda:
+            taken, room = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = first_line(error)
+    finally:
+        model.zero_grad()  # after the error, whose traceback holds activations
+        clear_device_cache(garbage_collection=True)
+    return failure, taken, room

@@ -1,0 +1,246 @@
+"""What does the run look like? (PNG files: curves, confusion matrix, most confident mistakes)
+
+Drawn with Matplotlib's objects instead of `pyplot`: no global state and no display. A picture is replaced in one move, so that
+a viewer never sees half of one.
+"""
+
+import io
+import json
+import math
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.durable import make_folder, replace_file
+from common.run import fonts
+from common.run.progress import display_name
+
+if TYPE_CHECKING:  # Matplotlib takes 0.4 s to import, which waits for the first picture
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour vision.
+BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
+NUMBERED_CLASSES = 20  # up to so many, a cell of the confusion matrix shows its count
+NAMED_CLASSES = 50  # up to so many, its rows and columns carry names
+SHOWN_CELLS = 150  # a side; with more classes the cells would be too small to see, and are pooled
+SMOOTHED_POINTS = 300  # from so many on, a line is drawn pale under its mean over windows
+
+
+def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
+    """Draws loss, the leading metric and learning rate of `folder/metrics.jsonl`.
+
+    Torn lines, missing keys and values that are no finite numbers are passed over.
+
+    Args:
+        leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
+        best_step: the step of the evaluation that `best/` is of; it is marked.
+        path: of the picture (default: `folder/pictures/curves.png`).
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    folder = Path(folder)
+    rows = list(_rows(folder / "metrics.jsonl"))
+    known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
+    leading = leading or next(iter(known), "eval/evaluation")
+    metric = leading.removeprefix("eval/").removeprefix("ema_")
+    name = display_name(metric)
+    figure = new_figure(7.5, 7.5)
+    loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
+    _line(loss, rows, "train/loss", "training", BLUE)
+    _line(loss, rows, "eval/loss", "evaluation", ORANGE)
+    kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
+    values = [_finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
+    values = [value for value in values if value is not None]
+    scale, unit = (100, " (%)") if values and 0 <= min(values) <= max(values) <= 1 else (1, "")
+    if metric == "AP":
+        for part, label, colour in kinds:
+            _line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
+    for part, label, colour in kinds:
+        _line(quality, rows, f"{part}{metric}", label, colour, scale)
+    for axes, label in ((loss, "loss"), (quality, name + unit), (rate, "learning rate")):
+        axes.set_ylabel(label)
+    _line(rate, rows, "train/lr", "", INK)
+    title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
+    for axes in (loss, quality, rate):
+        axes.grid(color=PALE, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if not axes.lines:
+            axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
+        elif axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    rate.set_ylim(bottom=0)
+    rate.set_xlabel("step")
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
+    rate.xaxis.set_major_formatter("{x:,.0f}")
+    figure.align_ylabels()
+    save(figure, path or folder / "pictures" / "curves.png")
+
+
+def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
+    """Draws a confusion matrix, int[classes, classes] with true classes as rows; colour is the share of its row.
+
+    A row and a column more than there are names are those of the background: objects that are not there, or not found.
+    `headline` takes the place of the share that is right.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    counts = np.asarray(matrix)
+    own, classes, of_row = len(class_names), len(counts), counts.sum(1, keepdims=True)
+    numbered, named = own <= NUMBERED_CLASSES, own <= NAMED_CLASSES
+    class_names = [*class_names, "background"][:classes]
+    shares = counts / np.maximum(of_row, 1) * 100
+    side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
+    figure = new_figure(side + 1.1, side + 0.6)
+    axes = figure.subplots()
+    colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
+    # With many classes the few errors are thinly spread: a square root brings them out.
+    scale = PowerNorm(1 if numbered else 0.5, 0, 100)
+    block = math.ceil(classes / SHOWN_CELLS)
+    edges = range(0, classes, block)
+    shown = np.maximum.reduceat(np.maximum.reduceat(shares, edges, 0), edges, 1)
+    extent = (-0.5, classes - 0.5, classes - 0.5, -0.5)
+    picture = axes.imshow(shown, cmap=colours, norm=scale, extent=extent, interpolation="nearest")
+    bar = figure.colorbar(picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)")
+    bar.outline.set_visible(False)
+    pooled = "" if block == 1 else f" (a dot is the largest share among {block} × {block} classes)"
+    axes.set(xlabel="predicted" + pooled, ylabel="true")
+    axes.spines[:].set_color(PALE)
+    if named:
+        names = [short(name, 18) for name in class_names]
+        size = 10 if numbered else 7
+        upright = max(map(len, names[:own])) <= 30 // classes + 1
+        below = names if not upright else [*names[:own], "back-\nground"][:classes]
+        axes.set_xticks(range(classes), below, rotation=0 if upright else 90, fontsize=size, parse_math=False)
+        axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
+        axes.tick_params(length=0)
+    if numbered:
+        for row, column in np.argwhere(counts > 0):
+            colour = "white" if shares[row, column] > 55 else INK
+            number = f"{counts[row, column]:,}"
+            axes.text(column, row, number, color=colour, ha="center", va="center", fontsize=9 if classes <= 12 else 7)
+    else:
+        figure.text(
+            0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
+        )
+    headline = headline or f"{np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}"
+    title(axes.set_title, f"{run_of(path)}, last evaluation: {headline}")
+    save(figure, path)
+
+
+def run_of(path: Path) -> str:
+    """The run's name: pictures lie in `runs/<name>/pictures/`."""
+    return Path(path).resolve().parent.parent.name
+
+
+def breadth(text: str) -> float:
+    """How wide a text is, in average Latin letters: Chinese, Japanese and Korean ones are nearly twice as wide."""
+    return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def short(name: Any, most: int, path: bool = False) -> str:
+    """A name in one line, as wide as at most `most` letters: both ends of it, or the end of a path."""
+    name = " ".join(str(name).split())
+    head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
+    while breadth(head + tail) > most - (head + tail != name):
+        head, tail = (head[:-1], tail) if breadth(head) > breadth(tail) else (head, tail[1:])
+    if head + tail != name:
+        name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
+    if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in name):
+        return f"\u200e{name}\u200e"  # what stands before and after it stays there
+    return name
+
+
+def count_of(number: int, thing: str) -> str:
+    """A number of things in words: 1 image, 2,000 images."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def footnote(axes: "Axes", name: str, most: int) -> None:
+    """Writes an image's name under it."""
+    text = short(name, most, path=True)
+    axes.text(
+        0.5, -0.02, text, fontsize=6, color=GREY, ha="center", va="top", transform=axes.transAxes, parse_math=False
+    )
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, sides in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def title(place: Callable, text: str) -> None:
+    """Gives a figure or its axes (`figure.suptitle`, `axes.set_title`) the title that all pictures have."""
+    place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Writes the PNG file durably, in one move; a failure leaves the old one. Raises OSError."""
+    content = io.BytesIO()
+    fonts.provide(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # said by `fonts`
+        figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
+    make_folder(Path(path).parent)
+    replace_file(Path(path), content.getvalue())
+
+
+def _rows(path: Path) -> Iterator[dict]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+            if math.isfinite(row["step"]):
+                yield row
+        except (ValueError, TypeError, KeyError):
+            continue
+
+
+def _line(
+    axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
+) -> None:
+    points = [(row["step"], row[key] * scale) for row in rows if _finite(row.get(key)) is not None]
+    if not points:
+        return
+    data = np.array(points)
+    if len(data) > SMOOTHED_POINTS:
+        axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
+        data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
+    few = len(data) <= 30
+    marker = "o" if few else None
+    axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
+    """Marks the evaluation that `best/` is of; what the title says of it."""
+    value = next((_finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
+    if value is None:
+        return ""
+    for axes in panels:
+        axes.axvline(step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
+    panels[-1].plot(step, value * scale, "o", color=INK, fillstyle="none", markersize=9, label=f"best/ (step {step:,})")
+    figure = f"{100 * value:.2f} %" if scale == 100 else f"{value:.4g}"
+    return f": best/ is of step {step:,}, {display_name(leading)} {figure}"
+
+
+def _most_confused(counts: np.ndarray, class_names: Sequence[str], most: int = 6) -> str:
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
+    named = [f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
+    return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])
+
+
+def _per_cent(counts: np.ndarray) -> str:
+    return f" ({np.trace(counts) / counts.sum() * 100:.2f} %)" if counts.sum() else ""

@@ -1,0 +1,246 @@
+"""What does a run keep of itself beside its checkpoints: totals, rows, results, and where it happened?"""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoint
+from common.config import parsing as configuration
+from common.config.fields import RunConfig
+from common.config.recipe_source import Source, difference, keep, stem
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
+from common.distributed.collectives import all_or_none, broadcast_object
+from common.errors import Refused
+from common.run import fonts
+from common.run.broken_images import BrokenImages
+from common.run.folder import RunFolder, writing
+from common.run.log import RunLog
+from common.run.progress import Progress
+from common.run.step_reports import StepReport
+from common.run.tracking import Tracker
+from common.training.optimizer import Schedule
+
+EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
+MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
+
+# The names of a row that are not free for numbers of one's own, and what they begin with.
+OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps"}
+OWN_PARTS = {"data", "eval", "objects", "perf", "run", "summary"}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `Refused` unless all `names` are free for numbers of one's own."""
+    for name in names:
+        part, _, rest = str(name).partition("/")
+        if part in OWN_PARTS or part == "train" and rest in OWN_NAMES:
+            raise Refused(
+                f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
+            )
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", str(name)):
+            raise Refused(f"run.log: {str(name)!r:.60} is no name of a number; take one such as train/aux")
+
+
+class Records:
+    """The records of one start. All ranks call it alike; only the main process, which has a `folder`, writes."""
+
+    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
+        self._config, self._path, self._folder = config, path, folder
+        self.journal = RunLog(folder)
+        self.progress = Progress()
+        self._first_loss = 0.0
+
+    @contextlib.contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around what the main process writes: where that fails, or the folder is lost, every rank raises `Refused`."""
+        with all_or_none(what), writing(self._path):
+            try:
+                if self._folder:
+                    self._folder.check()
+                yield
+            finally:
+                if self._folder:
+                    self._folder.check()
+
+    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
+        """Keep what rows, the summary and checkpoints are made of."""
+        self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
+        self._source = recipe
+
+    def resume(self, found: Checkpoint, said: dict) -> int:
+        """Say from where the run goes on, and what its new length changes; returns the step after which it ends.
+
+        `said` is the status.json that was found.
+        """
+        say, progress, step = self.journal.say, self.progress, self.progress.step
+        before, now = found.record["total_steps"], self._schedule.total_steps
+        is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
+        if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
+            progress.ended_by = progress.ended_by or str(said["cause"])
+        changed = "source" in found.record and difference(found.record["source"], self._source)
+        if progress.ended_by and is_here and now <= before and not changed:
+            say(
+                f"this run was ended at step {step} of {before} by {progress.ended_by}; a larger --epochs or --max_steps takes "
+                "it further"
+            )
+            return step
+        progress.ended_by = ""
+        if step >= now and changed:
+            raise Refused(
+                f"{found.path} is finished, and was made by another source: give this run another --name, or a larger --epochs "
+                "or --max_steps to train on with this one"
+            )
+        if step >= now:
+            say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
+            return now
+        say(f"going on from step {step} of {now} ({found.path})")
+        if before != now:
+            rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
+            say(
+                f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
+                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
+            )
+        return now
+
+    def share(self) -> None:
+        """Give all ranks the totals that a checkpoint had, and count on from them; a collective."""
+        self.progress.best = broadcast_object(self.progress.best)
+        config = self._config
+        self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.journal.say)
+
+    def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
+        """What `Run.describe` does."""
+        self.journal.table({name: value for name, value in rows.items() if value})
+        self._classes = list(train.classes)
+        self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
+        self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
+
+    def open(self, accelerator: Accelerator, facts: dict) -> None:
+        """Write `facts`, where this start happens, drop the rows that will be made again, and open the tracker."""
+        folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
+        configuration.save(config, self._path / "config.yaml")
+        folder.write("environment.json", facts)
+        keep(self._source, self._path)
+        stood = folder.rewind(self.progress.step)
+        folder.status("running", self.progress.step)
+        tracker = Tracker(
+            accelerator,
+            "none" if config.dry_run else config.tracker,
+            folder=self._path,
+            project=config.project,
+            name=self._path.name,
+            config=dataclasses.asdict(config) | self._of_start(facts),
+            run_id=folder.read("tracker.json").get("id"),
+            sent_up_to=stood if self.progress.step else 0,
+            say=self.journal.say,
+        )
+        self._facts, self._tracker_id = facts, tracker.run_id
+        folder.write("tracker.json", {"id": tracker.run_id})
+        self.journal.open(tracker, self.progress.step, total_steps)
+
+    def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
+        """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
+        self.progress.take_in(report, seconds)
+        self._broken.count(report.step, report.broken)
+        if self._config.dry_run:
+            self._first_loss = self._first_loss or max(1.0, report.loss)
+            if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
+                rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
+                raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
+        if report.step % self._config.log_every == 0 or evaluated:
+            self.journal.note(report.step, self._row(report))
+
+    def evaluation(self, step: int, results: dict, leading: str) -> bool:
+        """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
+        numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
+        if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
+            text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
+            if self._config.dry_run:
+                raise Refused(text)
+            self.journal.say(text)  # a run may get over it; if not, the loss of a later step stops it
+        self.journal.note(step, numbers)
+        return self.progress.judge(step, numbers, f"eval/{leading}")
+
+    def draw(self, name: str, function: Callable, *arguments) -> None:
+        """What `Run.draw` does, on the main process."""
+        if self._folder and not self._folder.lost:
+            path = self._path / "pictures" / f"{name}.png"
+            try:
+                boxed_images = function(*arguments, path)
+                if letters := fonts.missing():
+                    self.journal.say(
+                        f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
+                        "Noto Sans CJK (Debian: fonts-noto-cjk)"
+                    )
+                self.journal.pictures(self.progress.step, {name: path}, boxed_images)
+            except Exception as error:  # a picture is not worth a run
+                self.journal.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+
+    def checkpoint(self) -> dict:
+        """What a checkpoint keeps beside tensors."""
+        return {
+            "name": self._path.name,
+            "recipe": stem(self._config),
+            "step": self.progress.step,
+            "classes": self._classes,
+            "total_steps": self._schedule.total_steps,
+            "identity": self._identity,
+            "source": self._source,
+            "numbers": self._state.numbers(),
+            "ledger": dataclasses.asdict(self.progress),
+            "config": dataclasses.asdict(self._config),
+            "environment": self._facts,
+            "tracker": self._tracker_id,
+        }
+
+    def summary(self) -> dict:
+        """The content of summary.json."""
+        progress = self.progress
+        samples = progress.step * self._config.global_batch_size
+        return {
+            "step": progress.step,
+            "epoch": self._stream.epoch(progress.step),
+            "samples": samples,
+            "best": progress.best,
+            "last": progress.last,
+            "train_seconds": round(progress.seconds, 3),
+            "images_per_second": round(samples / progress.seconds, 1) if progress.seconds else None,
+            "broken": progress.broken,
+            "skipped_steps": progress.skipped,
+        }
+
+    def _of_start(self, facts: dict) -> dict[str, int | float | str | Sequence[int] | None]:
+        """What the start table says, for comparing runs on a dashboard."""
+        values = self._sizes | {
+            "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
+            "steps": self._schedule.total_steps,
+            "peak_learning_rate": self._schedule.peak,
+            "fingerprint": self._identity["data"],
+            "device": facts["ranks"][0],
+            **{key: facts[key] for key in ("world_size", "precision", "commit")},
+        }
+        return {f"run/{key}": value for key, value in values.items()}
+
+    def _row(self, report: StepReport) -> dict[str, float]:
+        row = {
+            "epoch": self._stream.epoch(report.step),
+            "samples": report.step * self._config.global_batch_size,
+            "train/loss": report.loss,
+            "train/lr": self._schedule(report.step - 1),
+            "train/grad_norm": report.grad_norm,
+            **self.progress.pace(self._config.global_batch_size),
+            "data/broken": self.progress.broken,
+            **report.logged,
+        }
+        if report.loss_scale is not None:
+            row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.progress.skipped}
+        if torch.cuda.is_available():
+            row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        return row

@@ -1,0 +1,221 @@
+"""What became of the last steps, on all ranks, without making the device wait?
+
+Each step's numbers are copied to the host without waiting, summed over ranks on the host-side group while the next step
+runs, and read when they are there anyway: one step late, on an accelerator two. Everything ranks must agree on (to stop, that
+a loss is not finite, how many images were broken) travels in the same few numbers.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from common.distributed.collectives import gather_objects, host_group, world_size
+from common.errors import Refused
+
+_LATE = 2  # steps between a step and its report on an accelerator
+_MOST_NAMES = 1_000  # of numbers of one's own, in a run
+_LEAST_SCALE = 2**-9  # fp16: no smaller factor will help; from 65,536 it takes 26 skipped steps in a row to fall below
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of one step, the same on every rank."""
+
+    step: int  # optimizer steps done, this one included
+    loss: float  # mean over the global batch
+    grad_norm: float  # before clipping; not finite where fp16 skipped the step
+    data_wait: float  # seconds that a rank waited for data, mean over ranks
+    broken: tuple[str, ...]  # images that could not be read, of all ranks
+    stop: bool  # some rank was asked to stop
+    skipped: bool  # fp16 found an overflow and left the weights as they were
+    ended_by: str = ""  # why the recipe ends the run, where some rank said so
+    loss_scale: float | None = None  # fp16: the factor of the next step's loss
+    logged: dict[str, float] = field(default_factory=dict)  # numbers of one's own: means over all values of the step
+
+
+@dataclass
+class _Posted:
+    step: int
+    losses: torch.Tensor  # per sample, on the device
+    positions: torch.Tensor
+    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each number of one's own
+    data_wait: float
+    broken: tuple[str, ...]
+    stop: bool
+    ended_by: str
+    counts: dict[str, int]  # of the values of each number of one's own
+    copied: object = None  # CUDA event
+    logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
+    names: tuple[str, ...] = ()  # of the numbers that are summed over ranks
+    summed: torch.Tensor | None = None
+    grad_norm: float = 0.0
+    loss_scale: float | None = None
+    skipped: bool = False
+    work: object = None
+
+
+@dataclass
+class StepReports:
+    """Post every step, read the reports that are complete. All ranks call the same methods in the same order."""
+
+    global_batch_size: int
+    scaler: torch.amp.GradScaler | None = None  # under fp16
+    _posted: deque = field(default_factory=deque)
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the step that is being made
+    _counts: dict[str, int] = field(default_factory=dict)
+    _names: tuple[str, ...] = ()  # that all ranks know
+
+    def __post_init__(self) -> None:
+        self._loss_scale = self.scaler.get_scale() if self.scaler else None  # of the step that is summed next
+
+    def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Add numbers of one's own, float[] or float[n], to the step that is being made; waits for no device."""
+        for name, value in values.items():
+            try:
+                value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError):
+                raise Refused(f"run.log: {name} is {value!r:.40}; give a number or a tensor") from None
+            if value.ndim > 1:
+                raise Refused(f"run.log: {name} has shape {list(value.shape)}; give one number, or one per sample, [n]")
+            total = value.sum(dtype=_exact(value.device))
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._counts[name] = self._counts.get(name, 0) + value.numel()
+
+    def post(
+        self,
+        step: int,
+        losses: torch.Tensor,
+        positions: torch.Tensor,
+        grad_norm: torch.Tensor,
+        data_wait: float,
+        broken: tuple[str, ...],
+        stop: bool,
+        ended_by: str = "",
+    ) -> None:
+        """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
+        loss = losses.sum(dtype=_exact(losses.device))
+        numbers = [loss, grad_norm.to(loss.dtype)]
+        if self.scaler:  # a factor of one: `get_scale` would wait for the device
+            numbers.append(self.scaler.scale(torch.ones_like(loss)))
+        for total in self._sums.values():  # one on the host becomes an argument: to copy it would wait for the device
+            numbers.append(total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype))
+        numbers = torch.stack(numbers).to("cpu", non_blocking=True)
+        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by, self._counts)
+        self._sums, self._counts = {}, {}
+        if losses.is_cuda:
+            posted.copied = torch.cuda.Event()
+            posted.copied.record()
+        elif losses.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._posted.append(posted)
+
+    def read(self) -> list[StepReport]:
+        """The reports that are due, oldest first. Raises `Refused` on every rank where a step was not finite."""
+        late = _LATE if self._posted and self._posted[-1].losses.is_cuda else 1
+        for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
+            self._start(posted)
+        return [self._finish() for _ in range(max(0, len(self._posted) - late))]
+
+    def settle(self) -> list[StepReport]:
+        """All outstanding reports; waits for the device. Before an evaluation and a checkpoint: these build on finite steps."""
+        for posted in self._posted:
+            self._start(posted)
+        return [self._finish() for _ in range(len(self._posted))]
+
+    def _start(self, posted: _Posted) -> None:
+        """Start summing over ranks, once the numbers have arrived on the host."""
+        if posted.summed is not None:
+            return
+        if posted.copied is not None:
+            posted.copied.synchronize()
+        loss, posted.grad_norm, *totals = posted.device_numbers.tolist()
+        if self.scaler:
+            posted.loss_scale, *totals = totals
+            posted.skipped = posted.loss_scale < self._loss_scale
+            self._loss_scale = posted.loss_scale
+        posted.logged = {
+            name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
+        }
+        posted.names = self._names
+        # An overflow is of gradients, which a smaller scale makes smaller; the loss is computed before it is scaled.
+        bad = not (math.isfinite(loss) and (posted.skipped or math.isfinite(posted.grad_norm)))
+        new = not posted.logged.keys() <= set(posted.names)
+        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, bool(posted.ended_by), new]
+        for name in posted.names:
+            shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
+        posted.summed = torch.tensor(shared, dtype=torch.float64)
+        if world_size() > 1:
+            posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
+
+    def _finish(self) -> StepReport:
+        posted = self._posted.popleft()
+        if posted.work is not None:
+            posted.work.wait()
+        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
+        if bad:
+            self._refuse(posted)
+        if posted.skipped and posted.loss_scale < _LEAST_SCALE:
+            raise Refused(
+                f"step {posted.step}: gradients still overflow in fp16 with a loss scale below {_LEAST_SCALE:.2g}; "
+                "lower --lr, set --clip 1, or take a bf16 config"
+            )
+        names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
+        ended_by = first_said(posted.ended_by) if ended else ""
+        logged = self._means(posted, sums, new > 0)
+        mean = loss / self.global_batch_size
+        wait /= world_size()
+        told = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
+        return StepReport(posted.step, mean, posted.grad_norm, wait, *told, logged)
+
+    def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
+        """Of each number of one's own the mean over all values, from `sums`: total, count and ranks of each known name."""
+        of_names = {name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)}
+        if new:  # the first time, names travel with the numbers
+            theirs = gather_objects({name: own for name, own in posted.logged.items() if name not in of_names})
+            for name in sorted({name for unknown in theirs for name in unknown}):
+                values = [unknown[name] for unknown in theirs if name in unknown]
+                of_names[name] = [*map(sum, zip(*values, strict=True)), len(values)]
+            self._names = tuple(dict.fromkeys((*self._names, *of_names)))
+        where = f"step {posted.step}: run.log"
+        if len(self._names) > _MOST_NAMES:
+            raise Refused(
+                f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log under fewer names"
+            )
+        for name, (total, _, ranks) in of_names.items():
+            if 0 < ranks < world_size():
+                raise Refused(
+                    f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it on all of them in the same "
+                    "steps, with an empty tensor where there is nothing to log"
+                )
+            if not (math.isfinite(total) or posted.skipped):
+                raise Refused(f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it")
+        return {name: total / count for name, (total, count, _) in of_names.items() if count}
+
+    def _refuse(self, posted: _Posted) -> None:
+        mine = posted.positions[~torch.isfinite(posted.losses.cpu())].tolist()
+        positions = sorted(position for theirs in gather_objects(mine) for position in theirs)
+        what = f"the loss of the samples at positions {_listed(positions)}" if positions else "the gradient norm"
+        half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""
+        raise Refused(
+            f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
+            f"Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples{half}"
+        )
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """The type in which sums are taken: Apple's devices have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def first_said(text: str) -> str:
+    """What the first rank says that says something, on every rank; a collective. Two ranks, "" and "b": "b" on both."""
+    return next(filter(None, gather_objects(text)), "")
+
+
+def _listed(positions: list[int], most: int = 8) -> str:
+    more = f" and {len(positions) - most} more" if len(positions) > most else ""
+    return ", ".join(map(str, positions[:most])) + more

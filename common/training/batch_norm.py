@@ -1,0 +1,317 @@
+"""Over which samples does batch normalisation take its statistics, so that the layout of a run does not change it?
+
+`convert` turns every batch norm of a model into a `StepBatchNorm`, in place and with the same parameters and keys.
+Its forward never touches the running statistics: it collects the mean and variance of what it normalised over, and
+`update_running_statistics` folds them in once per optimizer step, from all micro-batches of all ranks at once.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from common.distributed.collectives import is_distributed, node_group
+from common.errors import Refused
+
+CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
+MODES = ("local", "group", "node", "global", "frozen")
+DESCRIPTIONS = {
+    "local": "statistics of each micro-batch: fastest, but the result depends on the layout; --batch_norm group avoids that",
+    "group": "statistics of fixed groups of consecutive samples: the same on every layout, nothing sent in the forward",
+    "node": "statistics of the micro-batches of a machine's ranks together: the result depends on the layout",
+    "global": "statistics of the micro-batches of all ranks together: exact on every layout without accumulation",
+    "frozen": "running statistics as loaded, never changed; weight and bias are trained",
+}
+
+
+class StepBatchNorm(_BatchNorm):
+    """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that move once a step.
+
+    Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
+    Not constructed but made by `convert`, which sets `mode`, `group_size`, `micro_batch` and `collected`.
+    """
+
+    mode: str
+    group_size: int  # samples
+    micro_batch: "_MicroBatch"  # shared by the model's layers
+    collected: torch.Tensor  # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "frozen" or not self.training:
+            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        elif self.mode == "group":
+            y = self._normalize_groups(x)
+        elif self.mode in ("node", "global") and is_distributed():
+            # While compiling, the plain form: Inductor fuses it, and does not know these kernels.
+            fused = x.is_cuda and not torch.compiler.is_compiling()
+            shared = _FusedSharedNormalization if fused else _SharedNormalization
+            y, statistics = shared.apply(x, self.weight, self.bias, self.eps, self.mode)
+            self.collected += statistics
+        else:
+            y = self._normalize(x)
+        if len(y) == 1 and y.device.type == "cpu" and y.requires_grad and not torch.compiler.is_compiling():
+            # torch 2.14 misreads a single sample's gradient where the sample's places became tokens.
+            y.register_hook(torch.Tensor.contiguous)
+        if hasattr(self, "act"):  # timm's BatchNormAct2d drops and activates too
+            y = self.act(self.drop(y))
+        return y
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        # With momentum 1 the fused kernel leaves just this batch's mean and unbiased variance; the last row stays one.
+        statistics = torch.ones_like(self.collected)
+        is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
+        y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
+        self.collected += statistics
+        return y
+
+    def _normalize_groups(self, x: torch.Tensor) -> torch.Tensor:
+        groups, rest = divmod(self.micro_batch.samples, self.group_size)
+        if rest or not groups:
+            raise Refused(
+                f"a micro-batch of {self.micro_batch.samples} samples is not whole groups of norm_batch_size "
+                f"{self.group_size}: choose a multiple of it"
+            )
+        if groups == 1:
+            return self._normalize(x)
+        # Some layers see several rows of each sample (windows, tokens), so that a group's rows are counted from here.
+        if x.device.type == "cpu":  # where kernels cost nothing to launch, and two copies of the activations do
+            return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
+        return self._normalize_groups_at_once(x, groups)
+
+    def _normalize_groups_at_once(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """One batch norm of [rows of a group, groups * channels, ...]: as many kernels for any number of groups."""
+        channels_last = x.dim() > 2 and x.stride(1) == 1
+        if channels_last:
+            rows = x.movedim(1, -1).unflatten(0, (groups, -1)).movedim(0, -2)  # [rows, ..., groups, channels]
+            rows = rows.flatten(-2).movedim(-1, 1)
+        else:
+            rows = x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
+        statistics = self.collected.new_ones(3, groups * self.num_features)
+        weight, bias = (each if each is None else each.repeat(groups) for each in (self.weight, self.bias))
+        y = F.batch_norm(rows, statistics[0], statistics[1], weight, bias, True, 1.0, self.eps)
+        self.collected += statistics.unflatten(1, (groups, -1)).sum(1)
+        if channels_last:
+            return y.movedim(1, -1).unflatten(-1, (groups, -1)).movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
+        return y.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+
+    def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
+        # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
+        super()._apply(function, recurse)
+        self.collected = function(self.collected)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
+
+
+class _MicroBatch:
+    """How many samples are in the forward that is going on (a method as hook, so that a deepcopy has its own)."""
+
+    samples = 0
+
+    def note(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.samples = len(next(iter(args or kwargs.values())))
+
+
+class _SharedNormalization(torch.autograd.Function):
+    """Normalise by the mean and variance of all samples of several ranks; gradients flow through the statistics.
+
+    Ranks may hold different numbers of samples. Parameters get this rank's share of the gradient, as everything else in
+    data-parallel training; the gradient of `x` includes what `x` does to the other ranks through the statistics.
+    Statistics are float32 for half precision and of `x`'s precision otherwise. Means and squared deviations are merged
+    (Chan, Golub & LeVeque 1979), so that nothing cancels where the mean is large.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = node_group() if mode == "node" else dist.group.WORLD
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
+        share = torch.full_like(mean, x.numel() // x.shape[1])
+        own = torch.stack([mean, variance, share])
+        shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shares, own, group=group)
+        means, variances, counts = torch.stack(shares, dim=1)  # each [ranks, channels]
+        count = counts.sum(0)
+        mean = (means * counts).sum(0) / count
+        squares = ((variances + (means - mean).square()) * counts).sum(0)
+        variance = squares / count
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
+        ctx.group = group
+        statistics = torch.stack([mean, squares / (count - 1), torch.ones_like(mean)])
+        ctx.mark_non_differentiable(statistics)
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), statistics
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse_deviation, count = ctx.saved_tensors
+        others, channels = [0, *range(2, x.dim())], (1, -1) + (1,) * (x.dim() - 2)
+        wide = gradient.to(mean.dtype)
+        normalized = (x.to(mean.dtype) - mean.view(channels)) * inverse_deviation.view(channels)
+        own = torch.stack([wide.sum(others), (wide * normalized).sum(others)])
+        total = own.clone()
+        dist.all_reduce(total, group=ctx.group)
+        offset, slope = (total / count).unbind()
+        scale = inverse_deviation if weight is None else inverse_deviation * weight
+        x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
+        _, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
+        return x_gradient.to(x.dtype), own[1] if weight_needs else None, own[0] if bias_needs else None, None, None
+
+
+class _FusedSharedNormalization(torch.autograd.Function):
+    """The same by the kernels of torch.nn.SyncBatchNorm, which make no float32 copies of the activations. CUDA only.
+
+    Unlike there, the host never waits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = node_group() if mode == "node" else dist.group.WORLD
+        is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
+        x = x.contiguous(memory_format=ctx.memory_format)
+        mean, inverse_deviation = torch.batch_norm_stats(x, eps)
+        own = torch.cat([mean, inverse_deviation, mean.new_full((1,), x.numel() // x.shape[1])])
+        shares = own.new_empty(dist.get_world_size(group), len(own))
+        dist.all_gather_into_tensor(shares, own, group=group)
+        means, inverse_deviations, counts = shares.split([len(mean), len(mean), 1], dim=1)
+        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel leaves mean and unbiased variance here
+        mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
+            x, means, inverse_deviations, statistics[0], statistics[1], 1.0, eps, counts.flatten()
+        )
+        ctx.save_for_backward(x, weight, mean, inverse_deviation, counts.flatten().int())
+        ctx.group = group
+        ctx.mark_non_differentiable(statistics)
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps), statistics
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse_deviation, counts = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=ctx.memory_format)
+        *sums, weight_gradient, bias_gradient = torch.batch_norm_backward_reduce(
+            gradient, x, mean, inverse_deviation, weight, True, *ctx.needs_input_grad[1:3]
+        )
+        total = torch.cat(sums)
+        dist.all_reduce(total, group=ctx.group)
+        x_gradient = torch.batch_norm_backward_elemt(
+            gradient, x, mean, inverse_deviation, weight, *total.chunk(2), counts
+        )
+        return x_gradient, weight_gradient, bias_gradient, None, None
+
+
+def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
+    """Turn every batch norm of `model` into a `StepBatchNorm`, in place; returns how many there are.
+
+    Parameters, buffers, hooks and state_dict keys stay, so weights load into the plain model and from it.
+    With mode "node" this is a collective. With "group" the model's first input must be as long as the micro-batch.
+
+    Args:
+        mode: one of `MODES`.
+        group_size: samples in a group, at least 2; for mode "group" only.
+
+    Raises:
+        Refused: for an unknown mode, a group of less than 2 samples, or a batch norm whose forward is not known here.
+    """
+    if mode not in MODES:
+        raise Refused(f"batch_norm {mode!r} is unknown: choose one of {', '.join(MODES)}")
+    if mode == "group" and group_size < 2:
+        raise Refused(f"norm_batch_size {group_size} is too small: a group needs 2 samples or more to have a variance")
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    for name, layer in layers:
+        if type(layer) not in CONVERTIBLE or layer.running_mean is None:
+            raise Refused(f"{name} ({layer}) can't be converted: needs a known batch norm with running statistics")
+    micro_batch = _MicroBatch()
+    for _, layer in layers:
+        layer.__class__ = StepBatchNorm  # a new module would have to be put in its place, and would lose its hooks
+        layer.mode, layer.group_size, layer.micro_batch = mode, group_size, micro_batch
+        layer.collected = layer.running_mean.new_zeros(3, layer.num_features)
+    model.step_batch_norms = [layer for _, layer in layers]  # to walk through a large model takes 0.1 ms, each step
+    if mode == "group" and layers:
+        model.register_forward_pre_hook(micro_batch.note, with_kwargs=True)
+    if mode == "node":
+        node_group()  # made here, by all ranks, and not in the middle of a forward
+    return len(layers)
+
+
+@contextlib.contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Within it, `node` and `global` normalise by this rank's own samples, and wait for no other rank.
+
+    For a trial that some ranks may leave by an exception while others would wait for their statistics. It takes the memory
+    that sharing takes on a GPU; the CPU makes a few copies of one layer's activations more.
+    """
+    shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
+    try:
+        for layer in shared:
+            layer.mode = "alone"
+        yield
+    finally:
+        for layer, mode in shared.items():
+            layer.mode = mode
+
+
+def freeze(*modules: nn.Module) -> None:
+    """Freeze parts of a model after `convert`: their weights stay, and their batch norms normalise by statistics that stay.
+
+    batch_norm.freeze(model.conv1, model.bn1, model.layer1)
+    """
+    for module in modules:
+        module.requires_grad_(False)
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, StepBatchNorm):
+                raise Refused("batch_norm.freeze was called before batch_norm.convert: call it after that")
+            if isinstance(layer, StepBatchNorm):
+                layer.mode = "frozen"
+
+
+def describe(mode: str, model: nn.Module) -> str:
+    """The mode and what it means for a converted model, for people."""
+    return f"{mode}: {DESCRIPTIONS[mode]}" if model.step_batch_norms else "none in this model: the same on every layout"
+
+
+@torch.no_grad()
+def update_running_statistics(model: nn.Module) -> None:
+    """Move the running statistics towards what the step's forwards collected; once per optimizer step, on all ranks.
+
+    Each group, micro-batch or shared batch of the step counts one, and so does its second forward under gradient
+    checkpointing; a layer that no rank used keeps its statistics. One collective over all layers; none without layers.
+    """
+    layers = _collecting(model)
+    if not layers:
+        return
+    sums = torch.cat([layer.collected for layer in layers], dim=1)  # [3, channels of all layers]
+    if is_distributed():
+        dist.all_reduce(sums)
+    means, variances = [layer.running_mean for layer in layers], [layer.running_var for layer in layers]
+    running = torch.stack([torch.cat(means), torch.cat(variances)])
+    collected = sums[:2] / sums[2]
+    # Not finite: a layer that was not used, or an fp16 overflow, for which the optimizer skips the step as well.
+    collected = torch.where(collected.isfinite(), collected, running)
+    torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
+    # Momentum None asks for the mean over all steps; reading the count waits for the device.
+    momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
+    new_means, new_variances = (row.split([layer.num_features for layer in layers]) for row in collected)
+    torch._foreach_lerp_(means + variances, new_means + new_variances, momenta + momenta)
+    torch._foreach_zero_([layer.collected for layer in layers])
+
+
+@torch.no_grad()
+def discard_statistics(model: nn.Module) -> None:
+    """Forget what forwards collected since the last update, as after a warm-up that is no step. No communication."""
+    for layer in _collecting(model):
+        layer.collected.zero_()
+
+
+def _collecting(model: nn.Module) -> list[StepBatchNorm]:
+    modules = getattr(model, "step_batch_norms", model.modules())  # a deepcopy of a converted model has its own list
+    return [module for module in modules if isinstance(module, StepBatchNorm) and module.mode != "frozen"]

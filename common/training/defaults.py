@@ -1,0 +1,36 @@
+"""Which defaults suit the data of a run?
+
+Those of a recipe suit digits, which are small and never mirrored. Other data are taken for photographs, and fields that name a
+value for these (`option(..., photographs=0.5)`) have that as their default instead. Presets and flags win over both.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from common.training import timm_models
+
+
+def suited(config) -> dict:
+    """The defaults that fields of `config` have where its data are not digits: {} where they are.
+
+    An `image_size` or `crop_pct` of 0 stands for the model's own, and becomes that number if it is known before the model is.
+    """
+    if config.data == "digits":
+        return {}
+    values = {field.name: field.metadata.get("photographs") for field in dataclasses.fields(config)}
+    found = {name: value for name, value in values.items() if value is not None}
+    own = timm_models.own_view(config.model) if "image_size" in found else {}
+    return found | {name: value for name, value in own.items() if found.get(name) == 0}
+
+
+def describe(config, suit: Callable[..., dict] = suited) -> dict[str, str]:
+    """Rows for the start table: the defaults of `config` that were chosen for photographs, and which weights would help."""
+    chosen = {name: value for name, value in suit(config).items() if getattr(config, name) == value}
+    if not chosen:
+        return {}
+    recipes_first = sorted(chosen.items(), key=lambda item: item[0] not in type(config).__annotations__)
+    rows = {"defaults": f"for photographs: {', '.join(f'{name} {value}' for name, value in recipes_first)}"}
+    if not (config.pretrained or getattr(config, "init", "") or Path(config.model).is_dir()):
+        rows["pretrained"] = "no; --pretrained downloads weights to begin with, which need fewer photographs"
+    return rows

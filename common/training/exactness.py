@@ -1,0 +1,93 @@
+"""What of a run depends on its layout, beside batch norm, and by how much?"""
+
+from collections.abc import Callable, Iterable
+
+import timm.optim
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.distributed import gradient_compression
+from common.training.warm_up import warm_up
+
+# Optimizers of timm whose step does not shrink with the gradient. So are all cautious ones, whose masks count signs.
+_SCALE_FREE = ("lion", "laprop", "adafactor")
+_ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
+_LEAST_NOISE = 0.1  # share of a parameter: keys have a third of an attention's bias, and a single number may be near 0
+
+
+def describe(config, model: nn.Module, step: Callable[..., None]) -> dict[str, str]:
+    """Rows for the start table, none if all is exact. `step(scale=1.0)` adds the gradient of `scale` times some loss."""
+    rows = gradient_compression.describe(config)
+    if getattr(config, "drop", 0):
+        rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
+    if config.opt.lower().startswith(_ELSEWHERE):
+        rows["optimizer"] = f"{config.opt}: whether layouts agree was not measured"
+    elif moves_by_noise(config.opt) and (names := noisy_parameters(model, step)):
+        rows["optimizer"] = (
+            f"{config.opt} takes full steps where the gradient is rounding noise ({_listed(names)}): "
+            "layouts agree only roughly"
+        )
+    if config.dtype == "float64" and (kinds := narrowing_modules(model, step)):
+        rows["float64"] = f"{_listed(kinds)} compute in float32 inside: layouts agree to about 1e-6"
+    return rows
+
+
+def moves_by_noise(name: str) -> bool:
+    """Whether an optimizer of timm moves a weight as far for a gradient of 1e-17 as for one of 1e-3, or nearly so."""
+    name = name.lower()
+    is_cautious = (timm.optim.get_optimizer_info(name).defaults or {}).get("caution", False)
+    return is_cautious or any(part in name for part in _SCALE_FREE)
+
+
+def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
+    """Names of the parameters that have, in part, a gradient of zero but for rounding.
+
+    Such as the bias of an attention's keys, which shifts all scores of a query alike, or that of a layer before a batch norm.
+    They are found by trying: a loss three times as large has a gradient three times as large, but is rounded in other
+    places. Noise is then another one.
+    """
+    found = []
+
+    def compare() -> None:
+        gradients = []
+        for scale in (1.0, 3.0):
+            model.zero_grad()
+            step(scale=scale)
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        once, thrice = gradients
+        for name, gradient in once.items():
+            differs = (thrice[name] - 3 * gradient).abs() > 0.3 * gradient.abs()
+            if differs.float().mean() > _LEAST_NOISE:
+                found.append(name)
+
+    warm_up(model, model, compare)
+    return found
+
+
+def narrowing_modules(model: nn.Module, step: Callable[..., None]) -> list[str]:
+    """Classes of the modules of a float64 model that compute in a narrower type inside."""
+    running, found = [], set()
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            narrows = function is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64
+            if narrows and result.is_floating_point() and result.dtype != torch.float64 and running:
+                found.add(type(running[-1]).__name__)
+            return result
+
+    begin = nn.modules.module.register_module_forward_pre_hook(lambda module, _: running.append(module))
+    end = nn.modules.module.register_module_forward_hook(lambda *_: running.pop() and None, always_call=True)
+    try:
+        with torch.compiler.set_stance("force_eager"), Casts():
+            warm_up(model, model, step)
+    finally:
+        begin.remove()
+        end.remove()
+    return sorted(found)
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *others = names
+    return first + f" and {len(others)} more" * bool(others)

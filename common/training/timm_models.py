@@ -1,0 +1,389 @@
+"""How does a name become a model, and a trained model a folder that others can load?"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import re
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from timm.data import resolve_data_config
+from timm.data.transforms import str_to_interp_mode
+from timm.models._hub import save_config_for_hf
+
+from common.checkpoints.state import Tensors
+from common.config.origin import by_name
+from common.config.parsing import nearest
+from common.data.images import MAX_PIXELS
+from common.distributed.collectives import is_main
+from common.errors import Refused
+from common.files import SMALL, check_regular, read_text
+
+# What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
+AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
+_WISHES = {"drop_rate": "--drop", "drop_path_rate": "--drop_path", "img_size": "--image_size"}
+
+
+def build_classifier(
+    name: str,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    image_size: int = 0,
+    drop: float = 0.0,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    names: Sequence[str] = (),
+) -> torch.nn.Module:
+    """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
+
+    Initial weights are a function of `seed`. A local folder brings its weights; with `pretrained` a name does. What their head
+    knows of classes of the same `names` is taken over, the rest of it is new; without names on either side a head of the same
+    number of classes is kept. `image_size` 0 is the model's own. What it begins with is its `begins_with`, in words.
+    Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
+    """
+    options = {"drop_rate": drop, "drop_path_rate": drop_path}
+    architecture = name.split(".")[0]  # without the tag of its weights, which may be unknown
+    default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
+    if image_size and default and default.fixed_input_size:
+        options["img_size"] = image_size
+    make = partial(create, name, pretrained=pretrained, seed=seed, wishes=options)
+    model = make(num_classes=classes)
+    if not (pretrained or Path(name).is_dir()):
+        model.begins_with = ""
+        return model
+    known, theirs = label_names(model.pretrained_cfg), model.pretrained_cfg["num_classes"]
+    fresh = classes if theirs != classes else 0  # classes that the head does not know
+    if names and known and list(names) != known:
+        trained = model if theirs == classes else make(num_classes=theirs)
+        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps a head of as many
+        fresh = take_rows(_head(model), _head(trained), names, known)
+    everything = len(model.state_dict())
+    model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, classes)
+    if names and not known and not fresh:
+        model.begins_with += ", its head as it is: it does not name its classes"
+    return model
+
+
+def label_names(content: Mapping) -> list[str]:
+    """The class names in a configuration, by class id; none where it has none, or two are the same."""
+    names = content.get("label_names") or ()
+    if isinstance(names, Mapping):
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    return [*names] if None not in names and len(set(names)) == len(names) else []
+
+
+def begins_with(taken: int, everything: int, source: str, fresh: int, classes: int) -> str:
+    """What a model begins with, in words; `fresh` of its `classes` classes are new to its head."""
+    new = f"for {fresh} of {classes} classes" if fresh < classes else "for all classes"
+    return f"{taken} of {everything} tensors of {source}" + (f", head new {new}" if fresh else "")
+
+
+def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
+    """The same of a model of which only the backbone has weights of `source`, which may be a name or a folder."""
+    loaded, everything = len(backbone.state_dict()), len(model.state_dict())
+    return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
+
+
+def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> int:
+    """Take over what `trained` knows of the classes in `names` it knows, and return how many it does not.
+
+    Both are tensors [classes, ...] by name, of `names` and of `known`.
+    """
+    places = {name: number for number, name in enumerate(known)}
+    mine = [number for number, name in enumerate(names) if name in places]
+    theirs = [places[names[number]] for number in mine]
+    with torch.no_grad():
+        for name, tensor in head.items():
+            tensor[mine] = trained[name][theirs]
+    return len(names) - len(mine)
+
+
+def _head(model: torch.nn.Module) -> Tensors:
+    """The tensors of the classifiers, as timm names these."""
+    heads = model.pretrained_cfg.get("classifier") or ()
+    heads = (heads,) if isinstance(heads, str) else heads
+    return {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] in heads}
+
+
+def create(
+    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
+) -> torch.nn.Module:
+    """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model knows.
+
+    A wish that is 0 or one of `optional` can be left out: some models drop by default, so 0 goes to those that know it.
+    What it was made with is the model's `created_with`.
+    Weights are a function of `seed` unless they are loaded; then what is saved of the model keeps its origin and licence.
+    Raises `Refused` as `build_classifier` does.
+    """
+    local = Path(name).is_dir()
+    if local:
+        _check_folder(name)
+    elif not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
+        if Path(name).exists():
+            raise Refused(f"--model {name}: a file; name the folder of a model that timm saved, such as a run's best/")
+        meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
+        alike = ", ".join([known for known in timm.list_models() if name.lower() in known][:3])
+        meant = meant or nearest(name.lower(), timm.list_models()) or (alike and f"; did you mean {alike}?")
+        raise Refused(
+            f"--model {name}: not a model of timm {timm.__version__}{meant or '; timm.list_models() lists them'}"
+        )
+    source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
+    options |= AS_PRETRAINED.get(name.split(".")[0], {})
+    try:
+        if local:
+            check_regular(name)
+        while True:
+            torch.manual_seed(seed)
+            try:
+                model = timm.create_model(source, pretrained=pretrained, **options, **wishes)
+                break
+            except TypeError as error:
+                unknown = [
+                    wish for wish in wishes if re.search(f"(unexpected|for) keyword argument '{wish}'", str(error))
+                ]
+                if not unknown:  # the constructor's own, which may be somebody's own model
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    place = f"{Path(where.filename).name}, line {where.lineno}"
+                    raise Refused(f"--model {name}: can't be made: TypeError in {place}: {error}") from None
+                if refused := [wish for wish in unknown if wishes[wish] and wish not in optional]:
+                    flag = _WISHES.get(refused[0], refused[0])
+                    raise Refused(
+                        f"--model {name}: does not take {flag}: leave it out, or take another model"
+                    ) from None
+                del wishes[unknown[0]]
+    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
+        weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
+        raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    if (channels := _input_channels(model)) != 3:
+        raise Refused(
+            f"--model {name}: sees images of {channels} channel{'s' * (channels > 1)}, and is given 3, of grey images too: "
+            "save it again from timm.create_model(..., in_chans=3), which keeps its weights, or take another model"
+        )
+    model.created_with = {**options, **wishes}
+    if not pretrained:
+        for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
+            model.pretrained_cfg.pop(key, None)
+    return model
+
+
+def _check_folder(name: str) -> None:
+    """Refuse a folder of which timm can't make a model, such as one with a detector."""
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        raise Refused(
+            f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
+        )
+    with contextlib.suppress(OSError, ValueError):  # building the model refuses it
+        content = json.loads(read_text(file, SMALL))
+        if "module" in content:
+            raise Refused(
+                f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
+                "--eval_only, or load its model.safetensors there"
+            )
+        if "architecture" not in content:
+            instead = "; a detector is begun with by --init, and evaluated by --eval_only" * ("classes" in content)
+            raise Refused(f"--model {name}: its config.json names no architecture of timm{instead}")
+
+
+def _input_channels(model: torch.nn.Module) -> int:
+    """How many channels the images of `model` have, by its first layer or else by what its configuration says."""
+    config = getattr(model, "pretrained_cfg", {})
+    first = config.get("first_conv")
+    with contextlib.suppress(AttributeError, TypeError):
+        return model.get_submodule(first if isinstance(first, str) else first[0]).in_channels
+    return (config.get("input_size") or [3])[0]
+
+
+def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
+    """What the model wants to see: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps the model's own.
+
+    Raises `Refused` where images would be resized beyond what an image may have, or a model's folder says nonsense.
+    """
+    wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct or None}
+    found = resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
+    try:
+        channels, height, width = found["input_size"]
+        is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(map(math.isfinite, found["mean"]))
+        is_sound &= min(found["std"]) > 0 and 0 < height * width / found["crop_pct"] ** 2 <= MAX_PIXELS
+        str_to_interp_mode(found["interpolation"])
+    except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
+        is_sound = False
+    if not is_sound:
+        said = ", ".join(f"{key} {found[key]}" for key in ("input_size", "crop_pct", "mean", "std", "interpolation"))
+        raise Refused(
+            f"the model's images can't be made ({said:.300}): they have 3 colours, and are resized to input_size / crop_pct, "
+            f"at most {MAX_PIXELS} pixels; look at --image_size and --crop_pct"
+        )
+    return found
+
+
+def own_view(name: str) -> dict:
+    """A model's own `image_size` and `crop_pct`, without building it: {} if they aren't known before, or it sees no squares.
+
+    `name` is as for `build_classifier`, which says what is wrong with it.
+    """
+    try:
+        if Path(name).is_dir():
+            text = read_text(Path(name) / "config.json", SMALL)
+            own = json.loads(text)["pretrained_cfg"]
+        else:
+            own = dataclasses.asdict(timm.get_pretrained_cfg(name, allow_unregistered=False))
+        found = resolve_data_config({}, pretrained_cfg=own)
+        _, height, width = found["input_size"]
+        return {"image_size": int(height), "crop_pct": float(found["crop_pct"])} if height == width else {}
+    except (RuntimeError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def freeze_backbone(model: torch.nn.Module) -> None:
+    """Leave only the classifier trainable. Of some stages do so with `batch_norm.freeze`."""
+    model.requires_grad_(False)
+    classifier(model).requires_grad_(True)
+
+
+def classifier(model: torch.nn.Module) -> torch.nn.Module:
+    """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
+    if not hasattr(model, "get_classifier"):
+        raise Refused(
+            f"--freeze_backbone, --backbone_lr_factor: {type(model).__name__} does not say which part is its head; give it a "
+            "method get_classifier() that returns it"
+        )
+    return model.get_classifier()
+
+
+def is_of_timm(model: torch.nn.Module | Path) -> bool:
+    """Whether timm made a model, or what was exported to a folder; a module of one's own has nothing that tells timm how."""
+    if not isinstance(model, Path):
+        return hasattr(model, "pretrained_cfg")
+    file = model / "config.json"
+    try:
+        return file.is_file() and "module" not in json.loads(read_text(file, SMALL))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return True  # as which it is refused
+
+
+def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
+    """Recompute activations in the backward pass. Raises `Refused` for a model that can't."""
+    try:
+        model.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError):
+        raise Refused(f"--grad_checkpointing: {name} does not offer it; lower --max_micro_batch_size instead") from None
+
+
+def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
+    """Rows of the start table. A module of one's own is called by its class."""
+    title = name if is_of_timm(model) else type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
+
+
+def export(
+    model: torch.nn.Module,
+    classes: Sequence[str],
+    config: dict,
+    multi_label: bool,
+    results: dict,
+    folder: Path,
+) -> None:
+    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
+
+    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` beside it says what it reached.
+    The folder must not exist.
+    """
+    folder.mkdir(parents=True)
+    # Copies: safetensors refuses memory that two names share, as of tied weights.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
+    _save_config(model, classes, config, folder, multi_label)
+    (folder / "results.json").write_text(json.dumps(by_name(results, classes), indent=2) + "\n")
+
+
+def _save_config(
+    model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
+) -> None:
+    file, labels = folder / "config.json", {"label_names": list(classes)}
+    if multi_label:  # transformers then gives each class a probability of its own
+        labels["problem_type"] = "multi_label_classification"
+    if is_of_timm(model):
+        save_config_for_hf(model, file, model_config=labels, data_config=config)
+        content = json.loads(file.read_text())
+        content["model_args"].pop("num_classes", None)  # it stands beside them, and transformers would give it twice
+    else:  # what its weights mean, for whoever has the class
+        content = {"module": type(model).__name__, "num_classes": len(classes), **labels, "pretrained_cfg": config}
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def check_export(model: torch.nn.Module, config: dict) -> None:
+    """See before the first step that what is exported of a classifier is loaded as the same model. Main process only.
+
+    Which weights it has makes no difference to that, so it is asked once. Raises `Refused`.
+    """
+    if not is_main() or not is_of_timm(model):
+        return
+    model = _without_zeros(model)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
+        try:
+            # Not as a file, for which the disk may have no room.
+            weights = {"source": "", "state_dict": model.state_dict()}
+            loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
+        except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+            raise Refused(
+                f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}; put a model with parts of "
+                "your own into a torch.nn.Module of your own, which is exported as it is"
+            ) from None
+    _refuse_another(model, loaded, config["input_size"])
+
+
+def check_features(features: torch.nn.Module, arguments: dict) -> None:
+    """See that `timm.create_model(features_only=True, **arguments)` makes `features` but for the weights. Main process only.
+
+    Raises `Refused`.
+    """
+    if not is_main():
+        return
+    model = _without_zeros(features)
+    again = timm.create_model(features_only=True, **arguments | {"out_indices": features.feature_info.out_indices})
+    again.load_state_dict(model.state_dict())
+    _refuse_another(model, again, features.pretrained_cfg["input_size"])
+
+
+def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy on the CPU in which no branch is shut, as those that begin with a scale of 0 are."""
+    model = copy.deepcopy(model).to("cpu", torch.float32)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point() and not tensor.any():
+            tensor.fill_(0.1)
+    return model
+
+
+@torch.no_grad()
+def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    # Of a classifier the logits of the only image, else the last map.
+    try:
+        own = model.eval()(image)[-1]
+    except (AssertionError, RuntimeError, ValueError):
+        return  # It can't see this size, as the trial of a step says in its words.
+    theirs = loaded.eval()(image)[-1]
+    if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
+        architecture = model.pretrained_cfg["architecture"]
+        raise Refused(
+            f"--model {architecture}: others would load another model than is trained here, since timm {timm.__version__} "
+            "builds it differently then; take another model"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,110 @@
+"""How does a wrapped model get into the state in which an uninterrupted run would be?"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.data.batch_plan import BatchPlan
+from common.data.loader import Feed, Movable
+from common.distributed import determinism
+from common.distributed.collectives import is_lost_peer
+from common.errors import Refused
+from common.randomness import seed_model
+from common.training import batch_norm
+
+# What torch and its libraries say when memory is used up. Without memory for a workspace, cuDNN says that it finds no
+# algorithm; it says the same of a convolution that it can't do at all.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|std::bad_alloc|ALLOC_FAILED|ALLOCATION_FAILED|Allocation failed"
+    "|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|unable to find a valid cuDNN algorithm",
+    re.IGNORECASE,
+)
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+
+
+class Samples(Protocol):
+    """What a trial needs to know of a recipe's training samples."""
+
+    def blank(self, count: int) -> Movable:
+        """`count` samples of noise with everything that a batch of the run has, as large as any."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step's forward and backward pass on noise: the same function as in training, on as much as a real batch has."""
+
+    samples: Samples
+    losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor]  # (model, batch) -> losses [B]
+    device: torch.device
+    whole_share: bool = False  # whether all micro-batches of a step are on the device before the first forward
+
+    def __call__(self, model: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
+        """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`: the same in every call."""
+        seed_model(0, self.device)
+        count = plan.micro_steps if self.whole_share else 1
+        feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self.device)
+        batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
+        losses = self.losses_of(model, batches[0])
+        check_losses(losses, plan.micro_batch_sizes[0])
+        (losses.sum() * scale).backward()
+
+
+def check_losses(losses: torch.Tensor, samples: int) -> None:
+    """Raise `Refused` unless there is one loss per sample, [samples]: a mean would train with too small gradients.
+
+    It looks at the shape alone, so that the device is not waited for.
+    """
+    shape = list(losses.shape) if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
+    if shape != [samples]:
+        raise Refused(
+            f"the losses of {samples} samples are {shape}, not [{samples}]: one loss per sample; take reduction='none', and "
+            "the mean over what else a sample has"
+        )
+
+
+def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[], None]) -> None:
+    """Let DDP settle before the first step: run `step`, a forward through `wrapped` and its backward; change nothing.
+
+    DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
+    another order: without this, the step after a resume would differ in its last bits from the same step of an
+    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
+    take that: images that its patches don't divide, one sample where batch norm needs two, an operator without a kernel for
+    --deterministic, or one that can't be compiled.
+    """
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        for _ in range(1 if wrapped is model else 2):
+            step()
+    except Exception as error:
+        if is_out_of_memory(error) or is_lost_peer(error):
+            raise  # of this rank alone, perhaps
+        determinism.check(error)
+        if any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
+            raise Refused(
+                f"--compile failed: {first_line(error)}; leave out --compile, or install what it lacks: a C compiler, Python's "
+                "headers, or the Triton of this torch"
+            ) from error
+        if not isinstance(error, (AssertionError, ValueError, RuntimeError)):
+            raise
+        raise Refused(
+            f"the model can't make a step: {first_line(error)}; look at --image_size, --global_batch_size and "
+            "--max_micro_batch_size"
+        ) from error
+    wrapped.zero_grad()
+    model.load_state_dict(before)
+    batch_norm.discard_statistics(model)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is how a device, a library on it, or torch on the host says that it has no memory left."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says first, without a full stop. Of a compiler's: what it failed of, not who tells it."""
+    text = str(getattr(error, "inner_exception", error)).strip() or type(error).__name__
+    return text.split("\n")[0][:300].rstrip(".")

@@ -1,0 +1,213 @@
+"""A run goes on from its own newest good checkpoint, and from nothing else without a word."""
+
+import contextlib
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from common.checkpoints.resume import choose, choose_together, load_model
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoints, verify
+from common.distributed.collectives import rank
+from common.errors import Refused
+
+MINE = {"lr": 0.1, "data": "3f-4a", "seed": 0}
+
+
+def save(run: Path, *steps: int, identity: dict = MINE) -> list[Path]:
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(run / "checkpoints", keep=9)
+    files = {"model": {"weight": torch.zeros(2)}}
+    return [checkpoints.save({"step": step, "identity": identity}, files) for step in steps]
+
+
+def chosen(resume: object, run: Path, mine: dict = MINE) -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    found = choose(str(resume), Checkpoints(run / "checkpoints"), mine, said.append)
+    return found and found.step, said
+
+
+def refusal(resume: object, run: Path, mine: dict = MINE) -> str:
+    with pytest.raises(Refused) as raised:
+        chosen(resume, run, mine)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    record = {"step": 3, "identity": MINE, "source": {"hard.py": "loss = 1"}}
+    Checkpoints(tmp_path / "checkpoints").save(record, {"model": {"weight": torch.zeros(2)}})
+
+    def chosen_by(code: str, allowed: bool = False) -> list[str]:
+        said: list[str] = []
+        take = (
+            Checkpoints(tmp_path / "checkpoints"),
+            MINE,
+            lambda *lines: said.extend(lines),
+            {"hard.py": code},
+            allowed,
+        )
+        for resume in ("auto", str(tmp_path / "checkpoints/step_00000003")):
+            assert choose(resume, *take).step == 3
+        return said
+
+    assert chosen_by("loss = 1") == chosen_by("loss   =  1  # words") == []
+    with pytest.raises(
+        Refused, match="was made by another source of hard.py.*--name.*--allow_changed_source.*put the source back"
+    ):
+        chosen_by("loss = 2")
+    said = chosen_by("loss = 2", allowed=True)
+    assert said[:4] == ["--- hard.py before", "+++ hard.py now", "-loss = 1", "+loss = 2"]
+    assert "with a changed source, as --allow_changed_source says" in said[4]
+
+
+@pytest.mark.smoke
+def test_auto_takes_the_newest_good_one_or_starts_anew(tmp_path: Path) -> None:
+    assert chosen("auto", tmp_path) == (None, [])
+    *_, newest = save(tmp_path, 1, 2, 30)
+    assert chosen("auto", tmp_path) == (30, [])
+    (newest / "record.json").write_text("{}")
+    step, said = chosen("auto", tmp_path)
+    assert step == 2 and "is damaged" in said[0]
+    assert chosen("auto", tmp_path) == (2, [])
+
+
+def test_drafts_are_swept_on_the_way(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    draft = tmp_path / "checkpoints" / ".step_00000002.tmp"
+    draft.mkdir()
+    chosen("auto", tmp_path)
+    assert not draft.exists()
+
+
+def test_never_starts_anew_only_where_nothing_would_be_lost(tmp_path: Path) -> None:
+    assert chosen("never", tmp_path) == (None, [])
+    save(tmp_path, 1, 2)
+    told = refusal("never", tmp_path)
+    assert (
+        told == f"--resume never: {tmp_path} holds step_00000002; give this run another --name, or remove that folder"
+    )
+
+
+def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "a", 10, 20)
+    assert chosen(first, tmp_path / "b") == (10, [])
+    assert chosen(second, tmp_path / "a") == (20, [])
+    assert chosen(second.parent / ".." / "checkpoints" / second.name, tmp_path / "a") == (20, [])
+    save(tmp_path / "c", 15)
+    assert chosen(second, tmp_path / "c") == (20, [])  # further than what this folder has
+
+
+def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> None:
+    first, _ = save(tmp_path / "a", 10, 20)
+    assert refusal(first, tmp_path / "a") == (
+        f"--resume {first}: {tmp_path / 'a'} has gone on to step_00000020; to branch off give another --name"
+    )
+
+
+def test_a_run_that_began_in_another_folder_goes_on_from_its_own_by_the_same_command(tmp_path: Path) -> None:
+    older, same = save(tmp_path / "b", 5, 20)
+    save(tmp_path / "a", 10, 20)
+    assert chosen(older, tmp_path / "a") == (20, [])
+    assert chosen(same, tmp_path / "a") == (20, [])
+
+
+def test_a_path_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 10)
+    for other, told in (
+        (tmp_path / "nowhere", "no checkpoint, nothing is there"),
+        (tmp_path, "no checkpoint, no manifest.json is in it"),
+    ):
+        assert f"{other}: {told}" in refusal(other, tmp_path)
+    (path / "model.safetensors").unlink()
+    assert "not a whole checkpoint" in refusal(path, tmp_path)
+    assert (path / "record.json").exists()  # what is left of it stays
+
+
+def test_another_configuration_or_other_data_is_refused_with_what_differs(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 10, identity={"lr": 0.1, "data": "00-11", "old": 5})
+    for resume in ("auto", path):
+        told = refusal(resume, tmp_path)
+        assert told == (
+            f"{path} belongs to another run: data 00-11 there, 3f-4a here; old 5 there, (absent) here; "
+            "seed (absent) there, 0 here; give this run another --name"
+        )
+
+
+@pytest.mark.parametrize("identity", [None, [], "text", 5, ["lr"]])
+def test_a_record_that_does_not_say_of_which_run_it_is_is_refused(tmp_path: Path, identity: object) -> None:
+    (path,) = save(tmp_path, 10, identity=identity)
+    for resume in ("auto", path):
+        assert f"{path}: its record.json does not say of which run it is" in refusal(resume, tmp_path)
+
+
+def network(value: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def test_the_moving_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step, ema in ((1, None), (2, network(2.0))):
+        model = network(1.0)
+        state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), ema)
+        path = checkpoints.save({"step": step}, state.tensors())
+        loaded = network(0.0)
+        load_model(loaded, path)
+        assert (loaded.weight == step).all() and torch.equal(loaded.bias, (ema or model).bias)
+
+
+def test_the_weights_of_another_model_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save({"step": 1}, {"model": nn.Linear(3, 4).state_dict(), "optimizer": {}})
+    model = network(7.0)
+    with pytest.raises(Refused, match=r"is of another model: bias \(\(4,\) there, \(2,\) here\), weight"):
+        load_model(model, path)
+    assert (model.weight == 7).all()
+    with pytest.raises(Refused, match="no checkpoint, nothing is there"):
+        load_model(model, tmp_path / "missing")
+
+
+def test_the_identity_survives_its_way_through_the_record(tmp_path: Path) -> None:
+    mine = {"lr": 1 / 3, "name": "Füße", "big": 2**63, "small": 5e-324, "off": False, "none": None}
+    (path,) = save(tmp_path, 1, identity=mine)
+    assert json.loads((path / "record.json").read_text())["identity"] == mine == verify(path).record["identity"]
+    assert chosen("auto", tmp_path, mine) == (1, [])
+
+
+def choose_on_ranks(folders: list[Path]) -> str:
+    """Each rank sees a run folder of its own: as machines without a shared file system do."""
+    try:
+        with contextlib.chdir(folders[rank()]):
+            found = choose_together("auto", Checkpoints(Path("checkpoints")), MINE, print)
+    except Refused as refusal:
+        return str(refusal)
+    return str(found and found.step)
+
+
+def test_machines_go_on_only_from_a_checkpoint_that_all_have(processes, tmp_path: Path) -> None:
+    first, second, host = tmp_path / "first", tmp_path / "second", socket.gethostname()
+    second.mkdir()
+    save(first, 1)
+
+    def told(*folders: Path) -> list[str]:
+        return processes.run(choose_on_ranks, list(folders), ranks=2)
+
+    lacking = (
+        f"checkpoints/step_00000001: {host} has not the one that {host} goes on from: name an --output_dir that all"
+    )
+    assert all(text.startswith(lacking) for text in told(first, second))
+    ahead = f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an --output_dir that all"
+    assert all(text.startswith(ahead) for text in told(second, first))
+    shutil.copytree(first, second, dirs_exist_ok=True)
+    assert told(first, second) == ["1"] * 2
+    (second / "checkpoints/step_00000001/manifest.json").write_text("{}")
+    assert all(text.startswith(lacking) for text in told(first, second)), "another one of that name"
+    for folder in (first, second):
+        shutil.rmtree(folder / "checkpoints")
+    assert told(first, second) == ["None"] * 2

@@ -1,0 +1,288 @@
+"""What comes back from a checkpoint trains on bit by bit as if nothing had happened."""
+
+import copy
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from common.checkpoints.state import Tensors, TrainingState
+from common.checkpoints.store import Checkpoints, verify
+from common.config.fields import OptimizationConfig, RunConfig
+from common.errors import Refused
+from common.training import optimizer
+from common.training.optimizer import build_ema, build_optimizer, set_learning_rate
+
+
+@dataclass
+class Config(OptimizationConfig, RunConfig):
+    """What every recipe has."""
+
+
+class Network(nn.Module):
+    """Convolutions, norms with buffers, tied and scalar weights, and a layer that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.first, self.tied, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.tied.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)  # never has a gradient, so that the optimizer has no state for it
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images).mean((2, 3))
+        return self.head(self.frozen(self.tied(self.first(x).relu()).relu())) * self.scale
+
+
+@dataclass
+class Training:
+    """A run of some steps, as a recipe makes them."""
+
+    options: dict
+    dtype: torch.dtype = torch.float32
+    memory_format: torch.memory_format = torch.contiguous_format
+    fp16: bool = False
+    state: TrainingState = field(init=False)
+
+    def __post_init__(self):
+        self.config = Config(**{"lr": 0.02, "ema_decay": 0.9, **self.options})
+        model = Network().to(dtype=self.dtype, memory_format=self.memory_format)
+        self.ema = build_ema(self.config, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if self.fp16 else None
+        self.state = TrainingState(model, build_optimizer(self.config, model), self.ema and self.ema.module, scaler)
+
+    def train(self, first: int, last: int, overflows: Collection[int] = ()) -> "Training":
+        model, optimizer, scaler = self.state.model.train(), self.state.optimizer, self.state.scaler
+        for step in range(first, last):
+            set_learning_rate(optimizer, 0.02 / (1 + step))
+            images = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            loss = nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
+            loss = loss * (math.inf if step in overflows else 1)
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            if self.ema:
+                self.ema.update(model, step + 1)
+        return self
+
+    def save(self, folder: Path, step: int) -> Path:
+        return Checkpoints(folder).save({"step": step, "numbers": self.state.numbers()}, self.state.tensors())
+
+    def resume(self, path: Path) -> "Training":
+        """Another start of the same run: new objects, which take over the checkpoint."""
+        new, found = Training(self.options, self.dtype, self.memory_format, self.fp16), verify(path)
+        new.state.check(found.shapes(), str(path))
+        new.state.load(found.tensors(), found.record["numbers"])
+        return new
+
+
+def assert_equal(one: Training, other: Training) -> None:
+    mine, theirs = one.state.tensors(), other.state.tensors()
+    assert mine.keys() == theirs.keys()
+    for file in mine:
+        assert mine[file].keys() == theirs[file].keys()
+        for name, value in mine[file].items():
+            assert value.dtype == theirs[file][name].dtype and value.stride() == theirs[file][name].stride(), name
+            assert torch.equal(value, theirs[file][name]), (file, name)
+    assert one.state.numbers() == other.state.numbers()
+
+
+OPTIMIZERS = {
+    "adamw": {},
+    "sgd": {"weight_decay": 1e-4},
+    "momentum": {"momentum": 0.0},  # nothing to remember
+    "lamb": {},  # counts its steps in the parameter groups
+    "adan": {},  # likewise
+    "lion": {},
+    "adafactor": {},  # rows and columns
+    "madgrad": {},  # whole numbers beside the tensors
+    "nadamlegacy": {},  # fractions beside the tensors
+    "muon": {"lr": 0.002},  # switches beside the tensors
+}
+
+
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels"]
+)
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.smoke), *list(OPTIMIZERS)[1:]])
+def test_a_resumed_run_is_bit_equal(name: str, memory_format: torch.memory_format, tmp_path: Path) -> None:
+    """Fused optimizers walk through memory: a state in another layout than its weights would silently be another's."""
+    whole = Training({"opt": name, **OPTIMIZERS[name]}, memory_format=memory_format).train(0, 3)
+    resumed = whole.resume(whole.save(tmp_path, 3))
+    assert_equal(whole, resumed)
+    assert_equal(whole.train(3, 7), resumed.train(3, 7))
+    assert resumed.state.model.tied.weight is resumed.state.model.first.weight  # still tied
+
+
+@pytest.mark.parametrize(
+    "options, others",
+    [
+        ({"layer_decay": 0.5}, {}),
+        ({"ema_decay": 0.0}, {}),
+        ({}, {"dtype": torch.float64}),
+        ({}, {"fp16": True}),
+        ({"opt": "lamb"}, {"dtype": torch.float64, "memory_format": torch.channels_last, "fp16": True}),
+    ],
+)
+def test_a_resumed_run_is_bit_equal_also_with(options: dict, others: dict, tmp_path: Path) -> None:
+    whole = Training(options, **others).train(0, 4)
+    resumed = whole.resume(whole.save(tmp_path, 4))
+    assert_equal(whole, resumed)
+    assert_equal(whole.train(4, 9), resumed.train(4, 9))
+    if whole.fp16:
+        assert whole.state.scaler.get_scale() == 2.0**13 == resumed.state.scaler.get_scale()  # it has grown three times
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written holds NaN. One thread: several that wait for each other are slow beside other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def test_steps_that_overflow_leave_every_optimizer_as_it_was(poisoned) -> None:
+    """As if they had not been there, in the first steps and later, also with a resume between the first."""
+    tried = []
+    for name in timm.optim.list_optimizers(exclude_filters=optimizer._UNFIT):
+        options = {"opt": name, "ema_decay": 0.0, **OPTIMIZERS.get(name, {})}
+        try:
+            plain = Training(options, torch.float64)
+        except Refused:
+            assert name.startswith(("bnb", "fused")), name
+            continue
+        plain.train(2, 4).train(5, 6)
+        before, scaled = (Training(options, torch.float64, fp16=True) for _ in range(2))
+        before.train(0, 1, {0})
+        scaled.state.load(before.state.tensors(), json.loads(json.dumps(before.state.numbers())))
+        scaled.train(1, 6, {1, 4})
+        for one, other in zip(moved(plain.state), moved(scaled.state), strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                assert value.isfinite().all() and torch.equal(value, other[key]), (name, key)
+        tried.append(name)
+    assert {"adam", "adamw", "sgd", "momentum", "adagrad", "lamb", "muon"} <= {*tried} and len(tried) > 70
+
+
+def moved(state: TrainingState) -> tuple[Tensors, Tensors]:
+    """Weights and the optimizer's tensors. Running statistics have seen the steps that overflowed, too."""
+    return {name: weight.detach() for name, weight in state.model.named_parameters()}, state.tensors()["optimizer"]
+
+
+@pytest.mark.parametrize("name, nesterov", [("sgd", True), ("momentum", False)])
+def test_fused_sgd_computes_what_torchs_plain_sgd_computes(name: str, nesterov: bool) -> None:
+    fused = Training({"opt": name, "ema_decay": 0.0, "weight_decay": 0.1}, torch.float64)
+    plain = copy.deepcopy(fused)
+    groups = [{**group, "fused": False} for group in plain.state.optimizer.param_groups]
+    plain.state.optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=nesterov)
+    weights = [moved(training.train(0, 5).state)[0] for training in (fused, plain)]
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_run_resumes_in_another_precision(half: bool) -> None:
+    whole, other = Training({}, fp16=half).train(0, 3), Training({}, fp16=not half)
+    other.state.load(copy.deepcopy(whole.state.tensors()), json.loads(json.dumps(whole.state.numbers())))
+    assert other.state.numbers()["optimizer"] == whole.state.numbers()["optimizer"]
+    for one, another in zip(moved(whole.state), moved(other.state), strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=0)
+    other.train(3, 5)
+
+
+def test_several_optimizers_with_parameters_of_their_own_resume_bit_equal() -> None:
+    """Each finds its own state again, also LAMB the steps that it counts in its groups."""
+
+    def begin() -> TrainingState:
+        model = Network()
+        stem, rest = [*model.stem.parameters()], [model.head.weight, model.first.weight]
+        lamb = build_optimizer(Config(opt="lamb"), model.stem)
+        return TrainingState(
+            model, [torch.optim.SGD(rest, lr=0.1, momentum=0.9), lamb, torch.optim.Adam([model.scale])]
+        ), stem
+
+    def train(state: TrainingState) -> TrainingState:
+        state.model(torch.ones(2, 3, 7, 7)).square().sum().backward()
+        for each in state.optimizer:
+            each.step()
+            each.zero_grad()
+        return state
+
+    whole, _ = begin()
+    train(train(whole))
+    resumed, stem = begin()
+    resumed.load(copy.deepcopy(whole.tensors()), json.loads(json.dumps(whole.numbers())))
+    before = copy.deepcopy(stem)
+    for one, other in zip(train(whole).tensors().items(), train(resumed).tensors().items(), strict=True):
+        assert one[0] == other[0] and one[1].keys() == other[1].keys()
+        assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    assert whole.numbers() == resumed.numbers() and any(map(bool, whole.numbers()["group_steps"]))
+    assert not any(torch.equal(was, now) for was, now in zip(before, stem, strict=True) if was.ndim > 1), (
+        "nothing moved"
+    )
+    with pytest.raises(KeyError, match="scale"):
+        TrainingState(whole.model, whole.optimizer[:2]).load(
+            resumed.tensors(), resumed.numbers() | {"group_steps": resumed.numbers()["group_steps"][:-1]}
+        )
+
+
+def test_a_start_can_be_saved_before_the_first_step(tmp_path: Path) -> None:
+    whole = Training({})
+    resumed = whole.resume(whole.save(tmp_path, 0))
+    assert_equal(whole.train(0, 2), resumed.train(0, 2))
+
+
+def test_saving_changes_nothing_and_takes_the_live_tensors(tmp_path: Path) -> None:
+    saved, left_alone = Training({}).train(0, 2), Training({}).train(0, 2)
+    saved.save(tmp_path, 2)
+    assert_equal(saved, left_alone)
+    assert_equal(saved.train(2, 4), left_alone.train(2, 4))
+    assert saved.state.tensors()["model"]["scale"].data_ptr() == saved.state.model.scale.data_ptr()
+
+
+def shapes_of(model: nn.Module) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {"model": {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}}
+
+
+def test_the_tensors_of_another_model_are_named_and_nothing_is_changed() -> None:
+    state = TrainingState(Network())
+    before = copy.deepcopy(state.model.state_dict())
+    other = Network()
+    other.head, other.extra = nn.Linear(8, 7), nn.Linear(1, 1, bias=False)
+    del other.scale
+    with pytest.raises(Refused) as raised:
+        state.check(shapes_of(other), "runs/a/step_00000003")
+    assert str(raised.value) == (
+        "runs/a/step_00000003 is of another model: extra.weight ((1, 1) there, missing here), "
+        "head.bias ((7,) there, (5,) here), head.weight ((7, 8) there, (5, 8) here), scale (missing there, () here)"
+    )
+    assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
+    with pytest.raises(Refused, match=r"\(missing there, .* and 20 more$"):
+        state.check({}, "x")
+
+
+def test_a_missing_moving_average_is_named() -> None:
+    model = Network()
+    with pytest.raises(Refused, match=r"is of another model: first\.bias \(missing there, \(8,\) here\)"):
+        TrainingState(model, ema=Network()).check(shapes_of(model), "x")
+
+
+def test_a_whole_state_is_accepted() -> None:
+    model = Network()
+    TrainingState(model).check(shapes_of(model) | {"optimizer": {"a": (1,)}, "ema": {}}, "x")

@@ -1,0 +1,311 @@
+"""A checkpoint is whole or not there, no damage goes unseen, and nothing in it can execute code."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from common import durable
+from common.checkpoints import store
+from common.checkpoints.store import Checkpoints, Damaged, verify
+from common.errors import Refused
+
+
+def tensors(step: int, size: int = 50) -> dict:
+    return {
+        "model": {"weight": torch.arange(size, dtype=torch.float32) + step, "empty": torch.zeros(0)},
+        "optimizer": {"weight/exp_avg": torch.full((size,), float(step)), "weight/step": torch.tensor(float(step))},
+    }
+
+
+def save(folder: Path, *steps: int, keep: int = 2) -> list[Path]:
+    checkpoints = Checkpoints(folder, keep)
+    return [checkpoints.save({"step": step, "best": {"top1": 0.5}}, tensors(step)) for step in steps]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def newest(folder: Path) -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    found = Checkpoints(folder).newest(said.append)
+    return found and found.step, said
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 200)
+    assert path == tmp_path / "step_00000200"
+    assert names(path) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "record.json"]
+    found = verify(path)
+    assert found.record == {"step": 200, "best": {"top1": 0.5}} and found.step == 200
+    expected = tensors(200)
+    loaded = found.tensors()
+    assert loaded.keys() == expected.keys()
+    for file in expected:
+        assert loaded[file].keys() == expected[file].keys()
+        assert all(torch.equal(loaded[file][name], tensor) for name, tensor in expected[file].items())
+    assert found.shapes()["optimizer"] == {"weight/exp_avg": (50,), "weight/step": ()}
+    assert newest(tmp_path) == (200, [])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path, keep: int) -> None:
+    steps = [5, 99_999_999, 100_000_000, 1_000_000_000]
+    save(tmp_path, *steps, keep=keep)
+    assert [int(path.name[5:]) for path in Checkpoints(tmp_path).paths()] == steps[::-1][:keep]
+
+
+def test_where_nothing_was_saved_nothing_is_found(tmp_path: Path) -> None:
+    assert newest(tmp_path / "missing") == newest(tmp_path) == (None, [])
+    Checkpoints(tmp_path / "missing").sweep()
+    assert not (tmp_path / "missing").exists()
+
+
+def test_old_ones_go_only_when_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, keep=1)
+    seen = []
+    rename = Path.rename
+
+    def watched(draft: Path, final: Path) -> Path:
+        seen.append(newest(tmp_path)[0])
+        result = rename(draft, final)
+        seen.append(newest(tmp_path)[0])
+        return result
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(tmp_path, 2, keep=1)
+    assert seen[:2] == [1, 2] and names(tmp_path) == ["step_00000002"]
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync, rename = durable.sync, Path.rename
+    for module in (durable, store):
+        monkeypatch.setattr(module, "sync", lambda path: (done.append(path.name), sync(path)))
+    monkeypatch.setattr(Path, "rename", lambda one, other: (done.append(f"-> {other.name}"), rename(one, other))[1])
+    save(tmp_path / "checkpoints", 3)
+    files = {"manifest.json", "model.safetensors", "optimizer.safetensors", "record.json"}
+    assert done[0] == tmp_path.name and set(done[1:5]) == files
+    assert done[5:] == [".step_00000003.tmp", "-> step_00000003", "checkpoints"]
+
+
+def test_a_run_folder_that_was_removed_does_not_come_back(tmp_path: Path) -> None:
+    """Else the next start of the same command would find another run's checkpoint there."""
+    with pytest.raises(FileNotFoundError):
+        save(tmp_path / "removed/checkpoints", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def flip(path: Path, place: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped at the start": lambda path: flip(path, 0.0),
+    "flipped in the middle": lambda path: flip(path, 0.5),
+    "flipped at the end": lambda path: flip(path, 1.0),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "missing": Path.unlink,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "record.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_taken(
+    tmp_path: Path, file: str, damage: str
+) -> None:
+    _, second = save(tmp_path, 1, 2)
+    DAMAGES[damage](second / file)
+    with pytest.raises(Damaged):
+        verify(second)
+    step, said = newest(tmp_path)
+    assert step == 1
+    assert len(said) == 1 and str(second) in said[0] and "is damaged" in said[0] and "the one before it" in said[0]
+    assert file in said[0] or file == "manifest.json"
+    # It is put aside, so that it does not count as kept and the same step can be made again.
+    assert names(tmp_path) == ["step_00000001", "step_00000002.damaged"]
+    save(tmp_path, 2, 3)
+    assert newest(tmp_path) == (3, []) and names(tmp_path) == [
+        "step_00000002",
+        "step_00000002.damaged",
+        "step_00000003",
+    ]
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    manifest = path / "manifest.json"
+    whole = manifest.read_bytes()
+    for place in range(0, 8 * len(whole), 5):  # every byte, every place in a byte
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        manifest.write_bytes(data)
+        with pytest.raises(Damaged):
+            verify(path)
+    manifest.write_bytes(whole)
+    verify(path)
+
+
+def test_a_file_that_was_not_written_with_it_is_damage(tmp_path: Path) -> None:
+    _, second = save(tmp_path, 1, 2)
+    (second / "stray.safetensors").write_bytes((second / "model.safetensors").read_bytes())
+    step, said = newest(tmp_path)
+    assert step == 1 and "stray.safetensors was not written with it" in said[0]
+
+
+def test_where_all_are_damaged_the_run_is_refused_and_all_are_left(tmp_path: Path) -> None:
+    for path in save(tmp_path, 1, 2):
+        flip(path / "model.safetensors", 0.5)
+    said: list[str] = []
+    with pytest.raises(Refused, match="all 2 checkpoints are damaged; put a copy back, or start anew"):
+        Checkpoints(tmp_path).newest(said.append)
+    assert len(said) == 2 and names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_a_damaged_one_twice_is_put_aside_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        flip(save(tmp_path, 1, 2)[1] / "record.json", 0.5)
+        assert newest(tmp_path)[0] == 1
+    assert names(tmp_path) == ["step_00000001", "step_00000002.damaged"]
+
+
+def test_the_same_step_again_leaves_what_is_there(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 7)
+    before = content(tmp_path)
+    assert Checkpoints(tmp_path).save({"step": 7}, tensors(0)) == path and content(tmp_path) == before
+
+
+def test_drafts_of_a_killed_process_are_swept_and_never_taken(tmp_path: Path) -> None:
+    (whole,) = save(tmp_path, 1)
+    shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
+    (tmp_path / "step_00000003").touch()  # not a folder
+    (tmp_path / "step_3").mkdir()  # not the name of one
+    assert newest(tmp_path) == (1, [])
+    Checkpoints(tmp_path).sweep()
+    assert names(tmp_path) == ["step_00000001", "step_00000003", "step_3"]
+    shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
+    assert save(tmp_path, 2) and newest(tmp_path) == (2, [])
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 100,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("big", ["model", "optimizer", "record"])
+def test_a_full_disk_leaves_the_old_ones_and_no_draft(tmp_path: Path, big: str, small_disk: None) -> None:
+    save(tmp_path, 1, 2)
+    before = content(tmp_path)
+    files = tensors(3) if big == "record" else tensors(3) | {big: tensors(3, size=100_000)["model"]}
+    with pytest.raises(OSError):
+        Checkpoints(tmp_path).save({"step": 3, "text": "x" * 200_000 * (big == "record")}, files)
+    assert content(tmp_path) == before and newest(tmp_path) == (2, [])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("target", [(os, "fsync"), (Path, "rename"), (Path, "write_text")])
+def test_a_failure_at_any_point_leaves_the_old_ones_and_no_draft(
+    tmp_path: Path, target: tuple, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+    before = content(tmp_path)
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(*target, fail)
+        save(tmp_path, 3)
+    assert content(tmp_path) == before
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+class Malicious:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return open, (str(self.trace), "w")
+
+
+@pytest.mark.parametrize(
+    "name", ["custom_checkpoint_0.pkl", "optimizer.bin", "model.pt", ".metadata", "random_states_0.pkl"]
+)
+def test_a_pickle_put_beside_it_is_never_executed(tmp_path: Path, name: str) -> None:
+    trace = tmp_path / "executed"
+    _, second = save(tmp_path / "checkpoints", 1, 2)
+    (second / name).write_bytes(pickle.dumps(Malicious(trace)))
+    step, said = newest(tmp_path / "checkpoints")
+    assert step == 1 and f"{name} was not written with it" in said[0] and not trace.exists()
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch", "torch.zip"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "record.json"])
+def test_a_pickle_in_the_place_of_a_file_is_never_executed(tmp_path: Path, file: str, how: str) -> None:
+    """Not even where the manifest has been made to fit."""
+    trace = tmp_path / "executed"
+    (path,) = save(tmp_path / "checkpoints", 1)
+    if how == "pickle":
+        (path / file).write_bytes(pickle.dumps(Malicious(trace)))
+    else:
+        torch.save({"weight": Malicious(trace)}, path / file, _use_new_zipfile_serialization=how == "torch.zip")
+    with pytest.raises(Damaged):
+        verify(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[file] = store._stamp(path / file)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises((Damaged, SafetensorError)):
+        verify(path).tensors()
+    assert not trace.exists()
+    if how == "pickle":
+        pickle.loads((path / file).read_bytes())
+        assert trace.exists()  # it would have been
+
+
+def test_names_may_share_memory_or_lie_in_it_in_any_order(tmp_path: Path) -> None:
+    whole = torch.arange(48.0).reshape(2, 3, 2, 4)
+    files = {
+        "model": {
+            "whole": whole,
+            "tied": whole,
+            "channels_last": whole.to(memory_format=torch.channels_last),
+            "transposed": whole[0, 0].T,
+            "slice": whole[1],
+            "other slice": whole[0],
+            "expanded": torch.ones(1).expand(5),
+            "parameter": torch.nn.Parameter(whole[0, 0]),
+            "half": whole.half(),
+            "count": torch.tensor(3),
+        }
+    }
+    found = verify(Checkpoints(tmp_path).save({"step": 1}, files)).tensors()["model"]
+    for name, tensor in files["model"].items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+
+
+def test_a_checkpoint_can_be_read_by_whoever_may_read_the_folder(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert modes == {path.stat().st_mode & 0o666}

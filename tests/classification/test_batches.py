@@ -1,0 +1,302 @@
+"""Batches are a pure function of positions, whoever loads them; broken images are replaced; workers never hang a run."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from common.classification.batches import Batch, EvaluationSamples, TrainingSamples
+from common.classification.transforms import evaluation_transform, training_transform
+from common.config.fields import AugmentationConfig
+from common.data import loader
+from common.data.batch_plan import BatchPlan
+from common.data.decoding import Picture
+from common.data.images import BrokenImage
+from common.data.loader import Feed, Movable, evaluation_loader, training_loader
+from common.data.stream import Stream
+from common.distributed import environment
+from common.randomness import key_of, mix, seed_generators
+
+
+@dataclass
+class Nested(Movable):
+    targets: list[dict]
+
+
+DATA = {
+    "input_size": (3, 16, 16),
+    "interpolation": "bilinear",
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.2, 0.2, 0.2),
+    "crop_pct": 1.0,
+}
+VARIED = AugmentationConfig(0.4, 0.5, 0.5, 0.3, "rand-m9-n2-p1.0-mstd0.5", 0.5, mixup=0.2, cutmix=1.0)
+
+
+@dataclass
+class Numbers:
+    """Images whose pixels tell their index; `broken` ones can't be read."""
+
+    size: int
+    broken: frozenset[int] = frozenset()
+    classes: tuple[str, ...] = ("even", "odd")
+    fingerprint: str = "00"
+    multi_label: bool = False
+    labels: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.labels = np.arange(self.size)  # so that a test can tell them apart
+
+    def __len__(self) -> int:
+        return self.size
+
+    def name(self, index: int) -> str:
+        return f"numbers[{index}]"
+
+    def content(self, index: int) -> Image.Image:
+        if index in self.broken:
+            raise BrokenImage("torn")
+        noise = np.random.default_rng(index).integers(0, 30, (20, 24, 3))
+        return Image.fromarray((noise + [index, 2 * index, 255 - index]).astype(np.uint8))
+
+    image = content
+
+
+def samples(source: Numbers, batch: int = 12, config: AugmentationConfig = VARIED, **options) -> TrainingSamples:
+    stream = Stream(len(source), batch, seed=5)
+    return TrainingSamples(source, stream, training_transform(config, DATA), 5, config, **options)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    pairs = [(getattr(one, each.name), getattr(other, each.name)) for each in fields(Batch)]
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def each_sample(batch: Batch) -> dict[int, bytes]:
+    """Position -> all that the batch says of it."""
+    parts = [batch.images.flatten(1), batch.labels[:, None], batch.mixing.repeat_interleave(2, 0), batch.drop_path.T]
+    parts += [batch.colours, batch.erasing]
+    return {
+        position: b"".join(part[place].numpy().tobytes() for part in parts)
+        for place, position in enumerate(batch.positions.tolist())
+    }
+
+
+LAYERS = dict(drop_path_layers=3)
+
+
+@pytest.mark.smoke
+def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Numbers(50, broken=frozenset({3, 4, 17}))
+    layouts = {(1, 12, 0): 8, (1, 4, 2): 8, (2, 6, 0): 8, (3, 2, 2): 8}
+    seen = []
+    for (world_size, limit, workers), steps in layouts.items():
+        of_layout: dict[int, bytes] = {}
+        for rank in range(world_size):
+            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
+            plan = BatchPlan(12, world_size, limit, 2)
+            batches = list(training_loader(samples(source, **LAYERS), plan, 3, 3 + steps, workers))
+            assert len(batches) == steps * plan.micro_steps
+            for batch in batches:
+                of_layout |= each_sample(batch)
+        seen.append(of_layout)
+    assert list(seen[0]) == list(range(36, 36 + 96))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def test_workers_deliver_bit_equal_batches_in_order() -> None:
+    batches = [
+        list(training_loader(samples(Numbers(40), **LAYERS), BatchPlan(12, 1, 6, 2), 0, 6, workers))
+        for workers in (0, 2)
+    ]
+    assert len(batches[0]) == 12 and all(map(same, *batches))
+    first = batches[0][0]
+    assert first.images.shape == (6, 3, 16, 16) and first.images.dtype == torch.uint8
+    assert first.mixing.shape == (3, 6) and first.drop_path.shape == (3, 6) and first.readable is None
+    assert first.colours.shape == (6, 3) and first.erasing.shape == (6, 6)
+    assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
+
+
+def test_a_loader_begins_at_any_step_at_once() -> None:
+    plan = BatchPlan(12, 1, 12)
+    source = Numbers(40)
+    whole = list(training_loader(samples(source), plan, 0, 9, 0))
+    assert all(map(same, whole[7:], training_loader(samples(source), plan, 7, 9, 0)))
+    far = next(iter(training_loader(samples(source), plan, 10**12, 10**12 + 5, 2)))
+    assert far.positions.tolist() == list(range(12 * 10**12, 12 * 10**12 + 12))
+
+
+def test_the_seed_and_the_epoch_vary_an_image() -> None:
+    source = Numbers(12)
+    first, later = list(training_loader(samples(source), BatchPlan(12, 1, 12), 0, 2, 0))
+    assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
+    changed = [
+        not torch.equal(first.images[first.labels == label], later.images[later.labels == label]) for label in range(12)
+    ]
+    assert all(changed)
+    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), 6, VARIED)
+    assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
+
+
+def test_a_broken_image_is_replaced_by_its_neighbour_and_named_once() -> None:
+    source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
+    stream, transform, positions = Stream(20, 20, seed=5), training_transform(VARIED, DATA), np.arange(20)
+    batch = TrainingSamples(source, stream, transform, 5, VARIED).__getitems__(positions)
+    drawn = stream.indices(np.arange(20)).tolist()
+    stands_in = {5: 8, 6: 8, 7: 8, 19: 0}
+    shown = [stands_in.get(index, index) for index in drawn]
+    assert batch.labels.tolist() == shown  # the label is the neighbour's, too
+    for image, index, key in zip(batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True):
+        seed_generators(key)  # varied as at any place
+        assert torch.equal(image, transform(Picture(source.content(index))))
+    # One a sample: a run of broken images does not count many times.
+    assert list(batch.broken) == [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
+
+
+def test_where_all_neighbours_are_broken_a_black_image_stands_in() -> None:
+    source = Numbers(7, broken=frozenset(range(7)))
+    batch = samples(source, 7, AugmentationConfig(1.0)).__getitems__(np.arange(7))
+    assert (batch.images == 0).all() and len(batch.broken) == 7
+    assert sorted(batch.labels.tolist()) == list(range(7))
+
+
+def test_evaluation_marks_what_it_could_not_read() -> None:
+    source = Numbers(10, broken=frozenset({2, 9}))
+    batch = EvaluationSamples(source, evaluation_transform(DATA)).__getitems__(np.arange(1, 10))
+    assert batch.readable.tolist() == [index not in source.broken for index in range(1, 10)]
+    assert batch.positions.tolist() == batch.labels.tolist() == list(range(1, 10))
+    assert batch.broken == ("numbers[2]: torn", "numbers[9]: torn")
+    assert (batch.images[~batch.readable] == 0).all() and batch.mixing is batch.drop_path is None
+
+
+@pytest.mark.parametrize("size, batch", [(1, 4), (10, 3), (13, 4), (16, 4), (5, 100)])
+def test_ranks_evaluate_every_sample_once_in_the_same_batches(
+    size: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = []
+    for world_size in (1, 2, 3, 7):
+        monkeypatch.setattr(loader, "world_size", lambda world_size=world_size: world_size)
+        batches = []
+        for rank in range(world_size):
+            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
+            batched = evaluation_loader(EvaluationSamples(Numbers(size), evaluation_transform(DATA)), batch, 0)
+            batches += [each.positions.tolist() for each in batched]
+        layouts.append(sorted(batches))
+    assert sum(layouts[0], []) == list(range(size))
+    assert layouts == [layouts[0]] * 4
+
+
+def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
+    def slow():
+        for name in ("a", "b", "c"):
+            time.sleep(0.02)
+            yield Batch(torch.zeros(1), torch.zeros(1), torch.zeros(1), broken=(name,))
+
+    feed = Feed(slow(), torch.device("cpu"))
+    next(feed), next(feed)
+    waited, broken = feed.take()
+    assert 0.04 <= waited < 10 and broken == ("a", "b")
+    assert feed.take() == (0.0, ())
+    next(feed)
+    assert feed.take()[1] == ("c",)
+
+
+def test_a_batch_goes_to_the_device_whole() -> None:
+    batch = next(iter(training_loader(samples(Numbers(12), **LAYERS), BatchPlan(12, 1, 12, 2), 0, 1, 0)))
+    moved = batch.to(torch.device("meta"))
+    values = [getattr(moved, each.name) for each in fields(Batch)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 7 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert moved.broken == batch.broken and batch.images.device.type == "cpu"
+
+
+def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
+    """Each file is a handshake of two processes, and as many of them as there are batches ahead are open at a time."""
+    batch = samples(Numbers(400), 60, **LAYERS).__getitems__(np.arange(60))
+    batch.readable = torch.ones(60, dtype=torch.bool)
+    parts = batch.__getstate__()
+    assert batch.images.nbytes <= 2**16 and not any(isinstance(part, torch.Tensor) for part in parts.values())
+    batch.images = torch.zeros(60, 3, 32, 32, dtype=torch.uint8)
+    assert [name for name, part in batch.__getstate__().items() if isinstance(part, torch.Tensor)] == ["images"]
+    there = pickle.loads(pickle.dumps(batch))
+    assert same(batch, there) and there.labels.dtype == torch.int64 and there.readable.dtype == torch.bool
+    nested = Nested([{"boxes": torch.rand(3, 4), "position": 7}])
+    there = pickle.loads(pickle.dumps(nested)).targets[0]
+    assert torch.equal(there["boxes"], nested.targets[0]["boxes"]) and there["position"] == 7
+
+
+def test_the_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loader.worker_count(0) == 0 and loader.worker_count(5) == 5
+    for cores, ranks, workers in ((2, 2, 0), (1, 1, 0), (8, 1, 7), (8, 2, 3), (64, 2, 16), (3, 8, 0)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        monkeypatch.setattr(loader, "local_world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr(environment, "_ALLOTMENT", Path("/nowhere"))
+        assert loader.worker_count(-1) == workers
+
+
+@pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])
+def test_only_cuda_is_handed_a_batch_that_may_go_while_it_is_copied(monkeypatch, device: str, goes_on: bool) -> None:
+    """On MPS such a copy reads memory that is in use again."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)
+    Nested([{"boxes": torch.zeros(1, 4)}]).to(torch.device(device))
+    assert asked == [(torch.device(device), {"non_blocking": goes_on})]
+
+
+def test_a_container_has_no_more_cores_than_it_is_allotted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
+    assert loader.worker_count(-1) == 16
+    for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("1250000 100000", 11), ("50000 100000", 0)):
+        (tmp_path / "cpu.max").write_text(allotted + "\n")
+        assert loader.worker_count(-1) == workers
+
+
+def test_a_signal_to_everyone_leaves_the_workers_at_work_and_a_killed_worker_is_an_error() -> None:
+    batches = iter(training_loader(samples(Numbers(40)), BatchPlan(12, 1, 12), 0, 1000, 2))
+    first, _ = next(batches), next(batches)  # one of each worker, so that both have begun
+    workers = psutil.Process().children()
+    workers = [each for each in workers if each.pid in {worker.pid for worker in batches._workers}]
+    assert len(workers) == 2
+    for worker in workers:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            worker.send_signal(number)
+    following = [next(batches) for _ in range(20)]
+    assert following[0].positions[0] == 24 and not torch.equal(first.positions, following[-1].positions)
+    with pytest.raises((RuntimeError, OSError)):  # the latter where it dies as it hands a batch over
+        workers[0].kill()  # torch may raise as soon as it hears of it
+        for _ in range(50):
+            next(batches)
+
+
+STUCK = """
+import sys, time
+import torch
+from common.data.loader import _loader
+
+class Stuck(torch.utils.data.Dataset):
+    def __getitems__(self, places):
+        if places[0]:
+            time.sleep(3600)  # as a reader on a dead network drive
+        return places
+
+batches = iter(_loader(Stuck(), [[0]] * 8 + [[1]] * 8, workers=8))
+print(next(batches), flush=True)
+sys.exit(7)
+"""
+
+
+def test_workers_that_are_stuck_do_not_hang_the_end() -> None:
+    script = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120)
+    assert (script.returncode, script.stdout.strip()) == (7, "[0]"), script.stderr
+    assert "DataLoader worker" not in script.stderr  # nor do they have the last word

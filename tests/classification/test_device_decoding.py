@@ -1,0 +1,252 @@
+"""What the device decodes is what the worker would have, but for rounding; nothing that is broken or odd stops a run."""
+
+import io
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from common.classification import device_decoding
+from common.classification.batches import TrainingSamples
+from common.classification.device_decoding import Decoder, Jpeg, stack, varied
+from common.classification.transforms import training_transform
+from common.config.fields import AugmentationConfig
+from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
+from common.data.decoding import Picture
+from common.data.images import BrokenImage
+from common.data.loader import Feed, RecordedSamples, training_loader
+from common.data.stream import Stream
+from common.errors import Refused
+from common.randomness import seed_generators
+
+CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
+DATA = {"input_size": (3, 64, 48), "interpolation": "bilinear", "mean": (0.5,) * 3, "std": (0.2,) * 3}
+VARIED = AugmentationConfig(crop_scale=0.3, hflip=0.5, vflip=0.5)
+DEVICES = [
+    "cpu",
+    pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with nvJPEG")),
+]
+# Of 255. On the CPU it is one decoder, and resizing rounds once where the worker's rounds twice, and once limits what goes
+# beyond black and white. nvJPEG enlarges colours that are stored at half the resolution in another way than libjpeg.
+MOST, MEAN = {"cpu": 2, "cuda:0": 80}, {"cpu": 0.3, "cuda:0": 2.5}
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
+
+
+def file(image: Image.Image, format: str = "JPEG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def jpeg(width: int, height: int, mode: str = "RGB", **options) -> bytes:
+    return file(CHINA.convert(mode).resize((width, height)), quality=90, **options)
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags
+
+
+USUAL = {
+    "plain": jpeg(120, 90),
+    "odd sides": jpeg(91, 123),
+    "small": jpeg(20, 30),
+    "grey": jpeg(100, 80, "L"),
+    "progressive": jpeg(120, 90, progressive=True),
+    "full colours": jpeg(120, 90, subsampling=0),
+    "with notes": jpeg(120, 90, exif=exif(1)),
+}
+ODD = {
+    "turned": jpeg(120, 90, exif=exif(6)),
+    "print": jpeg(120, 90, "CMYK"),
+    "PNG": file(CHINA.resize((120, 90)), "PNG"),
+    "transparent": file(CHINA.resize((120, 90)).convert("RGBA"), "WEBP"),
+}
+BROKEN = {
+    "cut off": jpeg(120, 90)[:1500],
+    "no pixels": jpeg(120, 90)[:700],
+}
+
+
+@dataclass
+class Files:
+    """A data set of these files."""
+
+    files: dict[str, bytes]
+    classes: tuple[str, ...] = ("one", "other")
+    multi_label: bool = False
+    labels: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.labels = np.arange(len(self.files))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name(self, index: int) -> str:
+        return list(self.files)[index]
+
+    def content(self, index: int) -> bytes:
+        return list(self.files.values())[index]
+
+
+def samples(files: dict[str, bytes], decode: str, config: AugmentationConfig = VARIED, **data) -> TrainingSamples:
+    transform = training_transform(config, DATA | data)
+    return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, config, decode=decode)
+
+
+def batches(
+    files: dict[str, bytes], decode: str, device: str = "cpu", limit: int = 12, workers: int = 0, **data
+) -> list:
+    plan = BatchPlan(12, 1, limit)
+    feed = Feed(training_loader(samples(files, decode, **data), plan, 0, 4, workers), torch.device(device))
+    seen = [next(feed) for _ in range(4 * plan.micro_steps)]
+    return [*seen, feed.take()[1]]
+
+
+def off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.cpu().int() - other.cpu().int()).abs()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pixels_crops_and_mirror_images_are_those_of_the_worker(device: str, interpolation: str) -> None:
+    files = {name: USUAL[name] for name in USUAL} | ODD
+    *by_worker, none = batches(files, "worker", interpolation=interpolation)
+    *by_device, broken = batches(files, "device", device, interpolation=interpolation)
+    assert none == broken == ()
+    for theirs, mine in zip(by_worker, by_device, strict=True):
+        assert mine.images.shape == (12, 3, 64, 48) and mine.images.dtype == torch.uint8
+        assert mine.images.device == torch.device(device) and mine.encoded is None
+        assert torch.equal(mine.positions.cpu(), theirs.positions) and torch.equal(mine.labels.cpu(), theirs.labels)
+        assert off(mine.images, theirs.images).max() <= MOST[device]
+        assert off(mine.images, theirs.images).float().mean((1, 2, 3)).max() <= MEAN[device]
+        assert off(mine.images, theirs.images.flip(3)).float().mean() > 10  # another view would be seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_large_photograph_agrees_where_the_worker_decodes_a_part_of_the_resolution(device: str) -> None:
+    files = {str(number): jpeg(1600, 1200) for number in range(2)}
+    (theirs, *_), (mine, *_) = batches(files, "worker"), batches(files, "device", device)
+    assert off(mine.images, theirs.images).max() <= (40 if device == "cpu" else MOST[device])
+    assert off(mine.images, theirs.images).float().mean() < 2.5
+
+
+def test_a_sample_is_the_same_in_whatever_batch_and_worker() -> None:
+    files = USUAL | ODD | BROKEN
+    whole, split, elsewhere = (
+        batches(files, "device", limit=limit, workers=workers) for limit, workers in ((12, 0), (4, 0), (4, 2))
+    )
+    images = [torch.cat([batch.images for batch in seen[:-1]]) for seen in (whole, split, elsewhere)]
+    assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
+    assert sorted(whole[-1]) == sorted(split[-1]) == sorted(elsewhere[-1])
+
+
+def test_a_portion_of_the_memory_at_a_time_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = USUAL | ODD
+    at_once = batches(files, "device")
+    monkeypatch.setattr(device_decoding, "_AT_ONCE", 70_000)  # one or two
+    assert all(
+        torch.equal(one.images, other.images)
+        for one, other in zip(at_once[:-1], batches(files, "device"), strict=False)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_broken_jpeg_is_black_and_named_with_the_reason_the_worker_gives(device: str) -> None:
+    files = {"whole": USUAL["plain"]} | BROKEN
+    *seen, broken = batches(files, "device", device)
+    reasons = {}
+    for name, data in BROKEN.items():
+        with pytest.raises(BrokenImage) as error:
+            picture = Picture(data)
+            picture.region(0, 0, picture.height, picture.width, (8, 8), "bilinear")
+        reasons[name] = f"{name}: {error.value}"
+    stream, names = Stream(len(files), 12, 5), list(files)
+    for step, batch in enumerate(seen):
+        for index, image in zip(stream.indices(stream.positions(step, (0, 12))), batch.images, strict=True):
+            assert image.any() == (names[index] == "whole")
+    expected = [reasons[names[index]] for index in stream.indices(np.arange(48)) if names[index] != "whole"]
+    assert sorted(broken) == sorted(expected) and len(broken) == 32
+
+
+def test_what_the_device_cannot_do_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    transform = training_transform(VARIED, DATA)
+    for name, data in USUAL.items():
+        assert isinstance(varied(transform, Picture(data), name), Jpeg), name
+    for name, data in ODD.items():
+        assert isinstance(varied(transform, Picture(data), name), torch.Tensor), name
+    tiny = replace(transform, size=(4, 4), least_area=1.0)
+    assert isinstance(varied(tiny, Picture(jpeg(4 * 33, 4 * 33)), "much reduced"), torch.Tensor)
+    monkeypatch.setattr(device_decoding, "_MOST_PIXELS", 120 * 90 - 1)
+    assert isinstance(varied(transform, Picture(USUAL["plain"]), "large"), torch.Tensor)
+
+
+def test_a_decoder_that_refuses_an_image_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    files, decode = {"a": USUAL["plain"], "grey": USUAL["grey"]}, device_decoding.decode_jpeg
+
+    def picky(jpegs, mode, device):
+        if any(len(jpeg) == len(USUAL["grey"]) for jpeg in jpegs):
+            raise RuntimeError("Unknown chroma subsampling")
+        return decode(jpegs, mode, device)
+
+    expected = batches(files, "worker")
+    monkeypatch.setattr(device_decoding, "decode_jpeg", picky)
+    *seen, broken = batches(files, "device")
+    assert broken == () and all(off(a.images, b.images).max() <= 1 for a, b in zip(seen, expected, strict=False))
+
+
+def test_a_device_that_decodes_nothing_is_refused_and_one_without_memory_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(message: str) -> None:
+        def unable(*_):
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(device_decoding, "decode_jpeg", unable)
+        device_decoding.decoder.cache_clear()
+
+    fail("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nand a trace")
+    with pytest.raises(Refused, match=r"--decode device: cpu can't .*\(.*nvJPEG support\); take --decode worker"):
+        batches(USUAL, "device")
+    fail("Error while decoding JPEG images: CUDA out of memory. Tried to allocate 20.00 MiB")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batches(USUAL, "device")
+
+
+def test_draws_are_written_down_with_the_pixels_that_are_shown(tmp_path: Path) -> None:
+    of_device = samples(USUAL | ODD, "device")
+    recorded = RecordedSamples(of_device, tmp_path).__getitems__(np.arange(12))
+    assert recorded.encoded is not None  # the device still decodes
+    (lines,) = (path.read_text().splitlines() for path in tmp_path.iterdir())
+    assert len(lines) == 12 and len({line.split()[2] for line in lines}) > 8
+
+
+def test_images_come_back_in_their_places() -> None:
+    transform = training_transform(replace(VARIED, crop_scale=1.0, hflip=0.0, vflip=0.0), DATA)
+    for kinds in ("JJ", "PP", "JP", "PJPJJP"):
+        images = []
+        for shade, kind in enumerate(kinds):
+            grey = Image.new("RGB", (64, 64), (20 * shade,) * 3)
+            seed_generators(0)
+            images.append(varied(transform, Picture(file(grey) if kind == "J" else file(grey, "PNG")), ""))
+        pixels, encoded = stack(images, transform)
+        assert len(pixels) == kinds.count("P") and (encoded is None) == ("J" not in kinds)
+        if encoded:
+            pixels, _ = Decoder(torch.device("cpu"))(pixels, encoded)
+        assert [round(image.float().mean().item() / 20) for image in pixels] == list(range(len(kinds)))
+
+
+def test_what_needs_pixels_in_the_worker_is_refused() -> None:
+    with pytest.raises(Refused, match="--decode device: a policy .*leave out --augment, or take --decode worker"):
+        samples(USUAL, "device", replace(VARIED, augment="rand-m5-n1"))
+    cache = open_cache(len(USUAL), 32, "")
+    transform = training_transform(VARIED, DATA)
+    with pytest.raises(Refused, match="--decode device: --cache keeps .*leave out one of them"):
+        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, VARIED, cache=cache, decode="device")

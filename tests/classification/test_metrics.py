@@ -1,0 +1,148 @@
+"""Counts agree with scikit-learn, and don't depend on how the samples were spread."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+import torch.nn.functional as F
+
+from common.classification import metrics
+from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
+from common.distributed import collectives
+from tests.processes import Processes
+
+
+def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits on a coarse grid, so that ties are common, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (count, classes), generator=generator) / 2
+    return logits, torch.randint(0, classes, (count,), generator=generator)
+
+
+def counted(logits: torch.Tensor, labels: torch.Tensor, batch: int = 16, **options) -> ClassificationCounts:
+    counts = ClassificationCounts(logits.shape[1], "cpu", **options)
+    for these, those in zip(logits.split(batch), labels.split(batch), strict=True):
+        counts.update(these, those)
+    return counts
+
+
+def test_single_label_results_agree_with_scikit_learn() -> None:
+    logits, labels = samples()
+    logits += torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) / 100
+    labels[labels == 6], logits[:, 6] = 5, -9  # class 6 neither occurs nor is predicted
+    counts, predicted = counted(logits, labels), logits.argmax(1)
+    results = counts.results()
+    every = range(7)
+    assert results["top1"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
+    assert results["top5"] == pytest.approx(sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=every))
+    assert results["mean_class_accuracy"] == pytest.approx(sklearn.metrics.balanced_accuracy_score(labels, predicted))
+    assert results["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
+    assert results["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item())
+    assert (results["count"], results["broken"]) == (203, 0)
+    assert results["per_class"][6] is None
+    assert np.array_equal(counts.confusion, sklearn.metrics.confusion_matrix(labels, predicted, labels=every))
+
+
+def test_multi_label_results_agree_with_scikit_learn() -> None:
+    logits, _ = samples()
+    labels = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.3
+    results = counted(logits, labels, multi_label=True).results()
+    predicted = logits.sigmoid() > 0.5
+    assert results["f1"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="micro"))
+    assert results["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
+    assert results["per_class"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average=None))
+    assert results["exact_match"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
+    loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
+    assert results["loss"] == pytest.approx(loss)
+
+
+def test_an_image_that_could_not_be_read_is_wrong_and_not_absent() -> None:
+    sure = torch.eye(3) * 10
+    counts = ClassificationCounts(3, "cpu")
+    counts.update(sure, torch.tensor([0, 1, -1]))
+    results = counts.results()
+    assert (results["top1"], results["count"], results["broken"]) == (2 / 3, 3, 1)
+    assert results["per_class"] == [1, 1, None]
+    assert results["loss"] == pytest.approx(F.cross_entropy(sure, torch.arange(3)).item())
+
+    counts = ClassificationCounts(3, "cpu")
+    counts.update(sure, torch.arange(3), readable=torch.tensor([True, True, False]))
+    results = counts.results()
+    assert (results["top1"], results["per_class"]) == (2 / 3, [1, 1, 0])
+
+    counts = ClassificationCounts(2, "cpu", multi_label=True)
+    labels = torch.tensor([[True, False], [True, False], [False, False]])
+    counts.update(labels * 2.0 - 1, labels, readable=torch.tensor([True, False, False]))
+    results = counts.results()
+    assert (results["exact_match"], results["f1"], results["broken"]) == (1 / 3, 2 / 3, 2)
+
+
+def test_ties_go_to_the_first_class_and_a_nan_is_never_right() -> None:
+    counts = ClassificationCounts(7, "cpu")
+    counts.update(torch.zeros(7, 7), torch.arange(7))
+    assert (counts.results()["top1"], counts.results()["top5"]) == (1 / 7, 5 / 7)
+    counts = ClassificationCounts(2, "cpu")
+    counts.update(torch.full((2, 2), float("nan")), torch.tensor([0, 1]))
+    assert counts.results()["top1"] == 0 and np.isnan(counts.results()["loss"])
+
+
+def test_top5_of_fewer_classes_is_certain_and_nothing_counted_is_none() -> None:
+    results = counted(*samples(classes=3)).results()
+    assert results["top5"] == 1 and results["top1"] < 1
+    nothing = ClassificationCounts(3, "cpu").results()
+    assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
+
+
+def test_with_very_many_classes_only_the_matrix_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_matrix = counted(*samples())
+    monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
+    without = counted(*samples())
+    assert without.confusion is None and without.results() == with_matrix.results()
+
+
+def evaluate_a_share() -> tuple[dict, list, list[Mistake], dict]:
+    """Uneven shares: rank r takes every W-th sample from r on."""
+    logits, labels = samples()
+    labels[10] = -1
+    mine = torch.arange(len(labels))[collectives.rank() :: collectives.world_size()]
+    counts, mistakes = counted(logits[mine], labels[mine]), Mistakes(keep=10)
+    for these in mine.split(16):
+        mistakes.update(logits[these].softmax(1), labels[these], these)
+    own = counts.results()
+    total = counts.reduce()
+    assert counts.results() == own and counts.reduce().results() == total.results(), "reduce changed its own counts"
+    return total.results(), total.confusion.tolist(), mistakes.merge(), own
+
+
+def test_all_layouts_give_the_same_numbers(processes: Processes) -> None:
+    (alone, matrix, mistakes, _) = evaluate_a_share()
+    for ranks in (2, 3):
+        answers = processes.run(evaluate_a_share, ranks=ranks)
+        assert sum(own["count"] for *_, own in answers) == alone["count"] == 203
+        for results, its_matrix, its_mistakes, _ in answers:
+            assert results.pop("loss") == pytest.approx(alone["loss"], rel=1e-12)
+            assert results == {key: value for key, value in alone.items() if key != "loss"}
+            assert (its_matrix, its_mistakes) == (matrix, mistakes)
+
+
+def test_mistakes_are_the_most_confident_wrong_ones_in_a_fixed_order() -> None:
+    logits, labels = samples()
+    labels[3] = -1
+    probabilities = logits.softmax(1)
+    confidences, predicted = probabilities.max(1)
+    wrong = [index for index in range(203) if labels[index] >= 0 and predicted[index] != labels[index]]
+    best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))
+    for keep in (5, 24, 500):
+        mistakes = Mistakes(keep)
+        for these in torch.arange(203).flip(0).split(17):
+            mistakes.update(probabilities[these], labels[these], these)
+        expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
+        assert mistakes.merge() == expected
+    assert Mistakes().merge() == []
+
+
+def test_an_unreadable_image_is_no_mistake_to_look_at() -> None:
+    mistakes = Mistakes()
+    wrong = torch.tensor([[0.9, 0.1]] * 3)
+    mistakes.update(wrong, torch.tensor([1, 1, -1]), torch.arange(3), readable=torch.tensor([True, False, True]))
+    assert [mistake.index for mistake in mistakes.merge()] == [0]

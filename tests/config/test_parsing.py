@@ -1,0 +1,284 @@
+"""Defaults, a YAML file and flags become one checked configuration, or one line says what is wrong and what is near."""
+
+import dataclasses
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.config.fields import AugmentationConfig, OptimizationConfig, RunConfig, option
+from common.config.parsing import identity, nearest, parse, save, short_hash
+from common.errors import Refused
+
+
+@dataclass
+class Config(AugmentationConfig, OptimizationConfig, RunConfig):
+    """What a recipe's configuration is like."""
+
+    data: str = "digits"
+    """Text."""
+    pretrained: bool = False
+    """A switch that is off."""
+    visible: bool = True
+    """A switch that is on."""
+    image_size: int = option(32, low=0)
+    """A whole number."""
+    crop_pct: float = option(1.0, low=0, high=1)
+    """A number between limits."""
+    temperature: float = 1.0
+    """A number without limits."""
+    loss: Literal["ce", "bce"] = "ce"
+    """One of some."""
+
+
+def refusal(*arguments: object) -> str:
+    with pytest.raises(Refused) as raised:
+        parse(Config, [str(argument) for argument in arguments], "cls.py")
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.fixture
+def preset(tmp_path: Path):
+    """Writes a YAML file and gives the flags that name it."""
+
+    def write(text: str) -> list[str]:
+        path = tmp_path / "preset.yaml"
+        path.write_text(text)
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_defaults_stand_where_nothing_is_said() -> None:
+    assert parse(Config, []) == Config()
+
+
+@pytest.mark.smoke
+def test_flags_win_over_the_file_and_the_file_over_defaults(preset) -> None:
+    file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\n")
+    config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
+    assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64)
+    # Also where a flag says what the default is, not only what the file does not.
+    assert parse(Config, [*file, "--lr", "4e-3", "--visible"]) == Config(epochs=5.0, pretrained=True, loss="bce")
+
+
+@pytest.mark.parametrize(
+    "text, field, value",
+    [
+        ("lr: 1e-3", "lr", 0.001),  # text to YAML 1.1
+        ("lr: 1", "lr", 1.0),
+        ("lr: .5", "lr", 0.5),
+        ("temperature: -1e3", "temperature", -1000.0),
+        ("seed: 010", "seed", 10),  # octal to YAML 1.1, sixty-two to nobody
+        ("seed: 1_000", "seed", 1000),
+        ("name: 007", "name", "007"),
+        ("name: 12:30:45", "name", "12:30:45"),  # a number to the base of 60
+        ("name: 2024-13-45", "name", "2024-13-45"),  # no date
+        ("name: 2024-01-01", "name", "2024-01-01"),
+        ("name: 1e3", "name", "1e3"),
+        ('name: "on"', "name", "on"),
+        ("name: --help", "name", "--help"),
+        ("name: -x", "name", "-x"),
+        ("name: a=b", "name", "a=b"),
+        ("name: 'two words'", "name", "two words"),
+        ('name: ""', "name", ""),
+        ("name: Füße 足", "name", "Füße 足"),
+        ("data: hf:owner/name", "data", "hf:owner/name"),
+        ("pretrained: yes", "pretrained", True),
+        ("visible: off", "visible", False),
+        ("tracker: none", "tracker", "none"),
+        ("augment: rand-m9-mstd0.5", "augment", "rand-m9-mstd0.5"),
+    ],
+)
+def test_a_yaml_value_means_what_it_says(preset, text: str, field: str, value: object) -> None:
+    given = getattr(parse(Config, preset(text)), field)
+    assert given == value and type(given) is type(value)
+
+
+def test_an_empty_file_says_nothing(preset) -> None:
+    assert parse(Config, preset("# only a comment\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("epoch: 3", "unknown key epoch; did you mean epochs"),
+        ("batch_nrm: 3", "unknown key batch_nrm"),
+        ("3: 3", "unknown key 3"),
+        ("lr: fast", "lr"),
+        ("lr: [1, 2]", "lr must be a single value, not list"),
+        ("lr: {a: 1}", "lr must be a single value"),
+        ("lr:", "lr must be a single value, not None"),
+        ("name: ~", "name must be a single value, not None"),
+        ("name: on", "name: True is not of the right type"),
+        ("pretrained: 1", "pretrained: '1' is not true or false"),
+        ("pretrained: maybe", "pretrained: 'maybe' is not true or false"),
+        ("seed: 1.5", "seed"),
+        ("seed: true", "seed: True is not of the right type"),
+        ("loss: mse", "loss"),
+        ("lr: 1\nseed: 2\nlr: 3", "lr is given twice"),
+        ("lr: .nan", "lr"),
+        ("lr: nan", "--lr nan: must be"),
+        ("temperature: inf", "--temperature inf: must be a finite number"),
+        ("crop_pct: 1.5", "--crop_pct 1.5: must be between 0 and 1"),
+        ("data: ''", "--data is empty"),
+        ("- lr", "must hold `key: value` lines, found a list"),
+        ("lr", "must hold `key: value` lines, found a str"),
+        ("lr: [", "not readable as YAML"),
+        ("lr: 1\n\tseed: 2", "not readable as YAML"),
+        ("lr: 'a", "not readable as YAML"),
+        ("lr: !!python/object/apply:os.getpid []", "not readable as YAML"),
+        ("? [a, b]\n: 1", "not readable as YAML"),
+        ("? {a: b}\n: 1", "not readable as YAML"),
+        ("lr: &a 1\n<<: *a", "unknown key <<"),
+        ("\0", "not readable as YAML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_in_one_line(preset, text: str, told: str) -> None:
+    line = refusal(*preset(text))
+    assert told in line
+    assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
+
+
+@given(st.one_of(st.text(max_size=40), st.dictionaries(st.sampled_from(["lr", "name", "?"]), st.text()).map(yaml.dump)))
+def test_whatever_a_file_holds_there_is_a_configuration_or_one_line(text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+        file.flush()
+        try:
+            assert isinstance(parse(Config, ["--config", file.name]), Config)
+        except Refused as refused:
+            assert str(refused)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--epoch", 3], "unknown flag --epoch; did you mean epochs"),
+        (["--learning_rate=3"], "unknown flag --learning_rate"),
+        (["--conf", "a.yaml"], "unknown flag --conf; did you mean config?"),
+        (["--lr", "fast"], "fast"),
+        (["--lr"], "lr"),
+        (["--lr", "nan"], "--lr nan: must be"),
+        (["--lr", "inf"], "--lr inf: must be"),
+        (["--lr", "-1"], "--lr -1.0: must be between 0 and 1000000"),
+        (["--temperature=-inf"], "--temperature -inf: must be a finite number"),
+        (["--epochs", "-0.1"], "--epochs -0.1: must be between 0 and 1000000"),
+        (["--hflip", "1.01"], "--hflip 1.01: must be between 0 and 1"),
+        (["--global_batch_size", "0"], "--global_batch_size 0: must be between 1 and 1048576"),
+        (["--workers", "-2"], "--workers -2: must be between -1 and 1024"),
+        (["--seed", "1.5"], "1.5"),
+        (["--loss", "mse"], "mse"),
+        (["--dtype", "float16"], "float16"),
+        (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
+        (["--pretrained", "false"], "--pretrained takes no value"),
+        (["--no_lr"], "no_lr"),
+        (["--data="], "--data is empty: give it a value, or leave it out for digits"),
+        (["stray"], "stray"),
+        (["-x"], "-x"),
+        (["--config"], "--config needs the path of a YAML file"),
+        (["--config="], "--config needs the path of a YAML file"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
+        (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
+        (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_named_in_one_line(arguments: list, told: str) -> None:
+    assert told in refusal(*arguments)
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=20)
+
+
+@given(
+    st.builds(
+        Config,
+        data=NAMES,
+        name=st.one_of(
+            st.just(""), NAMES, st.sampled_from(["--help", "-1", "null", "yes", "1e5", "~", "a: b", "#", "'"])
+        ),
+        pretrained=st.booleans(),
+        visible=st.booleans(),
+        image_size=st.integers(0, 10**12),
+        crop_pct=st.floats(0, 1),
+        temperature=st.floats(allow_nan=False, allow_infinity=False),
+        lr=st.floats(0, 1e6),
+        loss=st.sampled_from(["ce", "bce"]),
+        seed=st.integers(0, 2**63 - 1),
+    )
+)
+@example(Config(data="\x85", name="a\u2028b"))
+def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        save(config, path)
+        assert parse(Config, ["--config", str(path)]) == config
+        assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]  # the recipe's own come first
+
+
+def test_help_shows_every_flag_and_ends_well(capsys: pytest.CaptureFixture, preset) -> None:
+    for flag in ("--help", "-h"):
+        with pytest.raises(SystemExit) as end:
+            parse(Config, ["--lr", "1", flag], "cls.py")
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        assert all(f"--{field.name}" in shown for field in dataclasses.fields(Config))
+        assert "--config" in shown and "A switch that is off." in shown and "cls.py" in shown
+        assert shown.index("--data") < shown.index("--global_batch_size")  # the recipe's own come first
+
+
+def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture, preset) -> None:
+    with pytest.raises(SystemExit):
+        parse(Config, [*preset("temperature: 0.4321"), "--help"])
+    assert "0.4321" in capsys.readouterr().out
+
+
+def test_help_is_printed_once_a_machine(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_line_is_what_is_parsed_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["cls.py", "--seed", "3"])
+    assert parse(Config).seed == 3
+
+
+def test_the_identity_of_a_run_leaves_out_what_may_change() -> None:
+    run = identity(Config())
+    may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints bucket_cap_mb
+        eval_every log_every workers tracker project max_broken_share dry_run
+        collective_timeout profile allow_changed_source deterministic""".split()
+    added = {field.name for field in dataclasses.fields(Config) if field.metadata.get("added")}
+    assert {field.name for field in dataclasses.fields(Config)} - run.keys() == {*may_change, *added}
+    assert "split" in added and identity(Config(split="test"))["split"] == "test"
+    assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
+    for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1), Config(mixup=0.1), Config(data="x")):
+        assert short_hash(identity(changed)) != short_hash(run)
+    assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record
+
+
+def test_the_hash_of_a_run_does_not_depend_on_the_order_of_its_fields() -> None:
+    assert short_hash({"a": 1, "b": 2.5}) == short_hash({"b": 2.5, "a": 1}) != short_hash({"a": 2.5, "b": 1})
+    assert len(short_hash({})) == 6
+
+
+def test_nearest_names() -> None:
+    assert nearest("resnett50", ["resnet50", "vit"]) == "; did you mean resnet50?"
+    assert nearest("qqq", ["resnet50", "vit"]) == ""
+
+
+def test_every_limit_of_the_shared_configuration_is_met_by_its_default() -> None:
+    for field in dataclasses.fields(Config):
+        low, high = field.metadata.get("low"), field.metadata.get("high")
+        assert (low is None or field.default >= low) and (high is None or field.default <= high)
+        assert not isinstance(field.default, float) or math.isfinite(field.default)

@@ -1,0 +1,104 @@
+"""A recipe's source is what was started, with the modules of its own; other words are no other source."""
+
+import linecache
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from common.config import recipe_source
+
+pytestmark = pytest.mark.smoke
+LOSS = '''"""A loss."""
+import torch
+
+
+class Focal(torch.nn.Module):
+    gamma: float = 2.0
+    """How much less an easy sample counts."""
+
+    def forward(self, losses):
+        """[B] -> [B]"""
+        return (1 - (-losses).exp()) ** self.gamma * losses  # Lin et al., 2017
+'''
+
+
+def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
+    """The source of hard.py among these files, by name with / as __."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(folder / "hard.py"), "--seed", "1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "hard.py"), raising=False)  # no notebook
+    return recipe_source.read()
+
+
+def test_a_recipe_is_its_file_and_the_modules_beside_it_that_it_imports(tmp_path, monkeypatch) -> None:
+    hard = "import os, losses.focal\nfrom mine import model\nfrom common import run\nfrom . import near\n"
+    files = {
+        "losses__focal": LOSS,
+        "losses____init__": "",
+        "mine": "import deep",
+        "deep": "import hard",
+        "near": "",
+        "far": "",
+    }
+    read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", **files)
+    assert list(read)[0] == "hard.py"
+    assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
+    assert read["losses/focal.py"] == LOSS
+    assert recipe_source.stem() == "hard" and recipe_source.started() == tmp_path / "hard.py"
+    recipe_source.keep(read, tmp_path / "run")
+    assert {path.name: path.read_text() for path in (tmp_path / "run/source").rglob("*.py")} == {
+        Path(name).name: text for name, text in read.items()
+    }
+
+
+def test_other_words_and_formatting_are_no_other_source(tmp_path, monkeypatch) -> None:
+    words = LOSS.replace("A loss", "The loss").replace("  # Lin et al., 2017", "").replace("How much", "By how much")
+    words = words.replace(
+        "        return (1 - (-losses).exp())", "        return (\n            1 - (-losses).exp()\n        )"
+    )
+    assert words != LOSS
+    assert recipe_source.difference({"hard.py": LOSS}, {"hard.py": words}) == []
+    assert recipe_source.difference({"cls.py": LOSS}, {"hard.py": LOSS}) == [], (
+        "the recipe itself may be called otherwise"
+    )
+
+
+def test_other_code_is_shown_in_a_few_lines() -> None:
+    there, here = {"hard.py": LOSS, "mine.py": "a = 1"}, {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"}
+    assert recipe_source.difference(there, here) == [
+        "--- hard.py before",
+        "+++ hard.py now",
+        "-    gamma: float = 2.0",
+        "+    gamma: float = 3.0",
+    ]
+    assert "+a = 2" in recipe_source.difference(there, there | {"mine.py": "a = 2"})
+    assert "+a = 2" in recipe_source.difference(there, there | {"other.py": "a = 2"})
+    assert "-a = 1" in recipe_source.difference(there, {"hard.py": LOSS})
+    many = recipe_source.difference(there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))})
+    assert len(many) == 13 and many[-1] == "... and 90 more lines"
+    assert (
+        recipe_source.difference({"hard.py": f"'{'a' * 117}  b'"}, {"hard.py": f"'{'a' * 117} b'"}) == []
+    )  # a docstring
+    assert recipe_source.difference({"hard.py": f"x='{'a' * 114}  b'"}, {"hard.py": f"x='{'a' * 114} b'"}) != []
+    assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"}), (
+        "what is no Python, by its text"
+    )
+
+
+def test_a_notebook_has_the_source_of_its_functions(monkeypatch) -> None:
+    def typed(cell: str) -> recipe_source.Source:
+        notebook, lines = types.ModuleType("__main__"), cell.splitlines(keepends=True)
+        linecache.cache["<cell>"] = len(cell), None, lines, "<cell>"
+        exec(compile(cell, "<cell>", "exec"), vars(notebook))
+        monkeypatch.setitem(sys.modules, "__main__", notebook)
+        return recipe_source.read()
+
+    assert recipe_source.difference(typed(LOSS), typed(f"# another cell\n{LOSS}")) == []
+    assert "+    return losses" in recipe_source.difference(typed(LOSS), typed("def mean(losses):\n    return losses"))
+    assert recipe_source.stem() == "notebook" and recipe_source.started() is None
+    assert recipe_source.started(linecache.cache) is None and recipe_source.started(Path()).name == "pathlib.py"

@@ -1,0 +1,112 @@
+"""Any global batch is cut into equal numbers of whole, non-empty, contiguous micro-batches, or refused with a way out."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from common.data.batch_plan import BatchPlan
+from common.errors import Refused
+from recipes import cls
+
+ARGUMENTS = st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
+
+
+def plan_of(arguments: tuple[int, int, int, int]) -> BatchPlan:
+    try:
+        return BatchPlan(*arguments)
+    except Refused:
+        assume(False)
+
+
+@pytest.mark.smoke
+@given(ARGUMENTS)
+@settings(max_examples=500)
+def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> None:
+    plan = plan_of(arguments)
+    size, world_size, limit, unit = arguments
+    spans = [[plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)]
+    assert len({len(of_rank) for of_rank in spans}) == 1  # collectives stay in phase
+    flat = sum(spans, [])
+    assert flat[0][0] == 0 and flat[-1][1] == size
+    assert all(before[1] == after[0] for before, after in zip(flat, flat[1:], strict=False))  # contiguous, in order
+    sizes = [high - low for low, high in flat]
+    assert 0 < min(sizes) and max(sizes) <= limit
+    assert all(low % unit == 0 and high % unit == 0 for low, high in flat)  # whole pairs, whole norm groups
+    assert max(sizes) - min(sizes) in (0, unit)
+    assert tuple(sorted(set(sizes), reverse=True)) == plan.micro_batch_sizes
+    # No plan with fewer micro-steps stays within the limit.
+    assert (plan.micro_steps - 1) * world_size * (limit // unit) * unit < size
+    process, step = ("process", "processes")[world_size > 1], ("micro-step", "micro-steps")[plan.micro_steps > 1]
+    assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
+
+
+@given(ARGUMENTS)
+def test_scaled_sums_of_losses_average_to_the_mean_over_the_global_batch(arguments: tuple[int, int, int, int]) -> None:
+    plan = plan_of(arguments)
+    losses = np.random.default_rng(0).normal(3, 2, plan.global_batch_size)
+    of_ranks = [
+        sum(losses[slice(*plan.span(rank, turn))].sum() * plan.loss_scale for turn in range(plan.micro_steps))
+        for rank in range(plan.world_size)
+    ]
+    assert np.mean(of_ranks) == pytest.approx(losses.mean(), rel=1e-12)
+
+
+ADVICE = re.compile(r"take (?:at least )?(?:--(\w+) )?(\d+)(?: or (\d+))?")
+PLACES = {"global_batch_size": 0, "max_micro_batch_size": 2}
+
+
+@given(ARGUMENTS)
+@settings(max_examples=2_000)
+def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int, int, int]) -> None:
+    try:
+        return BatchPlan(*arguments) and None
+    except Refused as refusal:
+        text = str(refusal)
+    assert "\n" not in text
+    flag, value = re.match(r"--(\w+) (\d+)", text).groups()
+    assert int(value) == arguments[PLACES[flag]]  # the value that was given
+    other_flag, *ways = ADVICE.search(text).groups()
+    for way in filter(None, ways):
+        changed = list(arguments)
+        changed[PLACES[other_flag or flag]] = int(way)
+        try:
+            BatchPlan(*changed)
+        except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag
+            assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
+    if fewer := re.search(r"at most (\d+) processes", text):
+        BatchPlan(arguments[0], int(fewer[1]), *arguments[2:])
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ((0, 1, 4, 1), "--global_batch_size 0 and --max_micro_batch_size 4 must be at least 1"),
+        ((8, 1, 0, 1), "--global_batch_size 8 and --max_micro_batch_size 0 must be at least 1"),
+        ((2, 3, 4, 1), r"--global_batch_size 2 leaves some of 3 processes .*: take at least 3 or start"),
+        ((50, 3, 4, 4), r"--global_batch_size 50 does not divide into the 4 samples .*: take 48 or 60$"),
+        ((50, 3, 8, 4), r"--global_batch_size 50 does not divide into the 4 samples .*: take 48 or 52$"),
+        ((3, 2, 8, 4), r"--global_batch_size 3 does not divide into the 4 samples .*: take 8$"),
+        ((48, 3, 2, 4), r"--max_micro_batch_size 2 is less than the 4 samples .*: take at least 8$"),
+        ((7, 3, 1, 1), r"--global_batch_size 7 on 3 processes .* of at most 1: take --max_micro_batch_size 2$"),
+    ],
+)
+def test_what_no_cut_can_meet_is_refused_in_one_line(arguments: tuple, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        BatchPlan(*arguments)
+
+
+def test_a_share_at_once_can_be_had_with_the_limit_that_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cls, "world_size", lambda: 2)
+    config = cls.Config(global_batch_size=10, max_micro_batch_size=4, mixup=0.2, batch_norm="global")
+    with pytest.raises(Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"):
+        cls.build_plan(config, config.max_micro_batch_size)
+    assert cls.build_plan(config, 6).micro_steps == 1
+
+
+def test_the_examples_of_the_documentation_hold() -> None:
+    plan = BatchPlan(1024, 3, 1024)
+    assert [plan.span(rank, 0) for rank in range(3)] == [(0, 342), (342, 683), (683, 1024)]
+    assert (plan.loss_scale, plan.micro_batch_sizes) == (3 / 1024, (342, 341))

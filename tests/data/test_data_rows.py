@@ -1,0 +1,62 @@
+"""The start table says which part is evaluated, which classes there are and how many samples they have, in few words."""
+
+from pathlib import Path
+
+import pytest
+
+from common.classification.sources import load
+from common.data.data_rows import data_rows
+from common.detection.data.sources import load as load_boxes
+from tests.classification.test_sources import pets, picture
+from tests.detection.data.test_sources import annotation, coco
+
+
+def rows(root: Path, **options) -> dict[str, str]:
+    return data_rows("here", *load(str(root), seed=0, val_share=0.2, **options), "f")
+
+
+@pytest.mark.smoke
+def test_the_part_that_is_evaluated_is_named_and_what_is_left_for_later(tmp_path):
+    for part in ("train", "Val", "test"):
+        pets(tmp_path / part, cats=4, dogs=5)
+    assert rows(tmp_path) == {
+        "data": "here: 9 + 9 images of 2 classes",
+        "classes": "cat, dog",
+        "trained on": "train/",
+        "evaluated": "Val/; test/: for --split test",
+        "fingerprint": "f, the same on all ranks",
+        "images a class": "4 (cat) to 5 (dog)",
+    }
+    assert rows(tmp_path, split="test")["evaluated"] == "test/; Val/: for --split val"
+    assert rows(tmp_path / "train")["evaluated"] == "20 % held out of the folder"
+
+
+def test_a_class_of_one_image_is_said_not_to_be_evaluated(tmp_path):
+    pets(tmp_path)
+    for name in ("yak", "emu"):
+        picture(tmp_path / name / "0.png")
+    found = rows(tmp_path)
+    assert found["not evaluated"] == "emu, yak: no images to evaluate"
+    assert found["images a class"] == "1 (emu) to 10 (dog)"  # of those that are trained on
+    for number in range(20):
+        picture(tmp_path / f"class {number}" / "0.png")
+    assert rows(tmp_path)["classes"] == "cat, class 0, class 1, class 10, class 11 and 19 more"
+
+
+def test_boxes_are_counted_and_a_class_that_roboflow_adds_is_named(tmp_path):
+    categories = [
+        {"id": 0, "name": "birds", "supercategory": "none"},
+        {"id": 1, "name": "owl", "supercategory": "birds"},
+        {"id": 2, "name": "tit", "supercategory": "birds"},
+    ]
+    boxes = [annotation(4, [1, 2, 3, 4], 1)] * 3 + [annotation(10, [1, 2, 3, 4], 2)]
+    for part, its in (("train", boxes), ("valid", boxes[:1])):
+        coco(tmp_path, part, annotations=its, categories=categories)
+    for _ in range(2):  # read, and from the index
+        found = data_rows("here", *load_boxes(str(tmp_path), seed=0, val_share=0.2), "f", "boxes")
+        assert found["boxes a class"] == "0 (birds) to 3 (owl)"
+        assert found["not evaluated"] == "birds, tit: no boxes to evaluate"
+        assert found["train notes"].endswith(
+            "train.json: no box is of birds, what other classes belong to: a class that never comes"
+        )
+        assert found["evaluated"] == "valid.json"

@@ -1,0 +1,83 @@
+"""Batches come out of a worker as they went in, and nothing of them has a name by which it could stay behind."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from common.data.loader import Movable, _loader
+
+
+@dataclass
+class Batch(Movable):
+    images: torch.Tensor
+    targets: list
+    nothing: torch.Tensor
+    text: tuple = ()
+
+
+def batch(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    images = torch.rand(4, 3, 50, 70 + number, generator=generator).contiguous(memory_format=torch.channels_last)
+    targets = [
+        {"boxes": torch.rand(3, 4), "masks": torch.rand(2, 300, 300).transpose(1, 2) > 0.5, "position": number},
+        {"boxes": torch.zeros(0, 4), "masks": torch.zeros(0, 300, 300, dtype=torch.bool), "position": -number},
+    ]
+    return Batch(images, targets, torch.zeros(0, 3, dtype=torch.int64), (str(number),))
+
+
+class Batches(Dataset):
+    def __getitems__(self, places: list[int]) -> Batch:
+        torch.manual_seed(places[0])
+        return batch(places[0])
+
+
+def tensors(value) -> list[torch.Tensor]:
+    each = vars(value).values() if isinstance(value, Batch) else value.values() if isinstance(value, dict) else value
+    return (
+        [value]
+        if isinstance(value, torch.Tensor)
+        else [t for v in each if not isinstance(v, (int, str)) for t in tensors(v)]
+    )
+
+
+def test_batches_come_out_as_they_went_in_of_several_loaders_at_a_time() -> None:
+    loaders = [_loader(Batches(), [[number] for number in range(start, start + 6)], 2) for start in (0, 100)]
+    kept = []
+    for number, pair in enumerate(zip(*loaders, strict=True)):
+        for start, there in zip((0, 100), pair, strict=True):
+            torch.manual_seed(start + number)
+            kept.append((there, batch(start + number)))
+    for there, here in kept:  # later ones have taken nothing from earlier ones
+        assert there.text == here.text and there.targets[0]["position"] == here.targets[0]["position"]
+        mine, theirs = tensors(here), tensors(there)
+        assert len(mine) == 6 and all(
+            one.equal(other) and one.dtype == other.dtype for one, other in zip(mine, theirs, strict=True)
+        )
+        assert there.images.stride() == here.images.stride()
+        there.images += 1  # it is the process's own
+
+
+def test_what_is_no_longer_used_is_no_longer_open() -> None:
+    loader = _loader(Batches(), [[number] for number in range(40)], 1)
+    batches = iter(loader)
+    next(batches)
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(30):
+        next(batches)
+    assert len(os.listdir("/dev/fd")) <= before + 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is handed over in torch's way")
+def test_no_listening_socket_and_no_named_memory(monkeypatch, tmp_path) -> None:
+    """A worker that is killed could not remove them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    batches = iter(_loader(Batches(), [[number] for number in range(40)], 1))
+    kept = [next(batches) for _ in range(5)]
+    worker = batches._workers[0].pid
+    mapped = open(f"/proc/{os.getpid()}/maps").read() + open(f"/proc/{worker}/maps").read()
+    assert kept and "/memfd:batch" in mapped and "/dev/shm/torch_" not in mapped
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,204 @@
+"""Whatever reads a file that a stranger may have put there says in one line that it is none, in bounded time and memory."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from common.checkpoints.resume import load_model
+from common.checkpoints.store import Checkpoints, Damaged, verify
+from common.classification import sources
+from common.classification.balancing import class_weights
+from common.config.fields import RunConfig
+from common.config.parsing import parse
+from common.data.decoding import Picture
+from common.data.images import BrokenImage, open_rgb
+from common.detection.data import sources as detection
+from common.detection.data.image_headers import headers_of_files
+from common.detection.export import begin_with
+from common.detection.models.detectors import build_detector
+from common.errors import Refused
+from common.run.folder import RunFolder, read_json
+from common.training import timm_models
+from tests.odd_files import IRREGULAR, bounded, huge
+
+Place = Callable[[Path], None]
+KINDS = IRREGULAR | {"a huge file": huge}
+
+
+def config(root: Path, put: Place) -> None:
+    put(root / "preset.yaml")
+    parse(RunConfig, ["--config", str(root / "preset.yaml")])
+
+
+def weights(root: Path, put: Place) -> None:
+    put(root / "weights.yaml")
+    class_weights(str(root / "weights.yaml"), np.array([0, 1]), ("a", "b"))
+
+
+def image(root: Path, put: Place) -> None:
+    put(root / "image.jpg")
+    with pytest.raises(BrokenImage):
+        open_rgb(root / "image.jpg")
+    Picture(root / "image.jpg")
+
+
+def parquet(root: Path, put: Place) -> None:
+    put(root / "data.parquet")
+    sources.load(str(root / "data.parquet"), seed=0, val_share=0.2)
+
+
+def csv(root: Path, put: Place) -> None:
+    put(root / "data.csv")
+    sources.load(str(root / "data.csv"), seed=0, val_share=0.2)
+
+
+def saved_data_set(root: Path, put: Place) -> None:
+    datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
+    (root / "saved/data-00000-of-00001.arrow").unlink()
+    put(root / "saved/data-00000-of-00001.arrow")
+    sources.load(str(root / "saved"), seed=0, val_share=0.2)
+
+
+def weights_of_a_model(root: Path, put: Place) -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    timm_models.export(model, "abc", timm_models.data_config(model), False, {}, root / "best")
+    (root / "best/model.safetensors").unlink()
+    put(root / "best/model.safetensors")
+    timm_models.build_classifier(str(root / "best"), 3)
+
+
+def config_of_a_detector(root: Path, put: Place) -> None:
+    put(root / "config.json")
+    if not (root / "config.json").is_file():
+        raise Refused("no config.json is in it")  # as the recipe says before
+    begin_with(build_detector("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1), root, "abc")
+
+
+def checkpoint(file: str) -> Callable[[Path, Place], None]:
+    def read(root: Path, put: Place) -> None:
+        path = Checkpoints(root).save({"step": 1}, {"model": {"a": torch.zeros(3)}})
+        (path / file).unlink()
+        put(path / file)
+        with pytest.raises(Refused):
+            load_model(torch.nn.Linear(1, 1), path)
+        verify(path)
+
+    return read
+
+
+def rows(root: Path, put: Place) -> None:
+    folder = RunFolder(root / "run")
+    put(root / "run/metrics.jsonl")
+    try:
+        folder.rewind(3)
+    except OSError as error:
+        raise Refused(str(error)) from error  # as `writing` does around it
+    finally:
+        folder.close()
+
+
+def pictures(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        Image.new("RGB", (8, 8)).save(folder / name)
+
+
+def coco(root: Path, put: Place) -> None:
+    put(root / "train.json")
+    detection.load(str(root), seed=0, val_share=0.2)
+
+
+def voc(file: str) -> Callable[[Path, Place], None]:
+    def read(root: Path, put: Place) -> None:
+        for name in ("Annotations", "ImageSets/Main"):
+            (root / name).mkdir(parents=True)
+        pictures(root / "JPEGImages", "1.png")
+        put(root / file)
+        detection.load(str(root), seed=0, val_share=0.2)
+
+    return read
+
+
+def yolo(file: str) -> Callable[[Path, Place], None]:
+    def read(root: Path, put: Place) -> None:
+        pictures(root / "images/train", "1.png")
+        (root / "labels/train").mkdir(parents=True)
+        if file != "data.yaml":
+            (root / "data.yaml").write_text(
+                f"names: [a]\ntrain: {'list.txt' if file == 'list.txt' else 'images/train'}"
+            )
+        put(root / file)
+        detection.load(str(root), seed=0, val_share=0.2)
+
+    return read
+
+
+READERS = {
+    "--config": config,
+    "--class_weights": weights,
+    "an image": image,
+    "a parquet file": parquet,
+    "a CSV file": csv,
+    "a saved data set": saved_data_set,
+    "weights of a model": weights_of_a_model,
+    "config.json of a detector": config_of_a_detector,
+    **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
+    "metrics.jsonl": rows,
+    "train.json of COCO": coco,
+    "an XML file of VOC": voc("Annotations/1.xml"),
+    "a list of VOC": voc("ImageSets/Main/train.txt"),
+    "a label file of YOLO": yolo("labels/train/1.txt"),
+    "data.yaml of YOLO": yolo("data.yaml"),
+    "a list of YOLO": yolo("list.txt"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, monkeypatch, reader: str, kind: str) -> None:
+    monkeypatch.setenv("VISION_RECIPES_CACHE", str(tmp_path / "index"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (tmp_path / "data").mkdir()
+    if kind == "a huge file" and reader in ("metrics.jsonl", "weights of a model"):
+        pytest.skip("has no limit: a row is a line, which here has 1 TiB, and weights are mapped into memory")
+    with bounded(), pytest.raises((Refused, BrokenImage, Damaged)) as raised:
+        READERS[reader](tmp_path / "data", KINDS[kind])
+    assert str(raised.value).strip() and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_files_of_a_run_count_as_absent(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "tracker.json")
+    with bounded():
+        assert read_json(tmp_path / "tracker.json") == {}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_an_annotated_image_that_is_no_file_counts_as_unreadable(tmp_path: Path, kind: str) -> None:
+    IRREGULAR[kind](tmp_path / "a.jpg")
+    names = pa.array([b"a.jpg"], pa.large_binary())
+    with bounded():
+        assert headers_of_files(str(tmp_path), names).tolist() == [[0, 0, 1, 0]]
+
+
+def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:
+    for name in (b"a\0b.jpg", b"x" * 300):
+        with pytest.raises(Refused, match="1 of 1 annotated images are missing"):
+            headers_of_files(str(tmp_path), pa.array([name], pa.large_binary()))
+
+
+def test_a_checkpoint_names_no_file_elsewhere(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save({"step": 1}, {"model": {"a": torch.zeros(3)}})
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("/dev/zero", "../manifest.json"):
+        (path / "manifest.json").write_text(json.dumps(manifest | {name: {"bytes": 0, "sha256": ""}}))
+        with bounded(), pytest.raises(Damaged, match="is no file of it"):
+            verify(path)

@@ -1,0 +1,237 @@
+"""Every sample is drawn exactly once an epoch, in one order, however the stream is split and wherever it is entered."""
+
+import time
+import tracemalloc
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data import stream as module
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream, permutation
+from common.errors import Refused
+
+SEEDS = st.integers(0, 2**63)
+
+
+@st.composite
+def plans(draw) -> BatchPlan:
+    """Any cut of any small global batch."""
+    unit, world_size = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    units = world_size + draw(st.integers(0, 40))
+    return BatchPlan(units * unit, world_size, unit * draw(st.integers(2, 12)), unit)
+
+
+def drawn(stream: Stream, plan: BatchPlan, first: int, last: int) -> np.ndarray:
+    """What all ranks draw in the steps [first, last), in the order of the stream."""
+    spans = [plan.span(rank, turn) for rank in range(plan.world_size) for turn in range(plan.micro_steps)]
+    batches = [stream.indices(stream.positions(step, span)) for step in range(first, last) for span in spans]
+    return np.concatenate([np.empty(0, np.int64), *batches])
+
+
+@pytest.mark.smoke
+@given(plans(), st.integers(1, 150), SEEDS, st.integers(0, 10**6))
+@settings(max_examples=200)
+def test_every_epoch_draws_every_sample_once_however_it_is_split(
+    plan: BatchPlan, size: int, seed: int, start: int
+) -> None:
+    stream = Stream(size, plan.global_batch_size, seed)
+    steps = -(-3 * size // plan.global_batch_size) + 1  # some batches straddle epochs, some hold several
+    indices = drawn(stream, plan, start, start + steps)
+    first = start * plan.global_batch_size
+    assert (indices == stream.indices(np.arange(first, first + len(indices)))).all()
+    to_epoch = -first % size
+    epochs = [indices[low : low + size] for low in range(to_epoch, len(indices) - size + 1, size)]
+    assert len(epochs) >= 2
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+
+
+@given(plans(), st.integers(1, 9), st.integers(1, 500), SEEDS, st.integers(0, 8))
+def test_a_resume_on_another_layout_draws_exactly_what_comes_next(
+    before: BatchPlan, world_size: int, size: int, seed: int, stop: int
+) -> None:
+    batch = before.global_batch_size
+    after = BatchPlan(batch, min(world_size, batch), 3)
+    resumed = [drawn(Stream(size, batch, seed), plan, *span) for plan, *span in ((before, 0, stop), (after, stop, 8))]
+    assert (np.concatenate(resumed) == drawn(Stream(size, batch, seed), before, 0, 8)).all()
+
+
+@given(
+    st.lists(st.integers(0, 2**50), max_size=30),
+    st.integers(1, 2**45),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3]),
+    SEEDS,
+)
+def test_a_position_holds_its_sample_in_whatever_company(
+    positions: list[int], size: int, batch: int, repeats: int, seed: int
+) -> None:
+    stream = Stream(size, batch * repeats, seed, repeats)
+    all_or_none = stream.indices(np.array(positions, np.int64))
+    assert all_or_none.tolist() == [stream.indices(np.array([position]))[0] for position in positions]
+    assert ((0 <= all_or_none) & (all_or_none < size)).all()
+
+
+def test_the_permutation_is_a_bijection_for_all_small_sizes() -> None:
+    for size in range(1, 400):
+        for seed, epoch in ((0, 0), (2**63, 7)):
+            assert sorted(permutation(np.arange(size), size, seed, epoch)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 99_991, 1_281_167])
+def test_the_permutation_is_a_bijection_for_large_sizes(size: int) -> None:
+    assert (np.bincount(permutation(np.arange(size), size, 3, 1), minlength=size) == 1).all()
+
+
+def test_the_permutation_of_a_huge_set_collides_nowhere_in_a_sample() -> None:
+    for size in (10**9, 10**12, 2**62):
+        places = np.unique(np.random.default_rng(0).integers(0, size, 200_000))
+        indices = permutation(places, size, 0, 0)
+        assert len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
+
+
+def _chi_square(counts: np.ndarray, freedom: int) -> float:
+    """How many standard deviations a chi-square statistic lies above its mean; counts expected to be equal."""
+    expected = counts.sum() / counts.size
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [30_000, 65_536, 1_000_003])
+def test_the_permutation_shows_no_order(size: int) -> None:
+    for epoch in range(3):
+        indices = permutation(np.arange(size), size, 5, epoch)
+        places = np.arange(size)
+        # Where a sample comes to stand is unrelated to where it was.
+        table, *_ = np.histogram2d(places, indices, bins=20)
+        assert abs(_chi_square(table, 19 * 19)) < 4
+        assert abs(np.corrcoef(places, indices)[0, 1]) < 4 / size**0.5
+        # Neither do neighbours stay neighbours, nor at a fixed distance.
+        for lag in (1, 2, 173, 174, int(size**0.5), int(size**0.5) + 1):
+            steps = (indices[lag:] - indices[:-lag]) % size
+            assert abs(_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
+        # The next epoch is unrelated to this one.
+        following = permutation(np.arange(size), size, 5, epoch + 1)
+        table, *_ = np.histogram2d(indices, following, bins=20)
+        assert abs(_chi_square(table, 19 * 19)) < 4
+
+
+def test_every_sample_of_a_small_set_comes_to_every_place_equally_often() -> None:
+    for size in (2, 3, 4, 5, 6, 7, 10, 16, 17):
+        orders = np.stack([permutation(np.arange(size), size, 1, epoch) for epoch in range(2_000)])
+        table = np.stack([np.bincount(column, minlength=size) for column in orders.T])
+        assert abs(_chi_square(table, (size - 1) ** 2)) < 4
+
+
+def test_all_orders_of_four_samples_occur_equally_often() -> None:
+    orders = [permutation(np.arange(4), 4, 1, epoch) for epoch in range(2_400)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 24 and abs(_chi_square(counts, 23)) < 4
+
+
+def test_batches_of_a_sorted_set_hold_all_classes_in_their_proportions() -> None:
+    classes = Stream(20_000, 100, seed=2).indices(np.arange(20_000)) // 2_000
+    counts = np.stack([np.bincount(batch, minlength=10) for batch in classes.reshape(200, 100)])
+    # Drawn without replacement a batch's counts vary (N - n) / (N - 1) as much as with it.
+    deviation = (((counts - 10) ** 2 / 10).sum() / (19_900 / 19_999) - 1_800) / (2 * 1_800) ** 0.5
+    assert abs(deviation) < 4
+
+
+def test_a_permutation_fixes_one_sample_on_average() -> None:
+    fixed = [np.sum(permutation(np.arange(100), 100, seed, 0) == np.arange(100)) for seed in range(2_000)]
+    assert abs(np.mean(fixed) - 1) < 4 / 2_000**0.5
+
+
+@pytest.mark.smoke
+def test_one_of_4096_ranks_has_its_first_batch_of_a_billion_samples_at_once() -> None:
+    def first_batch() -> np.ndarray:
+        module._round_keys.cache_clear()
+        stream, plan = Stream(10**9, 4096 * 64, seed=0), BatchPlan(4096 * 64, 4096, 32)
+        return stream.indices(stream.positions(123_456_789, plan.span(4095, 0)))
+
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        first_batch()
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.01  # the least of some: what a quiet machine takes
+    tracemalloc.start()
+    first_batch()
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+def test_start_costs_the_same_for_a_thousand_and_a_quintillion_samples() -> None:
+    def cost(size: int) -> float:
+        began = time.process_time()
+        for seed in range(50):
+            Stream(size, 256, seed).indices(np.arange(10**15, 10**15 + 32))
+        return time.process_time() - began
+
+    assert min(cost(10**18) for _ in range(3)) < 10 * min(cost(10**3) for _ in range(3))
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=150).filter(lambda w: sum(w) > 1e-3), SEEDS, st.integers(0, 99))
+def test_weighted_sampling_draws_each_sample_its_expected_number_of_times(
+    weights: list[float], seed: int, epoch: int
+) -> None:
+    size, weights = len(weights), np.array(weights)
+    indices = Stream(size, 7, seed, weights=weights).indices(np.arange(epoch * size, (epoch + 1) * size))
+    counts, expected = np.bincount(indices, minlength=size), size * weights / weights.sum()
+    assert (np.floor(expected - 1e-9) <= counts).all() and (counts <= np.ceil(expected + 1e-9)).all()
+
+
+def test_weighted_sampling_is_unbiased_over_epochs_and_in_no_order() -> None:
+    weights = np.linspace(0.1, 3, 60)
+    indices = Stream(60, 8, 4, weights=weights).indices(np.arange(60 * 2_000)).reshape(2_000, 60)
+    mean = np.stack([np.bincount(epoch, minlength=60) for epoch in indices]).mean(0)
+    assert np.abs(mean - 60 * weights / weights.sum()).max() < 4.5 * 0.5 / 2_000**0.5
+    table, *_ = np.histogram2d(np.tile(np.arange(60), 2_000), indices.ravel(), bins=(6, [0, 20, 30, 40, 50, 60]))
+    expected = table.sum(0) / 6
+    assert ((table - expected) ** 2 / expected).sum() < 60  # chi-square with 20 degrees of freedom: p = 1e-5
+
+
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 5), SEEDS, st.integers(0, 1000))
+def test_repeats_stand_in_every_batch_apart_from_each_other(
+    size: int, distinct: int, repeats: int, seed: int, step: int
+) -> None:
+    stream = Stream(size, distinct * repeats, seed, repeats)
+    copies = stream.indices(stream.positions(step, (0, distinct * repeats))).reshape(repeats, distinct)
+    assert (copies == copies[0]).all()  # copies stand `distinct` positions apart, in whole rounds
+    assert (copies[0] == Stream(size, distinct, seed).indices(np.arange(step * distinct, (step + 1) * distinct))).all()
+
+
+@given(st.integers(1, 2_000), st.integers(1, 12), st.integers(2, 4), SEEDS)
+def test_no_mixup_pair_within_an_epoch_holds_an_image_twice(size: int, half: int, repeats: int, seed: int) -> None:
+    stream = Stream(2 * half * size, 2 * half * repeats, seed, repeats)  # no batch straddles epochs
+    pairs = stream.indices(stream.positions(0, (0, stream.global_batch_size))).reshape(-1, 2)
+    assert (pairs[:, 0] != pairs[:, 1]).all()
+
+
+@given(st.decimals(0, 1000, places=3), st.integers(1, 10**10), st.integers(1, 10**5))
+def test_epochs_in_steps_are_rounded_up_and_no_further(epochs, size: int, batch: int) -> None:
+    assert Stream(size, batch, 0).steps(float(epochs)) == ceil(Fraction(epochs) * size / batch)
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(size: int, batch: int) -> None:
+    stream = Stream(size, batch, 0)
+    last_samples = {position // batch + 1 for position in range(size - 1, 200 * batch, size)}  # steps done by then
+    assert {step for step in range(1, 201) if stream.ends_epoch(step)} == last_samples
+    assert stream.epoch(size) == batch
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ((0, 4, 0), "the training set has 0 samples"),
+        ((9, 10, 0, 3), "--global_batch_size 10 does not divide by --repeats 3: take 12"),
+        ((9, 2, 0, 3), "--global_batch_size 2 does not divide by --repeats 3: take 3"),
+    ],
+)
+def test_what_no_stream_can_be_is_refused(arguments: tuple, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        Stream(*arguments)

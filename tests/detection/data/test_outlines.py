@@ -1,0 +1,154 @@
+"""Masks are those of pycocotools, turned with their image; what can't be drawn is counted; columns all the way."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from common.data.images import BrokenImage, open_rgb
+from common.detection.data import coco_files, scenes
+from common.detection.data.outlines import decode, encode
+from common.detection.data.sources import load
+from common.errors import Refused
+
+WIDTH, HEIGHT = 40, 30
+
+
+def written(root, segmentations, orientation=1, boxes=None):
+    """A data set of one image with a box for each segmentation; its training part is also what is evaluated on."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    boxes = boxes or [[2, 3, 30, 20]] * len(segmentations)
+    annotations = [
+        {"image_id": 5, "category_id": 1, "bbox": box, "iscrowd": int(isinstance(segmentation, dict)), "area": 9}
+        | ({"segmentation": segmentation} if segmentation is not None else {})
+        for segmentation, box in zip(segmentations, boxes, strict=True)
+    ]
+    images = [{"id": 5, "file_name": "5.png", "width": WIDTH, "height": HEIGHT}]
+    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": 'a "counts": "b'}]}
+    for part in ("train", "val"):
+        (root / part).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (WIDTH, HEIGHT)).save(root / part / "5.png", exif=exif)
+        (root / f"{part}.json").write_text(json.dumps(content))
+    return load(str(root), seed=0, val_share=0.2, masks=True)[0]
+
+
+def blob(seed=0):
+    """uint8[HEIGHT, WIDTH] without any symmetry."""
+    return (np.random.default_rng(seed).random((HEIGHT, WIDTH)) < 0.3).astype(np.uint8)
+
+
+def runs(mask):
+    flat = mask.T.flatten()
+    edges = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *edges, flat.size]).tolist()
+    return [0, *lengths] if flat[0] else lengths
+
+
+POLYGONS = [[3, 4, 20.5, 5, 18, 22.5], [25, 5, 38, 5, 38, 20, 25, 20.25]]
+
+
+def test_polygons_and_run_lengths_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
+    from pycocotools import mask as pycoco
+
+    monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
+    packed = pycoco.encode(np.asfortranarray(blob()))
+    listed = {"counts": runs(blob(1)), "size": [HEIGHT, WIDTH]}
+    source = written(tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]])
+    masks = source.sample(0, 0).masks
+    for mask, polygons in ((masks[0], POLYGONS), (masks[3], POLYGONS[:1])):
+        assert (mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))).all()
+    assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
+    assert [rle["counts"] for rle in source.rles(0)] == [rle["counts"] for rle in encode(masks)]
+    assert source.notes == () and source.classes == ('a "counts": "b',)
+    assert load(str(tmp_path), seed=0, val_share=0.2)[0].sample(0, 0).masks is None  # nobody has asked
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_masks_turn_with_their_image(tmp_path, orientation):
+    source = written(tmp_path, [{"counts": runs(blob()), "size": [HEIGHT, WIDTH]}, None], orientation)
+    drawn = tmp_path / "mask.png"
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(blob() * 255).save(drawn, exif=exif)
+    masks = decode(source.rles(0), source.sizes[0])
+    assert (masks[0] == np.asarray(open_rgb(drawn))[..., 0] // 255).all()
+    left, top, right, bottom = source.boxes[1].astype(int)
+    box = np.zeros_like(masks[1])
+    box[top:bottom, left:right] = 1
+    assert (masks[1] == box).all()
+
+
+BAD = {
+    "none": None,
+    "empty": [],
+    "two points": [[1, 2, 3, 4]],
+    "odd": [[1, 2, 3, 4, 5, 6, 7]],
+    "far out": [[1, 2, 1e9, 4, 5, 6]],
+    "one of two": [POLYGONS[0], [1, 2]],
+    "another size": {"counts": [600, 600], "size": [WIDTH, HEIGHT]},
+    "too short": {"counts": [600, 599], "size": [HEIGHT, WIDTH]},
+    "negative": {"counts": [1300, -100], "size": [HEIGHT, WIDTH]},
+    "no counts": {"size": [HEIGHT, WIDTH]},
+    "no size": {"counts": [600, 600]},
+}
+
+
+def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
+    source = written(tmp_path, [*BAD.values(), POLYGONS])
+    assert (
+        f"{len(BAD)} of {len(BAD) + 1} objects have no outline that can be drawn, and their box stands in"
+        in source.notes[0]
+    )
+    assert "5.png" in source.notes[0]
+    masks = source.sample(0, 0).masks
+    box = np.zeros((HEIGHT, WIDTH), np.uint8)
+    box[3:23, 2:32] = 1
+    for name, mask in zip(BAD, masks, strict=False):
+        assert (mask == box).all(), name
+    assert (masks[-1] != box).any()
+
+
+def test_packed_runs_that_make_no_sense_are_a_broken_image(tmp_path):
+    source = written(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
+    with pytest.raises(BrokenImage, match="outline that can't be drawn"):
+        source.sample(0, 0)
+
+
+def test_data_without_outlines_is_refused(tmp_path):
+    with pytest.raises(Refused, match="none of its 2 objects has an outline"):
+        written(tmp_path, [None, None])
+    folder = tmp_path / "yolo"
+    for part in ("images", "labels"):
+        (folder / part / "train").mkdir(parents=True)
+    for number in range(5):
+        Image.new("RGB", (9, 9)).save(folder / f"images/train/{number}.png")
+        (folder / f"labels/train/{number}.txt").write_text("0 .5 .5 .5 .5")
+    with pytest.raises(Refused, match="boxes without outlines.*give one"):
+        load(str(folder), seed=0, val_share=0.2, masks=True)
+
+
+def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp_path):
+    boxes = [[2, 3, 30, 20], [50, 3, 0, 5], [1, 1, 9, 9]]  # one without an area, which is left out
+    source = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
+    assert len(source.boxes) == len(source.outlines.shapes) == 2
+    assert source.sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
+    twice = source.part(np.array([0, 0]))
+    assert len(twice.outlines.shapes) == 4 and twice.rles(1) == source.rles(0)
+    other = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
+    assert source.fingerprint != other.fingerprint
+
+
+def test_masks_of_digits_are_their_ink():
+    train, val = scenes.load(0, masks=True)
+    for position in range(40):
+        image, boxes, labels, crowd, masks = train.sample(0, position)
+        assert masks.shape == (len(labels), 128, 128) and masks.any((1, 2)).all()
+        for box, mask in zip(boxes.astype(int), masks, strict=True):
+            outside = mask.copy()
+            outside[box[1] : box[3], box[0] : box[2]] = 0
+            assert not outside.any() and 0.1 < mask.sum() / np.prod(box[2:] - box[:2]) < 1
+        assert image.max(2)[masks.any(0)].mean() > image.max(2)[~masks.any(0)].mean() + 40
+    assert (decode(val.rles(3), val.sizes[3]) == val.sample(3, 0).masks).all()
+    assert scenes.load(0)[0].sample(0, 0).masks is None

@@ -1,0 +1,818 @@
+"""COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; all else one clear refusal, or a counted note."""
+
+import copy
+import dataclasses
+import gc
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import ExifTags, Image, ImageDraw
+
+from common.data.images import BrokenImage, open_rgb
+from common.detection.data import coco_files, image_headers, stamps
+from common.detection.data.annotated_files import AnnotatedFiles
+from common.detection.data.annotation_cache import PLACE
+from common.detection.data.sources import load, load_part
+from common.errors import Refused
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
+    datasets.disable_progress_bars()
+
+
+def read(data, seed=0, val_share=0.25, **options):
+    """What `load` returns; from files it is the same without an index, with one that is made, and with one that is there."""
+    found = load(str(data), seed=seed, val_share=val_share, **options)
+    if isinstance(found[0], AnnotatedFiles):
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+            patch.setenv(PLACE, place)
+            patch.setattr(stamps, "_COARSEST", 0.0)
+            for _ in range(2):
+                for part, other in zip(found, load(str(data), seed=seed, val_share=val_share, **options), strict=True):
+                    check_same(part, other)
+            assert len(os.listdir(place)) == 1
+    return found
+
+
+def check_same(part: AnnotatedFiles, other: AnnotatedFiles):
+    for field in dataclasses.fields(AnnotatedFiles):
+        mine, its = getattr(part, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), field.name
+        elif field.name == "outlines" and mine:
+            assert mine.shapes.equals(its.shapes) and np.array_equal(mine.turns, its.turns)
+        else:
+            assert mine == its and type(mine) is type(its), field.name
+    everything = np.arange(len(part))
+    assert part.fingerprint == other.fingerprint == other.part(everything).fingerprint
+    assert other.draws(7).tolist() == part.draws(7).tolist()
+
+
+def refusal(data, **options) -> str:
+    with pytest.raises(Refused) as refused:
+        read(data, **options)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    return str(refused.value)
+
+
+def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
+    """Grey with a red box, saved in the orientation that a camera could have held; box and size are of the stored pixels."""
+    image = Image.new("RGB", size, (90, 90, 90))
+    if box:
+        left, top, right, bottom = box
+        ImageDraw.Draw(image).rectangle((left, top, right - 1, bottom - 1), fill=(255, 0, 0))
+    exif = Image.Exif()
+    if orientation != 1:
+        exif[ExifTags.Base.Orientation] = orientation
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, exif=exif, **({"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {}))
+    return path
+
+
+def red_box(image: Image.Image) -> list[int]:
+    red = np.asarray(image).astype(int)
+    return list(Image.fromarray(((red[..., 0] - red[..., 1]) > 80).astype(np.uint8)).getbbox())
+
+
+def boxes_of(source, index: int) -> list[list[float]]:
+    return source.boxes[source.offsets[index] : source.offsets[index + 1]].tolist()
+
+
+def check_columns(source):
+    count, boxes = len(source), len(source.boxes)
+    assert (
+        source.offsets.dtype == source.labels.dtype == source.image_ids.dtype == source.category_ids.dtype == np.int64
+    )
+    assert source.boxes.dtype == source.areas.dtype == np.float32 and source.sizes.dtype == np.int32
+    assert source.crowd.dtype == bool and not source.fresh
+    assert (
+        source.offsets.shape == (count + 1,) and source.sizes.shape == (count, 2) and source.boxes.shape == (boxes, 4)
+    )
+    assert source.offsets[0] == 0 and source.offsets[-1] == boxes == len(source.labels) == len(source.areas)
+    limits = np.repeat(source.sizes, np.diff(source.offsets), axis=0)
+    assert (source.boxes[:, :2] >= 0).all() and (source.boxes[:, 2:] <= limits).all()
+    assert (source.boxes[:, 2:] > source.boxes[:, :2]).all()
+    assert len(np.unique(source.image_ids)) == count and len(source.category_ids) == len(source.classes)
+
+
+# ---- COCO
+
+
+CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}, {"id": 90, "name": "bird"}]
+
+
+def annotation(image_id, box, category_id=3, **more):
+    return {"image_id": image_id, "bbox": box, "category_id": category_id, "area": 12.5, "iscrowd": 0} | more
+
+
+def coco(
+    root: Path, part="train", ids=(10, 4, 25), annotations=None, categories=CATEGORIES, change=None, **image
+) -> Path:
+    for number in ids:
+        picture(root / part / f"{number}.jpg")
+    if annotations is None:
+        annotations = [
+            annotation(4, [1, 2, 10, 8], 90, segmentation=[[1, 2, 3, 4, 5, 6]]),
+            annotation(25, [0, 0, 40, 30], 7, iscrowd=1, segmentation={"counts": [1, 2], "size": [30, 40]}),
+            annotation(4, [3.5, 4.25, 5, 6]),
+        ]
+    images = [{"id": n, "file_name": f"{n}.jpg", "width": 40, "height": 30} | image for n in ids]
+    content = {"info": {}, "images": images, "annotations": annotations, "categories": copy.deepcopy(categories)}
+    if change:
+        change(content)
+    (root / f"{part}.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.smoke
+def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path):
+    other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
+    coco(coco(tmp_path), "val", (4, 5), [annotation(5, [1, 1, 2, 2], 2)], other)
+    train, val = read(tmp_path)
+    check_columns(train)
+    check_columns(val)
+    assert train.classes == val.classes == ("cat", "dog", "bird")  # by id in train, whatever the order of the file
+    assert train.category_ids.tolist() == [3, 7, 90] and val.category_ids.tolist() == [2, -1, 1]
+    assert train.image_ids.tolist() == [10, 4, 25] and train.offsets.tolist() == [
+        0,
+        0,
+        2,
+        3,
+    ]  # one without boxes is kept
+    assert boxes_of(train, 1) == [[1, 2, 11, 10], [3.5, 4.25, 8.5, 10.25]] and train.labels.tolist() == [2, 0, 1]
+    assert train.crowd.tolist() == [False, False, True] and train.areas.tolist() == [12.5, 12.5, 12.5]
+    assert train.name(1) == f"{tmp_path}/train/4.jpg" and train.image(1).size == (40, 30)
+    assert train.notes == val.notes == () and val.labels.tolist() == [0]
+    image, boxes, labels, crowd, _ = train.sample(np.int64(2), position=99)
+    assert (
+        image.size == (40, 30)
+        and boxes.tolist() == [[0, 0, 40, 30]]
+        and labels.tolist() == [1]
+        and crowd.tolist() == [True]
+    )
+    boxes[:] = 0  # a sample is the caller's own
+    assert boxes_of(train, 2) == [[0, 0, 40, 30]]
+
+
+@pytest.mark.parametrize(
+    ("json_name", "images"),
+    [
+        ("annotations/instances_{}2017.json", "{}2017"),
+        ("annotations/instances_{}2017.json", "images/{}2017"),
+        ("annotations/{}.json", "images/{}"),
+        ("annotations/{}.json", "images"),
+        ("{}.json", "."),
+        ("{}/_annotations.coco.json", "{}"),
+    ],
+)
+def test_coco_files_and_images_are_found_where_people_put_them(tmp_path, json_name, images):
+    for part in ("train", "val"):
+        coco(tmp_path, part)
+        place = tmp_path / json_name.format(part)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{part}.json").rename(place)
+        target = tmp_path / images.format(part)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (tmp_path / part).glob("*.jpg"):
+            file.rename(target / file.name)
+    train, val = read(tmp_path)
+    assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
+
+
+def test_coco_as_it_is_published_is_read_by_arrow_alone(tmp_path, monkeypatch):
+    """Outlines that are lists here and objects there, and keys that nobody needs, do not bring in Python's slow reader."""
+    monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
+    train, _ = read(coco(tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013")))
+    check_columns(train)
+
+
+def test_what_coco_may_leave_out(tmp_path):
+    """No width, height, area or iscrowd; true for 1; NaN as an area; whole numbers for broken ones."""
+
+    def change(content):
+        for image in content["images"]:
+            del image["width"], image["height"]
+        first, second, third = content["annotations"]
+        del first["area"], first["iscrowd"]
+        second["iscrowd"] = True
+        third["area"] = float("nan")
+
+    train, _ = read(coco(coco(tmp_path, change=change), "val"))
+    check_columns(train)
+    assert (train.sizes == [40, 30]).all() and train.areas.tolist() == [80, 30, 12.5]
+    assert train.crowd.tolist() == [False, False, True]
+
+
+BAD_COCO = {
+    "lacks images": (lambda c: c.pop("images"), "lacks the key images"),
+    "lacks annotations": (lambda c: c.pop("annotations"), "lacks the key annotations"),
+    "lacks categories": (lambda c: c.pop("categories"), "lacks the key categories"),
+    "lacks file_name": (lambda c: c["images"][1].pop("file_name"), "1 entries of images lack file_name, first images[1]"),
+    "lacks bbox": (lambda c: c["annotations"][2].pop("bbox"), "entries of annotations lack bbox, first annotations[2]"),
+    "image missing": (lambda c: c["images"][1].update(file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
+    "all images missing": (lambda c: [i.update(file_name="no.jpg") for i in c["images"]], "image no.jpg is missing; looked"),
+    "x1 > x2": (lambda c: c["annotations"][0].update(bbox=[9, 2, -4, 5]), "boxes end before they begin (right < left"),
+    "NaN": (lambda c: c["annotations"][0].update(bbox=[9, float("nan"), 4, 5]), "missing or no finite number, first"),
+    "null": (lambda c: c["annotations"][0].update(bbox=[9, None, 4, 5]), "missing or no finite number, first"),
+    "infinite": (lambda c: c["annotations"][0].update(bbox=[9, 1, 4, float("inf")]), "missing or no finite number, first"),
+    "3 numbers": (lambda c: c["annotations"][1].update(bbox=[9, 1, 4]), "annotations[1] has a bbox of other than 4 numbers"),
+    "unknown category": (lambda c: c["annotations"][1].update(category_id=5), "25.jpg: category_id 5 is not listed there"),
+    "unknown image": (lambda c: c["annotations"][1].update(image_id=5), "1 annotations of images that are not in it"),
+    "no annotations": (lambda c: c["annotations"].clear(), "no boxes in its 3 images"),
+    "0 images": (lambda c: (c["images"].clear(), c["annotations"].clear()), "no images in it"),
+    "all degenerate": (lambda c: [a.update(bbox=[1, 1, 0, 4]) for a in c["annotations"]], "none of its 3 boxes has an area"),
+    "text as id": (lambda c: c["images"][1].update(id="b"), "images[1].id is 'b', not of the type int64"),
+    "text as box": (lambda c: c["annotations"][0].update(bbox="1 2 3 4"), "annotations[0].bbox is '1 2 3 4', not of the type"),
+    "list as images": (lambda c: c.update(images={"a": 1}), "images"),
+    "id twice": (lambda c: c["images"][1].update(id=10), "2 images with the id 10; give each its own"),
+    "name twice": (lambda c: c["categories"][1].update(name="dog"), "2 categories with the name dog; give each its own"),
+    "another size": (lambda c: c["images"][0].update(width=41), "10.jpg: 41 x 30 in the annotations, 40 x 30 in the file"),
+    "corners": (
+        lambda c: [a.update(bbox=[25, 20, 39, 29]) for a in c["annotations"]],
+        "3 of 3 boxes reach beyond their image, first",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_COCO)
+def test_bad_coco_is_refused_in_one_line_that_names_the_file(tmp_path, case):
+    change, text = BAD_COCO[case]
+    said = refusal(coco(tmp_path, change=change))
+    assert text in said and str(tmp_path) in said
+
+
+def test_other_refusals_of_coco(tmp_path):
+    (coco(tmp_path / "torn") / "train.json").write_text('{"images": [{"id": 1')
+    assert "train.json: not readable as JSON: Expecting" in refusal(tmp_path / "torn")
+    (coco(tmp_path / "list") / "train.json").write_text("[1, 2]")
+    assert "holds a list, not COCO's object" in refusal(tmp_path / "list")
+    (coco(tmp_path / "empty") / "train.json").write_text("")
+    assert "not readable as JSON" in refusal(tmp_path / "empty")
+    coco(coco(tmp_path / "new"), "val", categories=[*CATEGORIES[:2], {"id": 90, "name": "cow"}])
+    assert "category_id 90 is cow, which the training part does not have" in refusal(tmp_path / "new")
+    coco(tmp_path / "two")
+    (tmp_path / "two/annotations").mkdir()
+    (tmp_path / "two/annotations/train.json").write_text("{}")
+    assert "train.json, annotations/train.json could each be train; keep one" in refusal(tmp_path / "two")
+    assert "--val_share 0.01 of 3 images holds out none" in refusal(coco(tmp_path / "few"), val_share=0.01)
+    assert "nothing is there" in refusal(tmp_path / "nowhere")
+    (tmp_path / "bare").mkdir()
+    assert "of a kind that is not known; expected digits, a folder with train.json" in refusal(tmp_path / "bare")
+    assert "is no table, so leave out" in refusal(tmp_path / "torn", box_format="xywh")
+    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "torn", box_format="yxyx")
+
+
+def test_boxes_outside_are_clipped_or_left_out_counted_and_named(tmp_path):
+    boxes = [[-3, 2, 10, 8], [35, 25, 10, 10], [50, 2, 5, 5], [5, 5, 0, 3], [0, 0, 40.9, 30]]
+    boxes += [[1, 1, 2, 2]] * 4
+    coco(coco(tmp_path, annotations=[annotation(4, box) for box in boxes]), "val")
+    train, _ = read(tmp_path)
+    check_columns(train)
+    assert boxes_of(train, 1)[:3] == [[0, 2, 7, 10], [35, 25, 40, 30], [0, 0, 40, 30]] and len(train.boxes) == 7
+    clipped, left_out = train.notes
+    assert "2 of 9 boxes reach beyond their image and are clipped, first" in clipped
+    assert f"{tmp_path}/train/4.jpg with left, top, right, bottom -3, 2, 7, 10" in clipped
+    assert "2 of 9 boxes have no area inside their image and are left out, first" in left_out
+    assert "50, 2, 55, 7" in left_out
+
+
+def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
+    coco(coco(tmp_path), "val")
+    (tmp_path / "train/4.jpg").write_bytes(b"no image")
+    train, _ = read(tmp_path)
+    assert "1 of 3 images can't be read, the first is" in train.notes[0] and "train/4.jpg" in train.notes[0]
+    assert train.sizes[1].tolist() == [40, 30] and len(boxes_of(train, 1)) == 2  # its objects still count as missed
+    with pytest.raises(BrokenImage, match="not an image"):
+        train.image(1)
+    picture(tmp_path / "train/10.jpg", (20, 10))
+    with pytest.raises(BrokenImage, match="20 x 10 pixels large, and was 40 x 30"):
+        train.sample(0, 0)
+
+
+def test_images_that_mostly_can_not_be_read_are_refused_with_their_count_in_the_whole_part(tmp_path):
+    coco(coco(tmp_path), "val")
+    for name in ("4", "10"):
+        (tmp_path / f"train/{name}.jpg").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "2 of 3 images can't be read, the first is" in refusal(tmp_path)
+
+
+def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
+    ids = range(1, 41)
+    coco(tmp_path, ids=ids, annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
+    train, val = read(tmp_path)
+    assert len(val) == 10 and sorted([*train.image_ids, *val.image_ids]) == list(ids)
+    for source in (train, val):
+        check_columns(source)
+        for index in range(len(source)):
+            assert source.name(index).endswith(f"/{source.image_ids[index]}.jpg")
+            assert boxes_of(source, index)[0][0] == source.image_ids[index] % 9
+    again, other = read(tmp_path), read(tmp_path, seed=1)
+    assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
+    assert other[1].image_ids.tolist() != val.image_ids.tolist()
+    coco(tmp_path, ids=ids[::-1], annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
+    assert sorted(read(tmp_path)[1].image_ids) == sorted(val.image_ids)
+
+
+def test_the_fingerprint_changes_with_any_content(tmp_path):
+    def print_of(**options):
+        return read(coco(coco(tmp_path, **options), "val", **options))[0].fingerprint
+
+    first = print_of()
+    assert print_of() == first
+    moved = [annotation(4, [1, 2, 10, 8.01], 90)]
+    assert len({first, print_of(annotations=moved), print_of(annotations=[moved[0] | {"iscrowd": 1}])}) == 3
+    assert print_of(categories=[c | {"name": c["name"] + "s"} for c in CATEGORIES]) != first
+
+
+# ---- EXIF
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("annotated", ["as stored", "upright"])
+def test_rotated_images_turn_their_boxes(tmp_path, orientation, annotated):
+    """An image on its side, annotated with either size, and one upside down, where the others decide."""
+    stored = (8, 4, 24, 12)
+    file = picture(tmp_path / "train/1.jpg", (40, 30), stored, orientation)
+    upright = open_rgb(file)
+    picture(tmp_path / "val/1.jpg", (40, 30), stored, orientation)
+    is_upright = annotated == "upright" and orientation >= 5
+    left, top, right, bottom = red_box(upright) if is_upright else stored
+    (width, height) = upright.size if is_upright else (40, 30)
+    images = [{"id": 1, "file_name": "1.jpg", "width": width, "height": height}]
+    boxes = [annotation(1, [left, top, right - left, bottom - top])]
+    content = {"images": images, "annotations": boxes, "categories": CATEGORIES}
+    for part in ("train", "val"):
+        (tmp_path / f"{part}.json").write_text(json.dumps(content))
+    train, _ = read(tmp_path)
+    assert train.image(0).size == tuple(train.sizes[0]) == upright.size
+    assert boxes_of(train, 0) == [red_box(train.image(0))]
+    assert bool(train.notes) == (orientation != 1)
+
+
+def test_where_a_size_can_not_tell_the_other_images_do(tmp_path):
+    """Upside down, both frames have one size: it is taken as the images on their side are."""
+    for frame in ("stored", "upright"):
+        root = tmp_path / frame
+        images, boxes = [], []
+        for number, orientation in enumerate((6, 3)):
+            for part in ("train", "val"):
+                image = open_rgb(picture(root / part / f"{number}.jpg", (40, 30), (8, 4, 24, 12), orientation))
+            width, height = image.size if frame == "upright" else (40, 30)
+            left, top, right, bottom = red_box(image) if frame == "upright" else (8, 4, 24, 12)
+            images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
+            boxes.append(annotation(number, [left, top, right - left, bottom - top]))
+        for part in ("train", "val"):
+            content = {"images": images, "annotations": boxes, "categories": CATEGORIES}
+            (root / f"{part}.json").write_text(json.dumps(content))
+        train, _ = read(root)
+        assert all(boxes_of(train, index) == [red_box(train.image(index))] for index in range(2))
+        count = 2 if frame == "stored" else 0
+        assert f"2 images are rotated by their EXIF tag, and the boxes of {count} with them" in train.notes[0]
+
+
+def test_headers_are_those_that_pillow_reads(tmp_path):
+    files = [
+        picture(tmp_path / f"{n}{suffix}", (9 + n, 7)) for n, suffix in enumerate((".jpg", ".png", ".webp", ".bmp"))
+    ]
+    files += [picture(tmp_path / f"turned{suffix}", (9, 7), orientation=6) for suffix in (".png", ".jpg")]
+    Image.new("CMYK", (5, 3)).save(tmp_path / "cmyk.jpg")
+    Image.new("L", (5, 4)).save(tmp_path / "progressive.jpg", progressive=True, icc_profile=b"x" * 20_000)
+    (tmp_path / "cut.jpg").write_bytes(files[0].read_bytes()[:30])
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    files += [tmp_path / f"{name}.jpg" for name in ("cmyk", "progressive", "cut", "empty")]
+    paths = pa.array([file.name.encode() for file in files], pa.large_binary())
+    found = image_headers.headers_of_files(str(tmp_path), paths)
+    assert found[:-2, :3].tolist() == [
+        [9, 7, 1], [10, 7, 1], [11, 7, 1], [12, 7, 1], [9, 7, 6], [9, 7, 6], [5, 3, 1], [5, 4, 1],
+    ]  # fmt: skip
+    assert found[-2:, 0].tolist() == [0, 0] and found[:, 3].tolist() == [file.stat().st_size for file in files]
+    cells = pa.array([file.read_bytes() for file in files] + [None], pa.binary())
+    assert image_headers.headers_of_bytes(cells).tolist() == [*found.tolist(), [0, 0, 1, 0]]
+
+
+# ---- Pascal VOC
+
+
+def voc_xml(objects, size=(40, 30)) -> str:
+    lines = "".join(
+        f"<object><name>{name}</name><difficult>{difficult}</difficult><bndbox>"
+        + "".join(f"<{key}>{value}</{key}>" for key, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))
+        + "</bndbox><part><name>head</name><bndbox><xmin>1</xmin></bndbox></part></object>"
+        for name, box, difficult in objects
+    )
+    return f"<annotation><size><width>{size[0]}</width><height>{size[1]}</height></size>{lines}</annotation>"
+
+
+def voc(root: Path, parts=None, **changes) -> Path:
+    objects = {
+        "a": [("dog", (1, 1, 40, 30), 0), ("cat", (5, 6, 10, 12), 1)],
+        "b": [],
+        "c": [("cat", (2, 3, 4, 5), 0)],
+        "d": [("dog", (2, 3, 4, 5), 0)],
+    } | changes
+    for name, found in objects.items():
+        picture(root / "JPEGImages" / f"{name}.jpg")
+        (root / "Annotations").mkdir(exist_ok=True)
+        (root / "Annotations" / f"{name}.xml").write_text(found if isinstance(found, str) else voc_xml(found))
+    for part, names in (parts or {"train": "abd", "val": "c"}).items():
+        (root / "ImageSets/Main").mkdir(parents=True, exist_ok=True)
+        (root / "ImageSets/Main" / f"{part}.txt").write_text("".join(f"{name}\n" for name in names))
+    return root
+
+
+def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
+    train, val = read(voc(tmp_path))
+    check_columns(train)
+    assert train.classes == val.classes == ("cat", "dog") and train.offsets.tolist() == [0, 2, 2, 3]
+    assert boxes_of(train, 0) == [[0, 0, 40, 30], [4, 5, 10, 12]] and train.crowd.tolist() == [False, True, False]
+    assert train.labels.tolist() == [1, 0, 1] and train.areas[0] == 1200
+    assert train.name(0) == f"{tmp_path}/JPEGImages/a.jpg" and val.image(0).size == (40, 30)
+    zero, _ = read(voc(tmp_path / "zero", a=[("dog", (0, 1, 20, 30), 0), ("cat", (1, 1, 3, 3), 0)]))
+    assert boxes_of(zero, 0)[0] == [0, 1, 20, 30]  # somebody counted from 0
+
+
+def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
+    parts = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path / "VOCdevkit/VOC2007", parts)
+    train, val = read(root.parents[1])
+    assert (len(train), len(val), val.name(0)[-5:], val.origin) == (
+        1,
+        1,
+        "c.jpg",
+        "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test",
+    )
+    train, val = read(root, split="test")
+    assert (len(train), len(val), val.name(0)[-5:]) == (3, 1, "d.jpg")
+    (root / "Annotations/d.xml").unlink()  # as in 2012, whose test part is kept secret
+    assert "d.xml: missing, but its image is listed" in refusal(root, split="test")
+    for name in ("train", "val"):
+        (root / f"ImageSets/Main/{name}.txt").unlink()
+    (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
+    train, val = read(root, val_share=0.4)
+    assert (len(train), len(val)) == (2, 1) and val.origin.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
+    train, val = read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)
+    assert len(train) == len(val) == 2
+
+
+def test_bad_voc_is_refused_in_one_line(tmp_path):
+    cases = {
+        "unknown": ({"c": [("cow", (2, 3, 4, 5), 0)]}, "c.xml: a box of the class cow, which no training image has"),
+        "inverted": ({"a": [("dog", (9, 3, 4, 5), 0)]}, "boxes end before they begin"),
+        "nan": ({"a": [("dog", ("nan", 3, 4, 5), 0)]}, "missing or no finite number"),
+        "word": ({"a": [("dog", ("x", 3, 4, 5), 0)]}, "a.xml: a size or corner is no number"),
+        "torn": ({"a": "<annotation><obj"}, "a.xml: not readable as XML"),
+        "lacks": (
+            {"a": "<annotation><object><name>dog</name></object></annotation>"},
+            "a.xml: an object lacks its name or",
+        ),
+        "size": (
+            {"a": voc_xml([("dog", (1, 3, 4, 5), 0)], (50, 30))},
+            "50 x 30 in the annotations, 40 x 30 in the file",
+        ),
+        "none": ({"a": [], "d": []}, "no boxes in its 3 images"),
+    }
+    for name, (changes, text) in cases.items():
+        assert text in refusal(voc(tmp_path / name, **changes)), name
+    assert "no images in it" in refusal(voc(tmp_path / "0", {"train": "", "val": "a"}))
+    (voc(tmp_path / "gone") / "JPEGImages/b.jpg").unlink()
+    assert "JPEGImages/b.jpg: 1 of 3 annotated images are missing" in refusal(tmp_path / "gone")
+    assert "z.xml: missing, but its image is listed" in refusal(voc(tmp_path / "xml", {"train": "az", "val": "c"}))
+    for year in (2007, 2012):
+        voc(tmp_path / f"kit/VOC{year}")
+    assert "VOC2007, VOC2012 are data sets of their own; name one" in refusal(tmp_path / "kit")
+
+
+# ---- YOLO
+
+
+def yolo(root: Path, labels=None, content=None) -> Path:
+    labels = {
+        "train/a": "0 0.5 0.5 0.5 0.4\n1 .25 .5 .5 1\n",
+        "train/b": None,
+        "train/c": "",
+        "val/d": "1 .5 .5 .1 .1",
+    } | (labels or {})
+    for name, text in labels.items():
+        picture(root / "images" / f"{name}.jpg")
+        if text is not None:
+            (root / "labels" / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / "labels" / f"{name}.txt").write_text(text)
+    content = {"train": "images/train", "val": "images/val", "names": ["cat", "dog"]} if content is None else content
+    if content:
+        (root / "data.yaml").write_text(json.dumps(content))
+    return root
+
+
+def test_yolo_boxes_are_shares_of_the_image(tmp_path):
+    train, val = read(yolo(tmp_path, {"train/e": "1 0.1 0.2 0.5 0.2 0.3 0.6"}))
+    check_columns(train)
+    assert train.classes == ("cat", "dog") and [len(train), len(val)] == [4, 1]
+    assert boxes_of(train, 0) == [[10, 9, 30, 21], [0, 0, 20, 30]] and train.labels.tolist() == [0, 1, 1]
+    assert np.allclose(boxes_of(train, 3), [[4, 6, 20, 18]])  # of an outline
+    assert train.offsets.tolist() == [0, 2, 2, 2, 3]  # without a file, or with an empty one: an image without objects
+    assert train.name(0) == f"{tmp_path}/images/train/a.jpg" and train.areas[0] == 240
+
+
+def test_yolo_boxes_are_of_the_upright_image(tmp_path):
+    yolo(tmp_path)
+    upright = open_rgb(picture(tmp_path / "images/train/a.jpg", (40, 30), (8, 4, 24, 12), 6))
+    left, top, right, bottom = red_box(upright)
+    line = f"0 {(left + right) / 60} {(top + bottom) / 80} {(right - left) / 30} {(bottom - top) / 40}"
+    (tmp_path / "labels/train/a.txt").write_text(line)
+    train, _ = read(tmp_path)
+    assert train.sizes[0].tolist() == [30, 40] and np.allclose(boxes_of(train, 0), [red_box(train.image(0))])
+
+
+def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
+    yolo(tmp_path / "bare", content={})
+    assert read(tmp_path / "bare")[0].classes == ("0", "1")
+    (tmp_path / "bare/classes.txt").write_text("cat\ndog\n")
+    assert read(tmp_path / "bare")[1].classes == ("cat", "dog")
+    one = yolo(
+        tmp_path / "one", {f"train/{n}": "0 .5 .5 .1 .1" for n in range(8)}, {"train": "images", "names": {0: "x"}}
+    )
+    (one / "data.yaml").write_text("train: images\nnames: {0: cat, 1: dog}\n")
+    train, val = read(one)
+    assert len(train) + len(val) == 12 and len(val) == 3
+    lists = yolo(tmp_path / "lists", content={})
+    (lists / "train.txt").write_text("./images/train/a.jpg\n./images/train/b.jpg\n")
+    (lists / "coco.yaml").write_text("path: elsewhere\ntrain: train.txt\nval: [images/val]\nnames: {0: cat, 1: dog}\n")
+    assert [len(part) for part in read(lists)] == [2, 1]
+    above = yolo(
+        tmp_path / "above", content={"train": "../images/train", "val": "../images/val", "names": ["cat", "dog"]}
+    )
+    assert len(read(above)[0]) == 3
+
+
+def test_bad_yolo_is_refused_in_one_line(tmp_path):
+    cases = {
+        "unknown": ("5 .5 .5 .1 .1", "a.txt:1: unknown class 5; there are 2 from 0 up"),
+        "negative": ("-1 .5 .5 .1 .1", "a.txt:1: unknown class -1"),
+        "inverted": ("0 .5 .5 -.1 .1", "boxes end before they begin"),
+        "nan": ("0 nan .5 .1 .1", "missing or no finite number"),
+        "word": ("cat .5 .5 .1 .1", "a.txt:1: 'cat .5 .5 .1 .1' are no numbers"),
+        "confidence": ("0 .5 .5 .1 .1 .9", "a.txt:1: 6 numbers; needs 5, or"),
+        "pixels": ("0 20 15 10 10", "1 of 1 boxes reach beyond their image"),
+        "none": ("", "no boxes in its 3 images"),
+    }
+    for name, (line, text) in cases.items():
+        assert text in refusal(yolo(tmp_path / name, {"train/a": line})), name
+    (yolo(tmp_path / "keys") / "data.yaml").write_text("train: images/train\n")
+    assert "data.yaml: lacks the key names" in refusal(tmp_path / "keys")
+    (tmp_path / "keys/data.yaml").write_text("train: [")
+    assert "data.yaml: not readable as YAML" in refusal(tmp_path / "keys")
+    assert "train: nowhere is not there" in refusal(yolo(tmp_path / "0", content={"train": "nowhere", "names": ["a"]}))
+    assert "no images in train" in refusal(yolo(tmp_path / "1", content={"train": "labels/train", "names": ["a"]}))
+    listing = yolo(tmp_path / "gone", content={"train": "list.txt", "names": ["cat", "dog"]})
+    (listing / "list.txt").write_text("images/train/a.jpg\nimages/train/zz.jpg\n")
+    assert "zz.jpg: 1 of 2 annotated images are missing" in refusal(listing)
+
+
+# ---- Hugging Face
+
+
+def jpeg(size=(40, 30), box=None, orientation=1) -> bytes:
+    file = io.BytesIO()
+    file.suffix, file.parent = ".jpg", Path(".")
+    image = Image.new("RGB", size, (90, 90, 90))
+    if box:
+        ImageDraw.Draw(image).rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=(255, 0, 0))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(file, "JPEG", quality=100, subsampling=0, exif=exif)
+    return file.getvalue()
+
+
+LABEL = datasets.ClassLabel(names=["cat", "dog"])
+XYWH = [[[20, 10, 15, 10], [1, 2, 3, 4]], [], [[5, 5, 10, 10]], [[0, 0, 40, 30]]]
+
+
+def table(boxes=None, shape="struct", label=LABEL, labels=None, images=None, **columns) -> datasets.Dataset:
+    boxes = XYWH if boxes is None else boxes
+    labels = [[box % 2 for box in range(len(row))] for row in boxes] if labels is None else labels
+    number = datasets.Value("float32")
+    if shape == "struct":
+        kind = {"bbox": datasets.List(datasets.List(number)), "category": datasets.List(label)}
+        objects = [{"bbox": b, "category": c} for b, c in zip(boxes, labels, strict=True)]
+    else:
+        kind = datasets.List({"bbox": datasets.List(number, length=4), "category": label})
+        objects = [
+            [{"bbox": b, "category": c} for b, c in zip(*row, strict=True)] for row in zip(boxes, labels, strict=True)
+        ]
+    features = datasets.Features({"image": datasets.Image(), "objects": kind})
+    images = images or [jpeg()] * len(boxes)
+    made = datasets.Dataset.from_dict({"image": [{"bytes": i} for i in images], "objects": objects}, features)
+    for name, values in columns.items():
+        made = made.add_column(name, values)
+    return made
+
+
+def saved(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = None) -> Path:
+    datasets.DatasetDict({"train": train} | ({"validation": val} if val else {})).save_to_disk(root)
+    return root
+
+
+@pytest.mark.parametrize("shape", ["struct", "list"])
+def test_objects_become_columns_in_either_shape(tmp_path, shape):
+    train, val = read(saved(tmp_path / "t", table(shape=shape, image_id=[9, 7, 5, 3]), table(shape=shape)))
+    check_columns(train)
+    assert train.classes == ("cat", "dog") and train.image_ids.tolist() == [9, 7, 5, 3] and len(val) == 4
+    assert boxes_of(train, 0) == [[20, 10, 35, 20], [1, 2, 4, 6]] and train.offsets.tolist() == [0, 2, 2, 3, 4]
+    assert train.labels.tolist() == [0, 1, 0, 0] and train.image(0).size == (40, 30)
+    assert "the boxes can only be xywh" in train.notes[0] and train.name(2) == f"{tmp_path}/t train[2]"
+    train, val = read(saved(tmp_path / "one", table(shape=shape)), val_share=0.5, seed=2)
+    assert len(train) == len(val) == 2
+    assert np.array_equal(boxes_of(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]])
+
+
+def test_the_box_format_is_never_guessed(tmp_path):
+    corners = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]]
+    train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
+    assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
+    either = [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+    saved(tmp_path / "either", table(either), table(either))
+    assert "could be either of xywh (left, top, width, height) and xyxy" in refusal(tmp_path / "either")
+    for name, expected in {"xywh": [2, 3, 7, 9], "xyxy": [2, 3, 5, 6], "cxcywh": [0, 0, 4.5, 6]}.items():
+        train, _ = read(tmp_path / "either", box_format=name)
+        assert boxes_of(train, 0) == [expected] and not any("can only be" in note for note in train.notes)
+    neither = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
+    assert "fit neither of" in refusal(saved(tmp_path / "neither", table(neither), table(neither)))
+    assert "in shares of the image" in refusal(saved(tmp_path / "shares", table([[[0.1, 0.2, 0.3, 0.4]]] * 2)))
+
+
+def test_classes_without_names_are_those_found(tmp_path):
+    text = table(label=datasets.Value("string"), labels=[["owl", "ant"], [], ["ant"], ["ant"]])
+    train, _ = read(saved(tmp_path / "text", text, text))
+    assert train.classes == ("ant", "owl") and train.labels.tolist() == [1, 0, 0, 0]
+    numbers = table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]])
+    train, _ = read(saved(tmp_path / "numbers", numbers, numbers))
+    assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
+    new = table(label=datasets.Value("int64"), labels=[[8, 5], [], [3], [3]])
+    said = refusal(saved(tmp_path / "new", numbers, new))
+    assert "validation: 1 boxes of an unknown class, first row 0 with 5; the classes are 3, 8" in said
+
+
+def test_a_table_image_that_is_rotated_has_its_boxes_on_the_upright_one(tmp_path):
+    content = jpeg((40, 30), (8, 4, 24, 12), 6)
+    left, top, right, bottom = red_box(open_rgb(content))
+    box = [left, top, right - left, bottom - top]
+    train, _ = read(
+        saved(tmp_path / "t", table([[box]], images=[content]), table([[box]], images=[content])), box_format="xywh"
+    )
+    assert boxes_of(train, 0) == [red_box(train.image(0))]
+    stored = table([[[8, 4, 16, 8]]], images=[content], width=[40], height=[30])
+    train, _ = read(saved(tmp_path / "s", stored, stored), box_format="xywh")
+    assert boxes_of(train, 0) == [red_box(train.image(0))]
+
+
+def test_bad_tables_are_refused_in_one_line(tmp_path):
+    def said(name, made, **options):
+        return refusal(saved(tmp_path / name, made, made), **options)
+
+    assert "no column with boxes and their classes found; name it" in said("bare", table().remove_columns("objects"))
+    assert "--objects_column things: is no column of" in said("named", table(), objects_column="things")
+    assert "--objects_column image: holds no boxes with classes" in said("image", table(), objects_column="image")
+    twice = table()
+    twice = twice.add_column("more", twice["objects"][:], feature=twice.features["objects"])
+    assert "objects, more could each hold the boxes; name it with --objects_column" in said("twice", twice)
+    assert read(tmp_path / "twice", objects_column="more")[0].classes == ("cat", "dog")
+    assert "row 0 has 2 boxes and 1 of category" in said("uneven", table(labels=[[0], [], [0], [0]]))
+    assert "other than 4 numbers" in said("three", table([[[1, 2, 3]]]))
+    nothing = [[], [], []]
+    assert "no boxes in its 3 images" in said("none", table(nothing))
+    nan = [[[1, 2, float("nan"), 4]], [[20, 10, 15, 10]]]
+    assert "missing or no finite number" in said("nan", table(nan), box_format="xywh")
+    assert "boxes end before they begin" in said("inverted", table([[[9, 9, 3, 3]]]), box_format="xyxy")
+    other = table(label=datasets.ClassLabel(names=["dog", "cat"]))
+    assert "names other classes in objects than train" in refusal(saved(tmp_path / "other", table(), other))
+    assert "no part to train on, only test; rename one to train" in refusal(_only_test(tmp_path / "test"))
+    broken = table(images=[jpeg(), b"no image", jpeg(), jpeg()])
+    train, _ = read(saved(tmp_path / "broken", broken, broken))
+    assert "1 of 4 images can't be read" in train.notes[1]
+    with pytest.raises(BrokenImage):
+        train.image(1)
+
+
+def _only_test(root: Path) -> Path:
+    datasets.DatasetDict({"test": table()}).save_to_disk(root)
+    return root
+
+
+# ---- one part, to evaluate
+
+
+def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
+    for name, ids in (("train", range(8)), ("Valid", (3, 4)), ("test", (4,))):
+        coco(tmp_path / "coco", name, ids, [annotation(4, [1, 2, 3, 4])])
+    voc(tmp_path / "voc", {"train": "abd", "val": "c", "test": "ac"})
+    yolo(tmp_path / "yolo", {"Test/z": "0 .5 .5 .1 .1"}, content={})
+    datasets.DatasetDict({"train": table(), "testing": table()}).save_to_disk(tmp_path / "table")
+    for name, counts in {"coco": (2, 1), "voc": (1, 2), "yolo": (1, 1), "table": (4, 4)}.items():
+        for split, count in zip(("", "test"), counts, strict=True):
+            for held_out in (False, True):
+                if (name, held_out) != ("table", True):
+                    assert len(part(tmp_path / name, split, held_out=held_out)) == count, (name, split)
+            if split or name != "table":
+                assert len(read(tmp_path / name, split=split)[1]) == count
+    assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
+    assert part(tmp_path / "yolo", "test").origin == "images/Test"
+    with pytest.raises(Refused, match="--split more: --data .* has no such part; there is Valid, test, train"):
+        part(tmp_path / "coco", "more")
+
+
+def test_the_folder_of_a_part_is_evaluated_with_the_names_that_stand_beside_it(tmp_path):
+    """As Roboflow exports them."""
+    coco(tmp_path, "test")
+    (tmp_path / "test.json").rename(tmp_path / "test/_annotations.coco.json")
+    assert (len(part(tmp_path / "test")), part(tmp_path / "test").classes) == (3, ("cat", "dog", "bird"))
+    (tmp_path / "test").rename(tmp_path / "mine")
+    assert len(part(tmp_path / "mine")) == 3 and len(part(tmp_path / "mine", held_out=True)) == 1
+    root = yolo(
+        tmp_path / "yolo", content={"train": "../train/images", "val": "../valid/images", "names": ["owl", "tit"]}
+    )
+    (root / "data.yaml").write_text(
+        "train: ../train/images\nval: ../valid/images\ntest: ../test/images\nnames: [owl, tit]\n"
+    )
+    for name, folder in (("train", "train"), ("valid", "val")):
+        for kind in ("images", "labels"):
+            (root / name).mkdir(exist_ok=True)
+            (root / kind / folder).rename(root / name / kind)
+    for kind in ("images", "labels"):
+        (root / kind).rmdir()
+    assert [len(source) for source in read(root)] == [3, 1]  # the test part, which is listed, was never there
+    assert (len(part(root / "valid")), part(root / "valid").classes) == (1, ("owl", "tit"))
+    (root / "data.yaml").unlink()
+    assert [source.origin for source in read(root)] == ["train/images", "valid/images"]
+
+
+def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_them(tmp_path):
+    root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
+    assert [len(part(root, split)) for split in ("", "all", "train", "val")] == [8, 8, 8, 2]
+    assert [len(part(root, split, held_out=True)) for split in ("", "all", "train", "val")] == [2, 8, 6, 2]
+    assert part(root, held_out=True).image_ids.tolist() == read(root)[1].image_ids.tolist()
+    for split in ("", "val"):
+        assert part("digits", split).fingerprint == read("digits")[1].fingerprint
+
+
+def part(data, split="", seed=0, val_share=0.25, **options):
+    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+
+
+# ---- what loaders and workers need
+
+
+@pytest.fixture(params=["coco", "coco with masks", "voc", "yolo", "table"])
+def source(request, tmp_path):
+    if "coco" in request.param:
+        ids = range(60)
+        shape = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
+        annotations = [annotation(n, [n % 9, 1, 5, 5]) | shape for n in ids]
+        return read(coco(tmp_path, ids=ids, annotations=annotations), masks="masks" in request.param)[0]
+    if request.param == "voc":
+        return read(voc(tmp_path, {"other": ""}, **{f"v{n}": [("dog", (1, 2, 9, 9), 0)] for n in range(60)}))[0]
+    if request.param == "yolo":
+        return read(yolo(tmp_path, {f"train/y{n}": "0 .5 .5 .2 .2" for n in range(60)}))[0]
+    return read(saved(tmp_path / "t", table([[[20, 10, 15, 10]]] * 80)))[0]
+
+
+def test_a_source_pickles_and_survives_a_fork(source):
+    twin = pickle.loads(pickle.dumps(source))
+    assert (twin.fingerprint, twin.name(3), twin.notes) == (source.fingerprint, source.name(3), source.notes)
+    expected = np.asarray(source.image(3))
+    assert np.array_equal(np.asarray(twin.image(3)), expected)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(np.asarray(source.sample(3, 0)[0]), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_source_holds_no_object_for_each_row(source):
+    reachable, waiting = set(), [source]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):
+            continue
+        reachable.add(id(value))
+        if isinstance(value, list | tuple | dict | set):
+            assert len(value) < len(source), type(value)
+        waiting.extend(gc.get_referents(value))
+    assert len(reachable) > 3
+
+
+def test_slow_imports_wait_until_they_are_needed():
+    """Every process of every run imports this module; most read neither digits nor tables."""
+    code = "import sys, common.detection.data.sources; print([m for m in ('sklearn', 'datasets') if m in sys.modules])"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout == "[]\n"

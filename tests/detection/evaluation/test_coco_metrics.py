@@ -1,0 +1,218 @@
+"""Are the twelve numbers those of pycocotools, on data that is made to be awkward?"""
+
+import contextlib
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from common.detection.data import outlines
+from common.detection.data.annotated import Annotations
+from common.detection.evaluation import coco_metrics
+from common.detection.evaluation.coco_metrics import NAMES, Detections
+
+CLASSES = ("never there", "cat", "dog", "bird")
+
+
+def awkward(seed: int) -> tuple[Annotations, list[dict]]:
+    """Ids with gaps, images without boxes, crowds, a class that is absent, tied scores, and more detections than count."""
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    corner = random.uniform(0, 200, (offsets[-1], 2))
+    boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(np.float32)
+    labels = random.integers(1, len(CLASSES), len(boxes))
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(np.float32)
+    source = Annotations(
+        classes=CLASSES,
+        category_ids=np.array([2, 7, 90, 91]),
+        image_ids=np.sort(random.choice(1_000, 21, replace=False)),
+        sizes=np.full((21, 2), 400, np.int32),
+        offsets=offsets,
+        boxes=boxes,
+        labels=labels,
+        crowd=random.random(len(boxes)) < 0.15,
+        areas=areas,
+    )
+    found = []
+    for index in range(21):
+        true = boxes[offsets[index] : offsets[index + 1]]
+        near = true + random.normal(0, 4, true.shape)
+        corner = random.uniform(0, 200, (random.integers(0, 130), 2))
+        wrong = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1)
+        guesses = np.concatenate([near, wrong]).astype(np.float32)
+        right = labels[offsets[index] : offsets[index + 1]]
+        found.append(
+            {
+                "boxes": torch.from_numpy(guesses),
+                "scores": torch.from_numpy(np.round(random.random(len(guesses)), 1).astype(np.float32)),
+                "labels": torch.from_numpy(np.concatenate([right, random.integers(0, len(CLASSES), len(wrong))])),
+            }
+        )
+    return source, found
+
+
+def of_pycocotools(source: Annotations, detections: Detections) -> dict[str, float]:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = coco_metrics._coco(source)
+        truth.createIndex()
+        rows = [
+            {
+                "image_id": int(source.image_ids[image]),
+                "bbox": [row[0], row[1], row[2] - row[0], row[3] - row[1]],
+                "score": row[4],
+                "category_id": int(row[5]) + 1,
+            }
+            for images, of_image in zip(detections.images, detections.rows, strict=True)
+            for image, row in zip(images, of_image.astype(float), strict=True)
+        ]
+        evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return dict(zip(NAMES, evaluation.stats, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
+    source, found = awkward(seed)
+    detections = Detections()
+    detections.update(range(21), found)
+    results = detections.results(source)
+    expected = of_pycocotools(source, detections)
+    for name in NAMES:
+        assert (-1 if results[name] is None else results[name]) == pytest.approx(expected[name], abs=1e-12), name
+    assert results["count"] == 21
+    assert results["per_class"][0] is None and results["per_class"][1] is not None
+    named = {key: value for key, value in results.items() if key.startswith("AP_class/")}
+    assert named == dict(zip([f"AP_class/{name}" for name in CLASSES[1:]], results["per_class"][1:], strict=True))
+    present = detections.precision[1:]
+    assert (detections.precision[0] == -1).all() and present.shape == (3, 101)
+    assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
+
+
+def test_classes_are_results_of_their_own_only_while_a_row_stays_short() -> None:
+    source, found = awkward(1)
+    many = dataclasses.replace(source, classes=tuple(map(str, range(101))), category_ids=np.arange(101))
+    detections = Detections()
+    detections.update(range(21), found)
+    results = detections.results(many)
+    assert len(results["per_class"]) == 101 and not any("/" in key for key in results)
+
+
+def test_an_image_that_two_ranks_looked_at_counts_once(monkeypatch) -> None:
+    source, found = awkward(3)
+    alone, first, second = Detections(), Detections(), Detections()
+    alone.update(range(21), found)
+    first.update(range(12), found[:12])
+    second.update(range(9, 21), found[9:])
+    gathered = [
+        (np.concatenate(rank.images), np.concatenate(rank.rows), np.array(rank.seen)) for rank in (first, second)
+    ]
+    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: gathered)
+    assert first.results(source) == alone.results(source)
+    for one, other in zip(first.columns(), alone.columns(), strict=True):
+        np.testing.assert_array_equal(one, other)  # to draw from
+
+    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: None)  # as on the other ranks
+    monkeypatch.setattr(coco_metrics, "broadcast_object", lambda _: {"AP": 0.5})
+    assert second.results(source) == {"AP": 0.5}
+    assert [len(column) for column in second.columns()] == [0, 0] and second.precision is None
+
+
+def test_nothing_found_is_a_result() -> None:
+    source, _ = awkward(0)
+    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    detections = Detections()
+    detections.update(range(21), [nothing] * 21)
+    results = detections.results(source)
+    assert results["count"] == 21 and results["AP"] == 0
+
+
+class Blobs:
+    """Awkward annotations with a mask in each box."""
+
+    def __init__(self, seed: int):
+        self.annotations, self.found = awkward(seed)
+        self.random = np.random.default_rng(seed)
+        self.shapes = [self.within(self.boxes[slice(*self.offsets[index : index + 2])]) for index in range(len(self))]
+        for index, found in enumerate(self.found):
+            found["rles"] = self.within(found["boxes"].numpy())
+            for number, true in enumerate(self.shapes[index]):  # some are near what is there
+                if number % 2:
+                    found["rles"][number] = true
+
+    def __getattr__(self, name):
+        return getattr(self.annotations, name)
+
+    def __len__(self):
+        return 21
+
+    def within(self, boxes):
+        masks = np.zeros((len(boxes), 400, 400), np.uint8)
+        for mask, (left, top, right, bottom) in zip(masks, boxes.clip(0, 399).astype(int), strict=True):
+            mask[top : bottom + 1, left : right + 1] = 1
+            mask[top : top + self.random.integers(1, 40), left : left + 30] = 0
+        return outlines.encode(masks)
+
+    def rles(self, index):
+        return self.shapes[index]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(seed: int, monkeypatch) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    source = Blobs(seed)
+    detections, first, second, idle = (Detections() for _ in range(4))
+    detections.update(range(21), source.found)
+    results = detections.results(source)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth, rows = COCO(), []
+        truth.dataset = coco_metrics._coco(source)
+        for annotation, rle in zip(truth.dataset["annotations"], sum(source.shapes, []), strict=True):
+            annotation["segmentation"] = rle
+        truth.createIndex()
+        for index, found in enumerate(source.found):
+            best = found["scores"].argsort(descending=True, stable=True)[:100].tolist()
+            rows += [
+                {
+                    "image_id": int(source.image_ids[index]),
+                    "score": found["scores"][row].item(),
+                    "category_id": found["labels"][row].item() + 1,
+                    "segmentation": found["rles"][row],
+                }
+                for row in best
+            ]
+        evaluation = COCOeval(truth, truth.loadRes(rows), "segm")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    for name, value in zip(NAMES, evaluation.stats, strict=True):
+        mine = results[f"mask_{name}"]
+        assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), name
+    assert 0 < results["mask_AP"] != results["AP"]
+    first.update(range(12), source.found[:12])
+    second.update(range(9, 21), source.found[9:])
+    gathered = []
+    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
+    for rank in (second, idle, first):
+        all_or_none = rank.results(source)
+    assert all_or_none == results
+
+
+def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
+    boxes = torch.tensor([[10.0, 20.0, 38.0, 48.0], [-5.0, 0.0, 3.0, 60.0]])
+    grid = torch.zeros(2, 28, 28)
+    grid[0, :14], grid[1] = 1, 1
+    upper, edge = outlines.decode(outlines.pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
+    assert upper.shape == (50, 60) and upper[21:33, 11:37].all() and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
+    assert edge[:, :3].all() and not edge[:, 5:].any()
+    assert outlines.pasted(grid[:0], boxes[:0], np.array([60, 50])) == []

@@ -1,0 +1,135 @@
+"""Hits are those of COCO's own evaluation; what is missed and what is seen wrongly is what a person would say."""
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+
+from common.detection.data.annotated import Annotations
+from common.detection.evaluation import coco_metrics
+from common.detection.evaluation.coco_metrics import Detections
+from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from tests.detection.evaluation.test_coco_metrics import awkward
+
+A, B = (10, 10, 50, 50), (60, 60, 80, 80)
+
+
+def one_image(objects: list, found: list) -> Matches:
+    """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
+    boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
+    source = Annotations(
+        classes=("cat", "dog", "cow"),
+        category_ids=np.arange(3),
+        image_ids=np.arange(1),
+        sizes=np.full((1, 2), 100, np.int32),
+        offsets=np.array([0, len(boxes)]),
+        boxes=boxes,
+        labels=np.array([label for _, label, _ in objects], np.int64),
+        crowd=np.array([crowd for *_, crowd in objects], bool),
+        areas=(boxes[:, 2:] - boxes[:, :2]).prod(1),
+    )
+    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
+    return Matches(source, np.zeros(len(rows), np.int64), rows)
+
+
+def moved(box, x: float) -> tuple:
+    return box[0] + x, box[1], box[2] + x, box[3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    source, found = awkward(seed)
+    detections = Detections()
+    detections.update(range(21), found)
+    images, rows = detections.columns()
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = coco_metrics._coco(source)
+        truth.createIndex()
+        boxes = rows[:, :4].astype(float)
+        boxes[:, 2:] -= boxes[:, :2]
+        table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
+        evaluation = COCOeval(truth, truth.loadRes(table), "bbox")
+        evaluation.params.areaRng = evaluation.params.areaRng[:1]
+        evaluation.evaluate()
+    expected = np.full(len(rows), NONE)
+    for part in filter(None, evaluation.evalImgs):
+        for detection, annotation, ignored in zip(
+            part["dtIds"], part["dtMatches"][0], part["dtIgnore"][0], strict=True
+        ):
+            if annotation:
+                expected[detection - 1] = IN_CROWD if ignored else annotation - 1
+    hits = Matches(source, images, rows).hits
+    assert (hits == IN_CROWD).any() and (hits >= 0).any()
+    np.testing.assert_array_equal(hits, expected)
+
+
+def test_each_kind_of_mistake_is_told_apart() -> None:
+    found = [
+        (A, 0.9, 0),  # right
+        (moved(A, 3), 0.8, 0),  # the same again
+        (B, 0.7, 2),  # the dog taken for a cow
+        (moved(B, 12), 0.65, 1),  # a dog, but beside it
+        ((0, 90, 10, 100), 0.6, 0),  # nothing there
+        ((0, 60, 10, 70), 0.05, 0),  # not sure enough to count
+    ]
+    matches = one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
+    matches.threshold = 0.5
+    assert [(alarm.detection, alarm.kind, alarm.object) for alarm in matches.false_alarms(9)] == [
+        (1, "double", 0),
+        (2, "class", 1),
+        (4, "nothing", NONE),
+    ]  # and the cow and the misplaced dog are of one object: the surer one stands for both
+    assert [miss.object for miss in matches.misses(9)] == [2]
+    assert matches.confusion().tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [2, 1, 0, 0]]
+    assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
+
+
+def test_a_badly_placed_box_is_no_second_sight() -> None:
+    (alarm,) = one_image([(A, 0, False)], [(moved(A, 20), 0.9, 0)]).false_alarms(9)
+    assert (alarm.kind, alarm.object, round(alarm.overlap, 3)) == ("place", 0, 0.333)
+
+
+def test_a_detection_of_the_right_class_comes_before_a_surer_one_of_another() -> None:
+    matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
+    assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [0, 1, 0, 0]
+
+
+def test_the_threshold_is_the_score_of_the_best_f1() -> None:
+    scores = [(A, 0.9, 0), ((0, 90, 5, 95), 0.6, 0), (B, 0.6, 1), ((0, 0, 5, 5), 0.3, 0), ((5, 90, 9, 95), 0.3, 0)]
+    objects = [(A, 0, False), (B, 1, False)]
+    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (3 + 2), as both of that score come together; 0.3: 2 * 2 / (5 + 2)
+    assert one_image(objects, scores).threshold == pytest.approx(0.6)
+    assert one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
+    assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
+
+
+def test_the_worst_miss_is_the_largest_that_others_do_not_cover() -> None:
+    small, large, hidden = (0, 0, 20, 20), (30, 30, 60, 60), (60, 60, 100, 100)
+    cover = (60, 60, 100, 96)
+    matches = one_image(
+        [(small, 0, False), (large, 1, False), (hidden, 1, False), (cover, 2, False)], [(cover, 0.9, 2)]
+    )
+    assert [miss.object for miss in matches.misses(9)] == [1, 0, 2]
+    weak = one_image([(A, 0, False), (B, 1, False)], [(A, 0.2, 0), (B, 0.9, 1)])
+    weak.threshold = 0.5
+    assert weak.misses(9)[0].score == pytest.approx(0.2)
+
+
+def test_crowd_regions_are_neither_missed_nor_background() -> None:
+    crowd = (0, 0, 100, 40)
+    inside = ((0, 0, 10, 10), 0.9, 0)
+    matches = one_image([(crowd, 0, True), (B, 1, False)], [inside, (B, 0.8, 1)])
+    assert matches.confusion().sum() == 1 and not matches.misses(9) and not matches.false_alarms(9)
+    other_class = one_image([(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)])
+    assert [alarm.kind for alarm in other_class.false_alarms(9)] == ["nothing"]
+
+
+def test_nothing_found_misses_all() -> None:
+    matches = one_image([(A, 0, False), (B, 1, False)], [])
+    assert [miss.object for miss in matches.misses(9)] == [0, 1] and matches.false_alarms(9) == []
+    assert matches.confusion()[:, 3].tolist() == [1, 1, 0, 0]

@@ -1,0 +1,169 @@
+"""Pictures of a detector are really drawn, whatever there is to draw: nothing found, one class, hundreds, odd names, crowds."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.data.images import BrokenImage
+from common.detection.data.annotated import Annotations
+from common.detection.evaluation import plots
+from common.detection.evaluation.matching import Matches
+from common.run.plots import BLUE, GREY, ORANGE
+from tests.run.test_plots import drawn, has, texts
+
+
+class Plain(Annotations):
+    """Dark images of a size each; image 1, where there is one, can't be read."""
+
+    mode = "RGB"
+
+    def name(self, index: int) -> str:
+        return f"a very/long path/to/some $folder_{index}$/and/the image of it.jpeg"
+
+    def image(self, index: int) -> Image.Image:
+        if index == 1:
+            raise BrokenImage("is torn")
+        return Image.new(self.mode, tuple(self.sizes[index].tolist()), 30 if self.mode == "L" else (30, 30, 30))
+
+
+def annotated(images: int, classes: int, objects: int, crowd: float = 0.0, seed: int = 0) -> Plain:
+    random = np.random.default_rng(seed)
+    sizes = random.integers(60, 900, (images, 2)).astype(np.int32)
+    owners = np.repeat(np.arange(images), objects)
+    corner = random.uniform(0, 0.6, (len(owners), 2)) * sizes[owners]
+    boxes = np.concatenate([corner, corner + random.uniform(0.05, 0.35, corner.shape) * sizes[owners]], 1)
+    return Plain(
+        classes=tuple(f"$class_{{{number}}}$ 猫 of a long and winding name" for number in range(classes)),
+        category_ids=np.arange(classes),
+        image_ids=np.arange(images),
+        sizes=sizes,
+        offsets=np.arange(images + 1) * objects,
+        boxes=boxes.astype(np.float32),
+        labels=random.integers(0, classes, len(owners)),
+        crowd=random.random(len(owners)) < crowd,
+        areas=np.ones(len(owners), np.float32),
+    )
+
+
+def found_in(source: Plain, right: float) -> Matches:
+    """Detections at the place of every object, of which a share has the right class."""
+    random = np.random.default_rng(1)
+    labels = np.where(random.random(len(source.labels)) < right, source.labels, 0)
+    images = np.repeat(np.arange(len(source)), np.diff(source.offsets))
+    scores = random.uniform(0.3, 1, len(labels))
+    return Matches(source, images, np.column_stack([source.boxes, scores, labels]).astype(np.float32))
+
+
+def nothing_in(source: Plain) -> Matches:
+    return Matches(source, np.zeros(0, np.int64), np.zeros((0, 6), np.float32))
+
+
+CASES = {
+    "200 classes": (annotated(30, 200, 8, crowd=0.1), 0.5),
+    "one image, one class, one object": (annotated(1, 1, 1), 1.0),
+    "nothing found": (annotated(2, 25, 3), None),
+    "images without objects": (annotated(2, 2, 0), 1.0),
+    "crowds only": (annotated(2, 2, 3, crowd=1.0), 1.0),
+    "no images": (annotated(0, 2, 0), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
+    source, right = CASES[case]
+    matches = nothing_in(source) if right is None else found_in(source, right)
+    path = tmp_path / "pictures" / "a.png"
+    sheet = plots.predictions(source, matches, path)
+    pixels = drawn(path)
+    assert has(pixels, BLUE) and max(pixels.shape[:2]) < 3000
+    assert len(sheet) == min(plots.SHOWN_IMAGES, len(source))
+    plots.confusion(matches, source.classes, path)
+    drawn(path)
+    plots.misses(source, matches, path)
+    assert has(drawn(path), ORANGE) == (matches.missed.any() or matches.false_alarm_count > 0)
+
+
+def test_misses_and_false_alarms_carry_the_ends_of_file_names_and_one_is_singular(tmp_path: Path, monkeypatch) -> None:
+    source = annotated(2, 1, 1)
+    twice = np.column_stack([source.boxes, [0.9, 0.9], [0, 0]]).astype(np.float32)[[0, 0]]
+    matches = Matches(source, np.zeros(2, np.int64), twice)  # of two objects one is found, twice
+    for draw in (plots.misses, plots.predictions):
+        said = texts(monkeypatch, lambda draw=draw: draw(source, matches, tmp_path / "a.png"))
+        assert [text for text in said if text.startswith("…/") and text.endswith("/the image of it.jpeg")], said
+    said = texts(monkeypatch, lambda: plots.confusion(matches, source.classes, tmp_path / "a.png"))
+    assert any("\n1 false alarm (" in text for text in said)
+
+
+def test_grey_images_and_crowds_are_shown(tmp_path: Path) -> None:
+    source = annotated(2, 3, 4, crowd=0.5)
+    object.__setattr__(source, "mode", "L")
+    plots.predictions(source, found_in(source, 1.0), tmp_path / "a.png")
+    assert has(drawn(tmp_path / "a.png"), GREY)
+    plots.misses(source, nothing_in(source), tmp_path / "a.png")
+    assert has(drawn(tmp_path / "a.png"), ORANGE)
+
+
+def test_the_same_images_are_shown_at_every_evaluation_those_with_objects() -> None:
+    source = annotated(40, 3, 2)
+    shown = plots._chosen(source)
+    assert shown == plots._chosen(source) == sorted(set(shown)) and len(shown) == 12
+    assert shown[0] == 0 and shown[-1] == 39
+    source.offsets[:21] = 0  # the first twenty images now have none
+    assert min(plots._chosen(source)) >= 20
+
+
+def test_the_dashboard_gets_what_the_sheet_shows(tmp_path: Path) -> None:
+    source = annotated(5, 3, 4)
+    sheet = plots.predictions(source, found_in(source, 1.0), tmp_path / "a.png")
+    assert [len(image.boxes["ground_truth"]) for image in sheet] == [4] * 5
+    box, guess = sheet[0].boxes["ground_truth"][0], sheet[0].boxes["predictions"][0]
+    assert box.corners == pytest.approx(source.boxes[0]) and box.class_name == source.classes[box.class_id]
+    assert box.score is None and 0.3 <= guess.score <= 1
+    assert [image.name for image in sheet] == [source.name(index) for index in range(5)]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_names_never_cover_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Matplotlib's own measure of the texts, on the densest sheet."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    source = annotated(4, 3, 60, crowd=0.1)
+    plots.predictions(source, found_in(source, 0.5), tmp_path)
+    (figure,) = figures
+    assert isinstance(figure, Figure)
+    figure.draw_without_rendering()
+    named = 0
+    for axes in figure.axes:
+        boxes = sorted((text.get_window_extent().extents for text in axes.texts), key=lambda box: box[0])
+        inside = axes.get_window_extent().extents
+        named += len(boxes)
+        for place, (left, bottom, right_side, top) in enumerate(boxes):
+            assert left >= inside[0] - 1 and right_side <= inside[2] + 1, "reaches out of its picture"
+            for other in boxes[place + 1 :]:
+                assert other[0] > right_side - 1 or other[1] > top - 1 or other[3] < bottom + 1
+    assert named > 50
+
+
+@pytest.mark.parametrize("classes", [1, 20, 21, 200])
+def test_precision_over_recall_is_drawn_for_any_number_of_classes(tmp_path: Path, classes: int) -> None:
+    falling = np.linspace(1, 0, 101)[None] ** np.linspace(0.2, 3, classes)[:, None]
+    falling[-1] = -1 if classes > 1 else falling[-1]  # no objects of the last class
+    path = tmp_path / "pictures" / "a.png"
+    plots.precision_recall(falling, [f"class $_{number} 猫" * 4 for number in range(classes)], path)
+    assert has(drawn(path), BLUE)
+    plots.precision_recall(falling * 0, ["a"] * classes, path)  # nothing found
+    drawn(path)
+    plots.precision_recall(falling * 0 - 1, ["a"] * classes, path)  # nothing to find
+    assert not has(drawn(path), BLUE)
+
+
+def test_a_curve_ends_where_higher_recalls_are_never_reached() -> None:
+    precision = np.where(np.arange(101) <= 60, 0.5, 0.0)
+    recalls, heights = plots._curve(precision)
+    assert (recalls[-2], recalls[-1]) == (60, 61) and (heights[-2], heights[-1]) == (50, 0)
+    assert all(a <= b for a, b in pairwise(recalls)) and len(plots._curve(np.ones(101))[0]) == 101

@@ -1,0 +1,187 @@
+"""What every detector promises to a recipe, whatever its family."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.detection.models.detectors import DETR_FAMILIES, FAMILIES, build_detector
+from common.errors import Refused
+from common.training import batch_norm
+
+CANVAS = (64, 96)  # H, W
+CLASSES = 3
+
+
+def make(family, **options):
+    """A small detector that has moved off its initial weights, where many scores are alike."""
+    if "rcnn" in family:
+        options |= {"hidden": 64}
+    if family == "mask_rcnn":
+        options |= {"mask_width": 16}
+    detector = build_detector(family, "test_resnet", CLASSES, width=64, seed=1, **options)
+    if "rcnn" in family:  # few are drawn, so that it matters which
+        detector.drawn, detector.rpn.drawn = 32, 32
+    batch_norm.convert(detector, "frozen")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in detector.parameters():
+            if parameter.dim() > 1:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return detector
+
+
+def target(position, boxes=(), labels=(), crowd=None):
+    return {
+        "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        "masks": (torch.arange(len(labels) * CANVAS[0] * CANVAS[1]) % 3 == 0).view(-1, *CANVAS).byte(),
+        "labels": torch.tensor(labels, dtype=torch.int64),
+        "crowd": torch.tensor(crowd or [False] * len(labels), dtype=torch.bool),
+        "position": position,
+        "size": torch.tensor([90, 60]),
+    }
+
+
+def seven():
+    """Images and targets: one without boxes, one with a crowd region, one whose only box is a crowd region."""
+    images = torch.randn(7, 3, *CANVAS, generator=torch.Generator().manual_seed(3))
+    targets = [
+        target(40, [[3, 4, 30, 40], [20, 10, 60, 55]], [0, 2]),
+        target(41),
+        target(42, [[10, 10, 24, 22], [40, 5, 88, 58]], [1, 1], [False, True]),
+        target(43, [[0, 0, 90, 60]], [2]),
+        target(44, [[30, 20, 80, 50]], [0], [True]),
+        target(45, [[5, 5, 15, 15], [6, 6, 40, 30], [50, 30, 70, 58]], [0, 1, 2]),
+        target(46, [[60, 2, 85, 33]], [1]),
+    ]
+    return images, targets
+
+
+def run(detector, images, targets, split):
+    """Losses [7], terms and summed gradients when the images come in shares of the sizes `split`."""
+    detector.zero_grad()
+    shares = list(zip(images.split(split), _split(targets, split), strict=True))
+    totals = sum(detector.counts(share, CANVAS) for _, share in shares)
+    losses, terms = [], []
+    for some, share in shares:
+        loss, parts = detector(some, share, totals)
+        assert loss.shape == (len(share),)
+        loss.sum().backward()
+        losses.append(loss.detach())
+        terms.append(parts)
+    terms = {name: torch.cat([parts[name] for parts in terms]) for name in terms[0]}
+    learnt = [(name, parameter) for name, parameter in detector.named_parameters() if parameter.requires_grad]
+    return torch.cat(losses), terms, {name: parameter.grad.clone() for name, parameter in learnt}
+
+
+def _split(items, split):
+    items = iter(items)
+    return [[next(items) for _ in range(size)] for size in split]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
+    detector = make(family).double()
+    images, targets = seven()
+    whole, terms, gradients = run(detector, images.double(), targets, [7])
+    assert whole.dtype == torch.float64 and whole.min() > 0
+    torch.testing.assert_close(sum(terms.values()), whole, rtol=1e-12, atol=1e-12)
+    for split in ([3, 4], [1, 1, 5], [1] * 7):
+        losses, _, others = run(detector, images.double(), targets, split)
+        torch.testing.assert_close(losses, whole, rtol=1e-12, atol=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
+    detector = make(family)
+    images, _ = seven()
+    losses, _, gradients = run(detector, images[:2], [target(1), target(2)], [2])
+    assert losses.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_an_image_that_is_all_crowd_teaches_nothing(family):
+    """Its places are neither foreground nor background; one that has no boxes is all background."""
+    detector = make(family)
+    images, _ = seven()
+    everywhere = [0, 0, CANVAS[1], CANVAS[0]]
+    losses, _, _ = run(detector, images[:2], [target(1, [everywhere], [1], [True]), target(1)], [2])
+    assert losses[0] == 0
+    assert losses[1] > 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_half_precision_stays_in_the_network(family):
+    """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
+    detector = make(family)
+    detector.score_threshold = 0.0
+    images, targets = seven()
+    exact, _, _ = run(detector, images, targets, [7])
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, _ = detector(images, targets, detector.counts(targets, CANVAS))
+        found = detector.eval().detect(images, torch.tensor([[90, 60]] * 7))
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
+    assert all(one["boxes"].dtype == one["scores"].dtype == torch.float32 for one in found)
+
+
+class Doubles(TorchDispatchMode):
+    """Notes the operators that return float64, but for arrays of the host, which are converted before they are sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        of_host = function is torch.ops.aten.lift_fresh.default
+        if not of_host and any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in tree_leaves(result)):
+            self.seen.add(str(function))
+        return result
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_double_precision_is_not_used_unless_it_is_asked_for(family):
+    """Apple's devices have none. The second time: transformers makes positions once, in float32 for those devices."""
+    detector = make(family)
+    images, targets = seven()
+    for watch in (contextlib.nullcontext(), Doubles()):
+        with watch:
+            run(detector, images, targets, [7])
+            detector.detect(images, torch.tensor([[90, 60]] * 7))
+    assert not watch.seen
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(family):
+    """But for boxes of the DETRs, which transformers does not clip."""
+    detector = make(family).eval()
+    detector.score_threshold = 0.0
+    images, _ = seven()
+    sizes = torch.tensor([[90, 60], [96, 64], [50, 64], [96, 30], [90, 60], [90, 60], [32, 32]])
+    for one, (width, height) in zip(detector.detect(images, sizes), sizes.tolist(), strict=True):
+        assert 0 < len(one["boxes"]) <= 100
+        assert (one["scores"].diff() <= 0).all()
+        assert set(one["labels"].tolist()) <= {0, 1, 2} and one["labels"].dtype == torch.int64
+        boxes = one["boxes"]
+        assert (boxes[:, 2:] >= boxes[:, :2]).all()
+        if family in FAMILIES:
+            assert (boxes >= 0).all() and (boxes[:, 2] <= width).all() and (boxes[:, 3] <= height).all()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+def test_initial_weights_are_a_function_of_the_seed(family):
+    first, again, other = (build_detector(family, "test_resnet", 2, width=64, seed=seed) for seed in (5, 5, 6))
+    states = [model.state_dict() for model in (first, again, other)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(Refused, match="fcos"):
+        build_detector("yolo", "test_resnet", 2)

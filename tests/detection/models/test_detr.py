@@ -1,0 +1,259 @@
+"""RT-DETRv2 and D-FINE: transformers' losses, on any layout; folders that transformers loads. The rest: test_detectors."""
+
+import copy
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+
+from common.detection.models import denoising
+from common.detection.models.detectors import build_detector
+from common.detection.models.detr_models import ARCHITECTURES, FAMILIES, build_model
+from common.errors import Refused
+from common.training import batch_norm
+from tests.detection.models.pieces import CANVAS, scene
+
+transformers = pytest.importorskip("transformers")
+
+
+def make(family, dtype=torch.float64, norm="frozen"):
+    """A small detector that has moved off its initial weights, where many distributions are alike."""
+    detector = build_detector(family, "test_resnet", 4, width=64, seed=1)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in detector.named_parameters():
+            if parameter.dim() > 1:
+                size = 0.2 if "bbox_embed" in name else 0.02
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+    batch_norm.convert(detector, norm, group_size=2)
+    return detector.to(dtype)
+
+
+def batch(counts, dtype=torch.float64):
+    images = torch.randn(len(counts), 3, *CANVAS, generator=torch.Generator().manual_seed(3)).to(dtype)
+    targets = [scene(count) | {"position": 10 + place} for place, count in enumerate(counts)]
+    return images, targets
+
+
+def relative(target, dtype):
+    """As transformers wants them."""
+    left, top, right, bottom = (target["boxes"].to(dtype) / torch.tensor([CANVAS[1], CANVAS[0]] * 2)).unbind(1)
+    boxes = torch.stack([(left + right) / 2, (top + bottom) / 2, right - left, bottom - top], 1)
+    return {"class_labels": target["labels"], "boxes": boxes}
+
+
+def theirs(detector, images, targets):
+    """The loss that transformers has for the same model: in all, and by the names of ours."""
+    whole = transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config)).train()
+    whole.model = detector.model
+    output = whole(images, labels=[relative(target, images.dtype) for target in targets])
+    kinds = dict(vfl="class", bbox="box", giou="giou", fgl="fgl", ddf="ddf")
+    terms = {}
+    for name, value in output.loss_dict.items():
+        kind = kinds[name.split("_")[1]]
+        terms[kind] = terms.get(kind, 0) + value.detach()
+    return output.loss, terms
+
+
+# transformers' loss of D-FINE can't be had in float64.
+PRECISE = {"rtdetr_v2": (torch.float64, 1e-12), "dfine": (torch.float32, 2e-5)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family):
+    dtype, tolerance = PRECISE[family]
+    detector = make(family, dtype)
+    detector.config.num_denoising = 0
+    images, targets = batch([3, 0, 7, 1], dtype)
+    losses, terms = detector(images, targets, detector.counts(targets, CANVAS))
+    loss, expected = theirs(detector, images, targets)
+    torch.testing.assert_close(losses.sum(), loss, rtol=tolerance, atol=0)
+    assert terms.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value > 0
+        torch.testing.assert_close(terms[name].sum(), value, rtol=tolerance, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
+    """Where all images have as many boxes: else its groups, and what its padding costs, depend on the batch."""
+    dtype, tolerance = PRECISE[family]
+    detector = make(family, dtype)
+    images, targets = batch([5, 5, 5], dtype)
+    for place, target in enumerate(targets):
+        target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][place])
+    made = {}
+
+    def remembered(*args, **options):
+        made["noise"] = noised(*args, **options)
+        return made["noise"]
+
+    noised = denoising.noised
+    monkeypatch.setattr("common.detection.models.detr.noised", remembered)
+    losses, terms = detector(images, targets, detector.counts(targets, CANVAS))
+
+    module = importlib.import_module(type(detector.model).__module__)
+    original = module.get_contrastive_denoising_training_group
+
+    def ours(class_embed, **options):
+        labels, boxes, mask, values = original(class_embed=class_embed, **options)
+        noise = made["noise"]
+        assert values["dn_num_group"] == noise.groups[0]
+        for row, places in enumerate(values["dn_positive_idx"]):
+            assert places.tolist() == (noise.match[row] >= 0).nonzero()[:, 0].tolist()
+        assert all(torch.equal(mask == 0, visible) for visible in noise.visible[:, 0])
+        return class_embed(noise.labels), torch.logit(noise.boxes, 1e-5), mask.to(labels.dtype), values
+
+    monkeypatch.setattr(module, "get_contrastive_denoising_training_group", ours)
+    loss, expected = theirs(detector, images, targets)
+    torch.testing.assert_close(losses.sum(), loss, rtol=tolerance, atol=0)
+    for name, value in expected.items():
+        torch.testing.assert_close(terms[name].sum(), value, rtol=tolerance, atol=1e-8)
+
+
+def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
+    images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
+    boxes, labels = [image["boxes"] for image in images], [image["class_labels"] for image in images]
+
+    def noise(*places, positions=(5, 6, 7), seed=1):
+        return denoising.noised(
+            [boxes[place] for place in places],
+            [labels[place] for place in places],
+            [positions[place] for place in places],
+            seed=seed,
+            classes=4,
+            queries=10,
+            budget=24,
+            label_noise=0.5,
+            box_noise=1.0,
+        )
+
+    all_or_none, alone = noise(0, 1, 2), noise(0)
+    count = alone.labels.shape[1]
+    assert count == 48 and alone.groups.tolist() == [8] and all_or_none.groups.tolist() == [8, 0, 3]
+    assert all_or_none.real.sum(1).tolist() == [48, 0, 48]
+    for field in ("labels", "boxes", "match"):
+        assert torch.equal(getattr(all_or_none, field)[:1, :count], getattr(alone, field))
+    assert not torch.equal(noise(0, positions=(8, 6, 7)).boxes, alone.boxes)
+    assert not torch.equal(noise(0, seed=2).boxes, alone.boxes)
+
+    # A positive keeps most of its box, and most labels; a negative does not.
+    positive = alone.match[0] >= 0
+    index = torch.arange(count) % 3
+    offset = (alone.boxes[0, :, :2] - boxes[0][index, :2]).abs() / boxes[0][index, 2:]
+    assert offset[positive].max() <= 0.5 < offset[~positive].max()
+    assert 0.6 < (alone.labels[0] == labels[0][index]).double().mean() < 1
+
+    # Seen by all: the decoder's own queries, which see no noise. Seen by its group alone: a noised box.
+    visible = alone.visible[0, 0]
+    assert visible[:, count:].all() and not visible[count:, :count].any()
+    groups = torch.arange(count) // 6
+    assert torch.equal(visible[:count, :count], groups[:, None] == groups)
+    assert all_or_none.visible.any(-1).all()  # a row that sees nothing would be NaN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_group_statistics_make_every_split_into_whole_groups_the_same(family):
+    detector = make(family, norm="group").train()
+    images, targets = batch([3, 0, 7, 1])
+    totals = detector.counts(targets, CANVAS)
+    whole, _ = detector(images, targets, totals)
+    shares = [detector(images[place], targets[place], totals)[0] for place in (slice(2), slice(2, 4))]
+    torch.testing.assert_close(torch.cat(shares), whole, rtol=1e-10, atol=1e-10)
+    assert len(detector.step_batch_norms) > 20
+    frozen = [name for name, module in detector.named_modules() if "FrozenBatchNorm" in type(module).__name__]
+    assert not frozen  # that --batch_norm would not reach
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_bf16_autocast_queries_and_boxes_are_float32(family):
+    detector = make(family, torch.float32)
+    images, _ = batch([1], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = detector._predict(images)
+        features, _ = detector.backbone(images, images[:, 0])[0]
+    assert features.dtype == torch.bfloat16
+    kept = ("intermediate_reference_points", "intermediate_logits", "init_reference_points", "enc_topk_bboxes")
+    assert {getattr(output, name).dtype for name in kept} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_path):
+    detector = make(family, torch.float32).eval()
+    names = ("one", "two", "three", "four")
+    detector.export(tmp_path / "best", names, 128)
+    auto, options = transformers.AutoModelForObjectDetection, {"output_loading_info": True}
+    model, info = auto.from_pretrained(tmp_path / "best", **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.id2label == dict(enumerate(names))
+    heads = model.model.decoder.class_embed
+    assert not torch.equal(heads[0].weight, heads[1].weight)
+
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "best")
+    photo = torch.randint(256, (3, 128, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        output = model.eval()(**processor(photo, return_tensors="pt"))
+    (expected,) = processor.post_process_object_detection(output, threshold=0.0, target_sizes=[(128, 128)])
+    mean, std = (torch.tensor(detector.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    (found,) = detector.detect(((photo / 255 - mean) / std)[None], torch.tensor([[128, 128]]))
+    count = len(found["scores"])
+    torch.testing.assert_close(found["scores"], expected["scores"][:count], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["boxes"], expected["boxes"][:count], rtol=1e-4, atol=1e-2)
+
+    # With other classes, those of the same name are kept.
+    other = build_detector(family, str(tmp_path / "best"), 3, names=("new", "four", "two"), seed=2).eval()
+    assert other.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
+    mine, loaded = detector.model.decoder.class_embed[-1], other.model.decoder.class_embed[-1]
+    assert torch.equal(loaded.weight[1:], mine.weight[[3, 1]]) and loaded.weight.shape == (3, 64)
+    assert other.config.num_labels == 3
+    assert torch.equal(
+        other.model.decoder.bbox_embed[1].layers[0].weight, detector.model.decoder.bbox_embed[1].layers[0].weight
+    )
+
+
+@pytest.mark.parametrize(
+    "name, published", [("rtdetr_v2_r18vd", 20), ("dfine_s", 10), ("dfine_m", 19), ("rtdetr_v2_r50vd", 42)]
+)
+def test_an_architecture_has_as_many_parameters_as_the_published_model(name, published):
+    family = next(family for family in FAMILIES if name.startswith(family))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(FAMILIES[family], **ARCHITECTURES[name], num_labels=80)
+        config.tie_word_embeddings = False
+        model = transformers.AutoModelForObjectDetection.from_config(config).model
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(published, abs=1)
+
+
+@pytest.mark.parametrize(
+    "family, name, options, told",
+    [
+        ("dfine", "dfine_xxl", {}, "--model dfine_xxl: no model of --detector dfine; there are dfine_s, dfine_m, timm"),
+        ("dfine", "rtdetr_v2_r18vd", {}, "--model rtdetr_v2_r18vd: not of --detector dfine; there are dfine_s"),
+        ("dfine", "dfine_s", {"pretrained": True}, "--pretrained: dfine_s is a configuration without weights"),
+        ("dfine", "dfine_s", {"drop_path": 0.1}, "--drop_path 0.1: dfine_s has none"),
+        ("rtdetr_v2", "test_vit", {}, "--model test_vit: has features at strides 16; .* needs 8, 16 and 32"),
+        ("rtdetr_v2", "swin_tiny_patch4_window7_224", {}, "strides 4, 8, 16, 32, channels last"),
+    ],
+)
+def test_what_can_not_be_built_is_refused_in_one_line(family, name, options, told):
+    with pytest.raises(Refused, match=told) as raised:
+        build_model(family, name, 4, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_another_family_and_one_without_a_model_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rt_detr_v2"}))
+    with pytest.raises(Refused, match="a rt_detr_v2, which --detector dfine can't train"):
+        build_model("dfine", str(tmp_path), 4)
+    with pytest.raises(Refused, match="can't be loaded"):
+        build_model("rtdetr_v2", str(tmp_path), 4)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(Refused, match="the folder has no config.json"):
+        build_model("dfine", str(tmp_path), 4)
+
+
+def test_without_transformers_the_refusal_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Refused, match="pip install transformers"):
+        build_model("dfine", "dfine_s", 4)

@@ -1,0 +1,214 @@
+"""A batch of detection is a function of its positions: whichever worker, whichever split; one canvas for all of a step."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.data import loader
+from common.data.batch_plan import BatchPlan
+from common.data.images import BrokenImage
+from common.data.stream import Stream
+from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.data import scenes
+from common.detection.data.annotated import FixedImages
+from common.detection.models.detectors import build_detector
+from common.detection.transforms import BoxAugmentation
+from common.training import batch_norm
+
+BROKEN = 5
+EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
+    ("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5
+)
+
+
+class Painted(FixedImages):
+    """Grey images of many sizes; their objects are white."""
+
+    broken = frozenset()
+
+    def name(self, index):
+        return f"painted[{index}]"
+
+    def image(self, index):
+        if index in self.broken:
+            raise BrokenImage("cut off")
+        width, height = self.sizes[index].tolist()
+        pixels = np.full((height, width, 3), 40 + index, np.uint8)
+        for left, top, right, bottom in self.boxes[self.offsets[index] : self.offsets[index + 1]].astype(int).tolist():
+            pixels[top:bottom, left:right] = 255
+        return Image.fromarray(pixels)
+
+
+def source(count=23, seed=0) -> Painted:
+    draws = np.random.default_rng(seed)
+    sizes = draws.integers(20, 100, (count, 2)).astype(np.int32)
+    counts = draws.integers(0, 4, count)
+    limits = np.repeat(sizes, counts, axis=0)
+    low = np.floor(draws.random(limits.shape) * (limits - 8))
+    boxes = np.concatenate([low, low + 4 + np.floor(draws.random(limits.shape) * (limits - low - 4))], 1).astype(
+        np.float32
+    )
+    labels = draws.integers(0, 3, len(boxes))
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    crowd = draws.random(len(boxes)) < 0.1
+    area = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    return Painted(("a", "b", "c"), np.arange(3), np.arange(count), sizes, offsets, boxes, labels, crowd, area)
+
+
+def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingScenes:
+    augmentation = BoxAugmentation(0, (32, 48), 80, **ways)
+    return TrainingScenes(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0, **options)
+
+
+def same(one, other) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("kind", ["painted", "digits"])
+def test_what_a_position_holds_does_not_depend_on_its_batch_or_worker(kind):
+    data = source() if kind == "painted" else scenes.load(0, masks=True)[0]
+    samples = samples_of(data)
+    whole = {step: samples.__getitems__(np.arange(6 * step, 6 * step + 6)) for step in range(4)}
+    twin = pickle.loads(pickle.dumps(samples))
+    for step in (3, 1):
+        for place in (5, 0, 2):
+            alone = twin.__getitems__(np.array([6 * step + place]))
+            assert torch.equal(alone.images[0], whole[step].images[place])
+            assert same(alone.targets[0], whole[step].targets[place])
+    plan = BatchPlan(6, 1, 4)
+    loaded = list(loader.training_loader(samples, plan, 0, 4, workers=2))
+    images = [torch.cat([batch.images for batch in loaded[2 * step : 2 * step + 2]]) for step in range(4)]
+    assert all(torch.equal(images[step], whole[step].images) for step in range(4))
+    assert len({tuple(batch.images.shape[2:]) for batch in loaded}) > 1 or kind == "digits"
+
+
+def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
+    data, step = source(), 0
+    samples = samples_of(data)
+    whole = samples.__getitems__(np.arange(6))
+    for size, canvas in zip(whole.sizes, [whole.images.shape[2:]] * 6, strict=True):
+        assert size[0] <= canvas[1] and size[1] <= canvas[0]
+    assert tuple(whole.images.shape[2:]) == samples.canvas(step) and not any(side % 16 for side in samples.canvas(step))
+    data.__dict__["broken"] = frozenset(range(len(data)))  # its own image and every partner
+    dark = samples.__getitems__(np.arange(6))
+    assert dark.images.shape == whole.images.shape
+    indices = samples.stream.indices(np.arange(6)).tolist()
+    assert list(dark.broken) == [f"painted[{index}]: cut off" for index in indices]  # partners count in their own turn
+    assert all(len(target["boxes"]) == 0 for target in dark.targets)
+
+
+def test_partners_of_fresh_scenes_are_scenes_that_no_position_has():
+    train = scenes.load(0)[0]
+    asked = []
+    spy = type(
+        "Spy", (scenes.Scenes,), {"sample": lambda self, *at: asked.append(at) or scenes.Scenes.sample(self, *at)}
+    )
+    data = spy(**{field.name: getattr(train, field.name) for field in dataclasses.fields(train)})
+    samples_of(data, ways={"mosaic": 1.0, "mixup": 1.0}).__getitems__(np.arange(6))
+    positions = [position for _, position in asked]
+    assert len(set(positions)) == 30 and positions[::5] == list(range(6))
+    assert all(2**62 <= position < 2**63 for place, position in enumerate(positions) if place % 5)
+
+
+def test_padding_is_the_share_of_the_pixels_that_no_image_has():
+    samples = samples_of(source(), ways={"jitter": (0.5, 1.0)})
+    batch = samples.__getitems__(np.arange(6, 12))
+    covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
+    assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
+
+
+def test_evaluation_shows_the_whole_image_and_boxes_go_back_to_it():
+    data = source()
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    for index in range(23):
+        batch = evaluation.__getitems__(np.array([index]))
+        (size,) = batch.sizes
+        assert size.tolist() == evaluation.augmentation.sizes(np.array([index]), data.sizes[[index]])[0].tolist()
+        box = evaluation.to_original(torch.tensor([[0.0, 0.0, *size.tolist()]]), index, size)
+        assert torch.allclose(box, torch.tensor([[0.0, 0.0, *data.sizes[index].tolist()]]))
+
+
+def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
+    """Of a mosaic with MixUp, those of five images; the images with the most."""
+    data = source()
+    most = np.sort(np.diff(data.offsets))[::-1]
+    for options, parts in (({}, 1), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
+        blank = samples_of(data, 3, options).blank(3)
+        assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
+        assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("short_side", [7, 16, 48])
+def test_without_variation_training_shows_the_pixels_of_the_evaluation(square, short_side):
+    """Also of images that are made much smaller, of which no margin is cut off."""
+    data = source()
+    plain = BoxAugmentation(0, (short_side,), 80, square=square)
+    evaluation = EvaluationScenes(data, plain, 16, (7, 8, 9))
+    for index in range(23):
+        shown = plain([data.sample(index, 0)], 1000 + index, (7, 8, 9)).image
+        height, width = shown.shape[1:]
+        batch = evaluation.__getitems__(np.array([index]))
+        assert batch.sizes[0].tolist() == [width, height] and (not square or width == height == short_side)
+        assert torch.equal(batch.images[0, :, :height, :width], shown)
+
+
+def test_an_evaluated_image_has_the_canvas_that_it_has_alone():
+    data = source(200)
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    for most in (1, 3, 50):
+        batches = evaluation.batches(most)
+        assert sorted(np.concatenate(batches).tolist()) == list(range(200))
+        assert max(map(len, batches)) == min(most, 50) or most == 50
+        for batch in batches:
+            images = evaluation.__getitems__(batch).images
+            alone = [evaluation.__getitems__(np.array([index])).images[0] for index in batch]
+            assert all(torch.equal(one, other) for one, other in zip(images, alone, strict=True))
+    with pytest.raises(ValueError, match="different canvases"):
+        evaluation.__getitems__(np.arange(200))
+
+
+def test_squares_of_a_step_have_one_side_and_no_padding():
+    samples = samples_of(source(), ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5})
+    sides = set()
+    for step in range(8):
+        batch = samples.__getitems__(np.arange(6 * step, 6 * step + 6))
+        assert batch.images.shape[2] == batch.images.shape[3] and (batch.sizes == batch.images.shape[2]).all()
+        assert samples.padding(step) == 0
+        sides.add(batch.images.shape[2])
+    assert sides == {32, 48}
+
+
+def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
+    """Losses of scenes fall, and in float64 do not depend on how the batch is split."""
+    samples = samples_of(scenes.load(0, masks=True)[0], 3, {"jitter": (0.8, 1.2)})
+    samples = dataclasses.replace(samples, stride=32)
+    blank = samples.blank(2)
+    assert blank.targets[1]["masks"].shape == (8, *blank.images.shape[2:])
+    batch = samples.__getitems__(np.arange(3))
+    for target in batch.targets:
+        assert target["masks"].shape == (len(target["boxes"]), *batch.images.shape[2:])
+        assert target["masks"].dtype == torch.uint8 and target["masks"].flatten(1).any(1).all()
+    options = {"levels": (3, 5), "width": 64, "hidden": 32, "mask_width": 32}
+    model = build_detector("mask_rcnn", "test_resnet", 10, **options, seed=0)
+    batch_norm.convert(model, "frozen")
+    model.drawn, model.rpn.drawn, model.rpn.candidates = 32, 32, {True: 50, False: 50}
+    optimizer, totals, history = torch.optim.AdamW(model.parameters(), 5e-3), torch.tensor([3.0]), []
+    for _ in range(16):
+        losses, parts = model(batch.images / 128 - 1, batch.targets, totals)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+        history.append([losses.sum().item(), parts["mask"].sum().item()])
+    first, last = np.mean(history[:3], 0), np.mean(history[-3:], 0)
+    assert (last < 0.8 * first).all()
+    model, images = model.double(), batch.images.double() / 128 - 1
+    all_or_none = model(images, batch.targets, totals)[0]
+    alone = torch.cat([model(images[n : n + 1], batch.targets[n : n + 1], totals)[0] for n in range(3)])
+    torch.testing.assert_close(alone, all_or_none, rtol=1e-10, atol=1e-12)

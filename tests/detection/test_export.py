@@ -1,0 +1,315 @@
+"""What a run leaves is loaded by others, and by us, and nothing else is taken for it."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.data.images import open_rgb
+from common.detection.batches import EvaluationScenes
+from common.detection.data import scenes
+from common.detection.export import begin_with, export, load
+from common.detection.models.detectors import Matched, build_detector
+from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
+from common.training import timm_models
+
+PAGE = (Path(__file__).parents[3] / "docs" / "detectors.md").read_text()
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SOURCE = scenes.load(0)[1]  # ten classes
+TOLERANCE = 0.05  # pixels, as the page says; it prints two digits
+
+
+def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
+    """A detector that finds something, in the state that training leaves."""
+    width = {"width": 32, "drop_path": 0.0} | options
+    detector = build_detector(family, backbone, classes, levels=levels, seed=3, **width)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in detector.named_parameters():
+            if parameter.dim() > 1:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            if name.endswith("cls_logits.bias") and "rpn" not in name:
+                parameter.fill_(-1.0)
+            if name.endswith("bbox_reg.bias") and family == "fcos":  # boxes with an area
+                parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
+    return detector.eval()
+
+
+def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
+    export(detector, source, BoxAugmentation(0, (short_side,), long_side), {"AP": 0.5}, folder)
+    return folder
+
+
+def photo(folder, width, height):
+    path = folder / "photo.png"
+    random = np.random.default_rng(0).integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    Image.fromarray(random).resize((width, height), Image.Resampling.NEAREST).save(path)
+    return path
+
+
+class One:
+    """A source of one image."""
+
+    def __init__(self, path) -> None:
+        self.only = open_rgb(path)
+        self.sizes = np.array([self.only.size])
+
+    def __len__(self) -> int:
+        return 1
+
+    def image(self, index):
+        return self.only
+
+
+def ours(detector, path, short_side=128, long_side=256):
+    """What an evaluation of this image finds: class names, scores, boxes in its own pixels."""
+    mean, std = (255 * torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    fill = tuple(mean.flatten().round().int().tolist())
+    scenes = EvaluationScenes(One(path), BoxAugmentation(0, (short_side,), long_side), detector.stride, fill)
+    batch = scenes.__getitems__(np.array([0]))
+    found = detector.detect((batch.images - mean) / std, batch.sizes)[0]
+    boxes = scenes.to_original(found["boxes"], 0, batch.sizes[0])
+    return [SOURCE.classes[label] for label in found["labels"]], found["scores"].tolist(), boxes.numpy()
+
+
+def agree(printed, wanted):
+    lines = [line.split()[1:] for line in printed.splitlines()]
+    names, scores, boxes = wanted
+    assert len(lines) == len(names) >= 20, "a comparison of next to nothing"
+    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=2e-4)
+    # Boxes of equal score may change places.
+    key = [(name, round(score, 3)) for name, score in zip(names, scores, strict=True)]
+    found = np.array([[float(side) for side in line[2:]] for line in lines])
+    same = [line[0] == name for line, (name, _) in zip(lines, key, strict=True)]
+    assert np.mean(same) > 0.95
+    apart = np.abs(found - boxes).max(1)[same]
+    assert np.quantile(apart, 0.95) < TOLERANCE, np.sort(apart)[-10:]
+
+
+def test_the_script_of_the_page_detects_without_this_project(tmp_path) -> None:
+    detector = make("fcos", levels=(3, 7))
+    folder = leave(detector, tmp_path / "best")
+    (tmp_path / "detect.py").write_text(SCRIPT)
+    image = photo(tmp_path, 160, 128)  # 160 is no multiple of the coarser strides
+    words = [sys.executable, "-I", "detect.py", folder, image]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    agree(done.stdout, ours(detector, image))
+    assert not re.search(r"^(from|import) (common|recipes)", SCRIPT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "family, backbone, levels, size",
+    [
+        ("fcos", "test_mambaout", (3, 5), (300, 211)),  # channels last
+        ("retinanet", "test_convnext", (4, 5), (500, 211)),
+        ("faster_rcnn", "test_resnet", (2, 6), (200, 300)),
+        ("mask_rcnn", "test_efficientnet", (3, 4), (90, 64)),
+    ],
+)
+def test_it_loads_every_family_and_resizes_as_we_do(family, backbone, levels, size, tmp_path, capsys, monkeypatch):
+    detector = make(family, backbone, levels)
+    folder, image = leave(detector, tmp_path / "best"), photo(tmp_path, *size)
+    (tmp_path / "detect.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["detect.py", str(folder), str(image)])
+    runpy.run_path(str(tmp_path / "detect.py"))
+    agree(capsys.readouterr().out, ours(detector, image))
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    """A detector of three classes, and its folder."""
+    detector = make("faster_rcnn", classes=3)
+    return detector, leave(detector, tmp_path_factory.mktemp("run") / "best", source=Three())
+
+
+class Three:
+    classes, category_ids = ("cat", "dog", "emu"), np.array([7, 1, 90])
+
+
+def test_a_folder_says_what_the_data_calls_its_classes_and_is_for_more_than_its_owner(best, tmp_path) -> None:
+    detector, folder = best
+    config = json.loads((folder / "config.json").read_text())
+    assert config["classes"] == ["cat", "dog", "emu"] and config["category_ids"] == [7, 1, 90]
+    assert json.loads((folder / "results.json").read_text()) == {"AP": 0.5}
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "results.json"]
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {(folder / "config.json").stat().st_mode & 0o777}
+    with pytest.raises(FileExistsError):
+        leave(detector, folder)
+
+
+@pytest.mark.parametrize("family, backbone", [("faster_rcnn", "test_resnet"), ("retinanet", "test_vit")])
+def test_a_folder_is_loaded_bit_by_bit_also_where_the_script_can_not(family, backbone, tmp_path) -> None:
+    detector, other = make(family, backbone), make(family, backbone)
+    folder = leave(detector, tmp_path / "best")
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    load(other, folder)
+    mine, theirs = detector.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def of_two_stages(**options):
+    return make("faster_rcnn", classes=3, **options)
+
+
+@pytest.mark.parametrize(
+    "make_other, says",
+    [
+        (
+            lambda: make("fcos", classes=3),
+            "--detector faster_rcnn there, fcos here; --convolutions None",
+        ),
+        (
+            lambda: of_two_stages(backbone="test_convnext"),
+            "--model test_resnet there, test_convnext here",
+        ),
+        (
+            lambda: of_two_stages(levels=(3, 6)),
+            "--levels 3-5 there, 3-6 here; give the flags that made it",
+        ),
+        (lambda: of_two_stages(width=64), "--width 32 there, 64 here; give the flags that made it"),
+    ],
+)
+def test_another_detector_is_refused_with_the_flag_that_differs(make_other, says, best) -> None:
+    with pytest.raises(Refused, match=says) as error:
+        load(make_other(), best[1])
+    assert "\n" not in str(error.value)
+
+
+def damage(folder, name, content):
+    folder.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_text("{}")
+    (folder / name).write_text(content) if content else (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("config.json", "", "no exported detector, no config.json is in it"),
+        ("model.safetensors", "", "not a whole exported detector .FileNotFoundError"),
+        ("model.safetensors", "torn", "not a whole exported detector .SafetensorError"),
+        ("config.json", "[]", "not a whole exported detector .AttributeError"),
+        ("config.json", "{", "not a whole exported detector .JSONDecodeError"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(name, content, says, tmp_path) -> None:
+    damage(tmp_path / "best", name, content)
+    with pytest.raises(Refused, match=says) as error:
+        begin_with(of_two_stages(), tmp_path / "best", Three.classes)
+    assert "\n" not in str(error.value)
+    with pytest.raises(Refused, match="nothing is there"):
+        begin_with(of_two_stages(), tmp_path / "nowhere", Three.classes)
+
+
+NEW_CLASSES = {
+    "emu cat dog": (3, 0),  # in another order
+    "elk emu gnu": (3, 2),  # as many
+    "gnu elk dog fox cat": (5, 3),
+    "elk gnu": (2, 2),
+}
+
+
+@pytest.mark.parametrize("family", ["fcos", "retinanet", "mask_rcnn"])
+def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp_path) -> None:
+    options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
+    trained = make(family, classes=3, **options)
+    folder, theirs = leave(trained, tmp_path / "best", source=Three()), trained.state_dict()
+    background = 1 if family.endswith("rcnn") else 0
+    heads = {
+        name
+        for name in theirs
+        if re.search(r"(?<!rpn.head.)(cls_logits|cls_score|mask_fcn_logits)\.|box_predictor.bbox", name)
+    }
+    assert len(heads) == (6 if background else 2)
+
+    def of_class(tensor, count: int, number: int):
+        """The part of a tensor that is for a class, as torchvision lays it out: -1 is the background."""
+        if background:
+            return tensor.reshape(count + 1, -1)[number + 1]
+        return tensor.reshape(-1, count, *tensor.shape[1:])[:, number]
+
+    for names, (count, new) in NEW_CLASSES.items():
+        fresh, names = make(family, classes=count, **options), names.split()
+        before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+        said = begin_with(fresh, folder, names)
+        for name, tensor in fresh.state_dict().items():
+            if name not in heads:
+                assert torch.equal(tensor, theirs[name]), name
+                continue
+            for number in range(-background, count):
+                known = number < 0 or names[number] in Three.classes
+                place = Three.classes.index(names[number]) if known and number >= 0 else number
+                wanted = of_class(theirs[name], 3, place) if known else of_class(before[name], count, number)
+                assert torch.equal(of_class(tensor, count, number), wanted), (name, number)
+        taken = len(theirs) - len(heads) * bool(new)
+        head = {0: "", count: ", head new for all classes"}.get(new, f", head new for {new} of {count} classes")
+        assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
+
+
+def test_what_begins_is_of_the_same_architecture(best) -> None:
+    with pytest.raises(Refused, match="--width 32 there, 64 here"):
+        begin_with(of_two_stages(width=64), best[1], Three.classes)
+
+
+@pytest.mark.parametrize(
+    "family, backbone", [("fcos", "test_vit"), ("fcos", "test_resnet"), ("rtdetr_v2", "test_resnet")]
+)
+def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
+    source = timm_models.build_classifier(backbone, 3, image_size=128)
+    timm_models.export(source, Three.classes, timm_models.data_config(source, 128), False, {}, tmp_path / "timm")
+    built = build_detector(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64)
+    taken, everything = map(
+        int, re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with).groups()
+    )
+    trained, mine = source.state_dict(), built.state_dict()
+    loaded = [
+        name
+        for name, tensor in mine.items()
+        if any(tensor.shape == other.shape and torch.equal(tensor, other) for other in trained.values())
+    ]
+    assert len(mine) == everything > len([name for name in loaded if "backbone" in name]) >= taken > 70
+
+
+def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
+    found = {
+        "boxes": torch.arange(20.0).reshape(5, 4),
+        "scores": torch.arange(5.0),
+        "labels": torch.tensor([2, 0, 1, 2, 0]),
+    }
+    detector = make("fcos", classes=3)
+    detector.detect = lambda images, sizes: [found]
+    (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
+    assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]
+    assert torch.equal(matched["boxes"], found["boxes"][[0, 1, 3, 4]])
+
+
+def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    detector, other = (build_detector("rtdetr_v2", "test_resnet", 10, width=64, seed=seed) for seed in (1, 2))
+    folder = leave(detector, tmp_path / "best")
+    load(other, folder)
+    mine, theirs = detector.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with pytest.raises(Refused, match="given as --model"):
+        begin_with(other, folder, SOURCE.classes)
+    with pytest.raises(Refused, match="--detector None there, fcos here"):
+        load(make("fcos"), folder)
+    names = [*SOURCE.classes[:2], "cat"]  # as --model: what it knows of classes by name is kept
+    again = build_detector("rtdetr_v2", str(folder), 3, names=names)
+    head = [name for name in mine if "class_embed" in name or "enc_score_head" in name]
+    said = f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes"
+    assert again.begins_with == said and build_detector("rtdetr_v2", "test_resnet", 3, width=64).begins_with == ""
+    assert sum(torch.equal(mine[name], tensor) for name, tensor in again.state_dict().items()) >= len(mine) - len(head)

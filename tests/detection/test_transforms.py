@@ -1,0 +1,207 @@
+"""Whatever an image goes through: boxes stay on their objects, sizes within what metadata say, and it is repeatable."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.detection.data.annotated import Sample
+from common.detection.transforms import BoxAugmentation, read_range
+from common.errors import Refused
+
+FILL = (9, 9, 9)
+WAYS = {
+    "plain": {},
+    "short sides": {"short_sides": (40, 64, 90)},
+    "mirror": {"hflip": 1.0},
+    "jitter": {"jitter": (0.1, 2.0)},
+    "iou crop": {"iou_crop": 1.0},
+    "zoom out": {"zoom_out": 1.0},
+    "mosaic": {"mosaic": 1.0},
+    "mixup": {"mixup": 1.0},
+    "everything": {
+        "short_sides": (40, 64, 90),
+        "jitter": (0.1, 2.0),
+        **dict.fromkeys(("hflip", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5),
+    },
+}
+
+
+def build(seed=0, **ways) -> BoxAugmentation:
+    return BoxAugmentation(seed, **{"short_sides": (64,), "long_side": 120} | ways)
+
+
+def painted(size, count, seed=0, crowd=()) -> Sample:
+    """A black image whose object number k has the colour 60 + 40 k on all of its box, the last on top."""
+    draws = np.random.default_rng(seed)
+    width, height = size
+    pixels = np.zeros((height, width, 3), np.uint8)
+    boxes, masks = np.zeros((count, 4), np.float32), np.zeros((count, height, width), np.uint8)
+    for number in range(count):  # side by side, so that none hides another
+        left = number * width // count
+        span = draws.integers(3, [max(4, width // count), height])
+        top = draws.integers(0, height - span[1] + 1)
+        right = min(left + span[0], (number + 1) * width // count)
+        boxes[number] = left, top, right, top + span[1]
+        masks[number, top : top + span[1], left:right] = 1
+        pixels[top : top + span[1], left:right] = 60 + 40 * number
+    return Sample(pixels, boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
+
+
+def vary(augmentation, position, own, others=None) -> Sample:
+    others = others or [painted((70, 90), 3, seed) for seed in range(4)]
+    return augmentation([own, *others[: len(augmentation.partners(position))]], position, FILL)
+
+
+def same(one: Sample, other: Sample) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", WAYS)
+def test_what_happens_is_a_function_of_seed_and_position(way):
+    own = painted((100, 80), 3)
+    augmentation = build(**WAYS[way], photometric=1.0)
+    before = own.boxes.copy(), own.image.copy()
+    first = [vary(augmentation, position, own) for position in range(12)]
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    for position in reversed(range(12)):
+        assert same(vary(augmentation, position, own), first[position])
+    assert np.array_equal(own.boxes, before[0]) and np.array_equal(own.image, before[1])
+    assert len({one.image.numpy().tobytes() for one in first}) == 12
+    other = [vary(build(1, **WAYS[way], photometric=1.0), position, own) for position in range(12)]
+    assert not any(same(*pair) for pair in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
+    """Each object's colour fills its box, as long as resizing has blurred its edges by two pixels at most."""
+    augmentation, looked = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {})), 0
+    for position in range(60):
+        result = vary(augmentation, position, painted((100, 80), 3, seed=position))
+        height, width = result.image.shape[1:]
+        assert (
+            result.boxes.dtype == torch.float32
+            and result.labels.dtype == torch.int64
+            and result.crowd.dtype == torch.bool
+        )
+        assert len(result.boxes) == len(result.labels) == len(result.crowd) == len(result.masks)
+        assert (result.boxes[:, :2] >= 0).all() and (result.boxes[:, 2:] <= torch.tensor([width, height])).all()
+        assert result.masks.shape[1:] == (height, width)
+        for box, label, mask in zip(result.boxes, result.labels.tolist(), result.masks, strict=True):
+            left, top, right, bottom = box.tolist()
+            rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
+            ends = [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+            assert max(abs(a - b) for a, b in zip(ends, box.tolist(), strict=True)) <= 1.01
+            left, top, right, bottom = round(left) + 2, round(top) + 2, round(right) - 2, round(bottom) - 2
+            if right > left and bottom > top:
+                part = result.image[0, top:bottom, left:right].float()
+                if way == "mixup":  # half of it is another image
+                    part = part[part >= (60 + 40 * label) // 2 - 1][:1]
+                    assert len(part)
+                else:
+                    assert (part - (60 + 40 * label)).abs().max() <= 2
+                looked += 1
+    assert looked > 50
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 2**40),
+    st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    st.sampled_from(sorted(WAYS)),
+    st.integers(0, 4),
+)
+def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
+    augmentation = build(**WAYS[way])
+    own = painted(size, count if min(size) > 40 else 0)
+    bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
+    result = vary(augmentation, position, own, [painted((41 + n, 200 - 40 * n), 1) for n in range(4)])
+    assert (np.array(result.image.shape[:0:-1]) <= bound).all()
+    whole = build(**{"short_sides": WAYS[way].get("short_sides", (64,))}).sizes(np.array([position]), np.array([size]))[
+        0
+    ]
+    assert (bound <= whole).all() and bound.max() <= 120
+    if way in ("plain", "short sides", "mirror", "mosaic"):
+        assert (np.array(result.image.shape[:0:-1]) == bound).all()
+
+
+def test_sizes_of_many_positions_are_those_of_each():
+    augmentation = build(**WAYS["everything"])
+    draws = np.random.default_rng(0)
+    positions, sizes = draws.integers(0, 2**40, 5_000), draws.integers(1, 2_000, (5_000, 2))
+    all_or_none = augmentation.sizes(positions, sizes)
+    assert all_or_none.min() >= 1 and all_or_none.max() <= 120
+    for place in range(0, 5_000, 97):
+        assert np.array_equal(
+            augmentation.sizes(positions[place : place + 1], sizes[place : place + 1])[0], all_or_none[place]
+        )
+
+
+def test_an_object_of_which_little_is_left_is_left_out_and_a_crowd_region_stays():
+    """Enlarged twice and cut, a wide box keeps less than a tenth of itself in some places."""
+    augmentation = build(jitter=(8.0, 8.0))
+    kept = {False: [], True: []}
+    for position in range(150):
+        for crowd in kept:
+            own = painted((100, 80), 1, seed=3, crowd=[0] if crowd else [])
+            result = vary(augmentation, position, own)
+            scale = 64 / 80 * 8
+            share = (
+                (result.boxes[:, 2:] - result.boxes[:, :2]).prod(1)
+                / scale**2
+                / np.prod(own.boxes[0, 2:] - own.boxes[0, :2])
+            )
+            kept[crowd] += share.tolist()
+            assert result.crowd.tolist() == [crowd] * len(share)
+    assert min(kept[False]) > 0.09 and min(kept[True]) < 0.05 and len(kept[True]) > len(kept[False]) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_images_without_boxes_go_through_too(way):
+    for position in range(20):
+        others = [painted((70, 90), 0) for _ in range(4)]
+        result = vary(build(**WAYS[way], photometric=0.5), position, painted((100, 80), 0), others)
+        assert (
+            result.boxes.shape == (0, 4)
+            and result.labels.shape == (0,)
+            and result.masks.shape == (0, *result.image.shape[1:])
+        )
+
+
+def test_a_mosaic_shows_four_images_and_mixup_two():
+    own, others = painted((100, 80), 1), [painted((70, 90), 1) for _ in range(4)]
+    colours = [own, *others]
+    for number, sample in enumerate(colours):
+        sample.labels[:], sample.image[:] = number, 50 + 30 * number
+    result = [vary(build(mosaic=1.0), position, own, others) for position in range(20)]
+    assert set().union(*(one.labels.tolist() for one in result)) == {0, 1, 2, 3}
+    for one in result:
+        corners = one.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
+        assert all(corner in (9, 50 + 30 * place) for place, corner in enumerate(corners))
+    mixed = vary(build(mixup=1.0), 3, own, others)
+    assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
+    assert len(build(mosaic=1.0, mixup=1.0).partners(3)) == 4
+
+
+def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
+    ways = dict.fromkeys(("mosaic", "mixup", "iou_crop", "zoom_out", "photometric"), 1.0)
+    own, gentle = painted((100, 80), 3), build(hflip=0.5, jitter=(0.5, 1.5))
+    augmentation = build(hflip=0.5, jitter=(0.5, 1.5), **ways, strong_until=10)
+    assert [len(augmentation.partners(position)) for position in (9, 10)] == [4, 0]
+    assert not same(vary(augmentation, 9, own), vary(gentle, 9, own))
+    for position in (10, 11, 12, 10**12):
+        assert augmentation.sizes(np.array([position]), np.array([[100, 80]])).tolist() == [
+            list(vary(augmentation, position, own).image.shape[:0:-1])
+        ]
+        assert len(vary(augmentation, position, own).boxes) <= 3
+
+
+def test_a_range_of_factors_is_two_numbers_in_order():
+    assert read_range("--scale_jitter", "0.1-2") == (0.1, 2.0) and read_range("--scale_jitter", "") is None
+    for text in ("2", "2-0.1", "0-2", "a-b", "1-2-3", "0.1-inf", "nan-1", "0.1-11"):
+        with pytest.raises(Refused, match=f"--scale_jitter {text}: must be two factors of at most 10"):
+            read_range("--scale_jitter", text)

@@ -1,0 +1,78 @@
+"""Is a process that differs from the first, or does not come, named to all of them?"""
+
+import dataclasses
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from common.distributed.agreement import agree, differences, facts
+from common.errors import Refused
+
+pytestmark = pytest.mark.smoke
+SAME = {"--lr": "0.1", "torch": "2.11", "common/data/batch_plan.py": "3f"}
+
+
+def said_to(ranks: dict[int, dict[str, str]], world_size: int, patience_s: float = 20) -> list[str]:
+    """What each of the ranks hears, in threads over one store."""
+    store, patience = HashStore(), timedelta(seconds=patience_s)
+
+    def hear(rank: int) -> str:
+        try:
+            agree(store, rank, world_size, ranks[rank], patience)
+        except Refused as refusal:
+            return str(refusal)
+        return ""
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(hear, ranks))
+
+
+def test_the_same_facts_are_agreed_on() -> None:
+    assert said_to(dict.fromkeys(range(3), SAME), 3) == [""] * 3
+
+
+def test_the_rank_that_differs_is_named_to_all() -> None:
+    host = socket.gethostname()
+    said = f"rank 2 on {host} is not as rank 0 on {host}: --lr 0.2 instead of 0.1, common/data/batch_plan.py is another file"
+    assert said_to({0: SAME, 1: SAME, 2: SAME | {"--lr": "0.2", "common/data/batch_plan.py": "4a"}}, 3) == [said] * 3
+
+
+def test_the_ranks_that_do_not_come_are_named() -> None:
+    host = socket.gethostname()
+    said = f"rank 1, 3 of 4 did not come within 1 s; here are those of {host}: see what the others said"
+    assert said_to({0: SAME, 2: SAME}, 4, patience_s=1) == [said] * 2
+
+
+def test_many_differences_are_counted() -> None:
+    assert differences({str(number): "a" for number in range(9)}, {}).endswith("4 a instead of (absent), and 4 more")
+
+
+def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> None:
+    @dataclasses.dataclass
+    class Config:
+        lr: float = 0.1
+
+    def of(folder: str, loss: str, lr: float) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("import loss\nfrom common.data import batch_plan\n")
+        (tmp_path / folder / "loss.py").write_text(loss)
+        monkeypatch.setattr("sys.argv", [str(tmp_path / folder / "mine.py")])
+        monkeypatch.setattr("__main__.__file__", str(tmp_path / folder / "mine.py"), raising=False)  # no notebook
+        return facts(Config(lr))
+
+    before = of("here", "a = 1", 0.1)
+    assert before["--lr"] == "0.1"
+    assert {
+        "Python",
+        "torch",
+        "timm",
+        "mine.py",
+        "loss.py",
+        "common/data/batch_plan.py",
+        "common/detection/models/fcos.py",
+    } <= before.keys()
+    assert differences(of("there", "a = 2", 0.2), before) == "--lr 0.2 instead of 0.1, loss.py is another file"

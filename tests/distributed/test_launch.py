@@ -1,0 +1,229 @@
+"""Is a launch that would train something else than asked for refused, in one line, before a group is formed?"""
+
+import errno
+from unittest import mock
+
+import pytest
+
+from common.distributed import launch
+from common.distributed.exit_codes import leaving
+from common.distributed.launch import check_launch, choose_interface, last_resort, processes_asked, wants_cpu
+from common.errors import Refused
+
+pytestmark = pytest.mark.smoke
+
+# What `accelerate launch` leaves in the environment of one process, and of rank 1 of 2.
+ONE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
+TWO = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
+HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
+TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "accelerators", "world_size"),
+    [
+        ({}, 0, 1),  # plain python
+        ({}, 8, 1),
+        (ONE, 1, 1),
+        ({**ONE, "ACCELERATE_USE_CPU": "True"}, 0, 1),
+        ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp16"}, 1, 1),
+        (TWO, 2, 2),
+        ({**TWO, **HIDDEN_GPUS}, 0, 2),
+        ({**TWO, "ACCELERATE_USE_CPU": "1"}, 0, 2),
+        ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, 2, 2),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 0, 3),  # mpirun on a machine without GPUs
+    ],
+)
+def test_a_launch_that_gets_its_world_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
+    assert check_launch(environ, accelerators, asked_for=(world_size, 1)) == world_size
+
+
+@pytest.mark.parametrize(
+    ("environ", "accelerators", "said"),
+    [
+        (ONE, 0, "cpu.yaml"),
+        (TWO, 0, "multi_cpu.yaml"),
+        ({**TWO, "CUDA_VISIBLE_DEVICES": ""}, 0, "multi_cpu.yaml"),  # a job without GPUs on a GPU file
+        ({**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2, "without LOCAL_RANK"),
+        ({**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
+        ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
+        ({"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}, 8, "fp16 on a CPU"),
+        ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp8"}, 1, "fp8 is not one of no, fp16, bf16"),
+        ({**ONE, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "INDUCTOR"),
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "FSDP"),
+        ({**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}, 2, "DeepSpeed"),
+        ({**TWO, "ACCELERATE_USE_MEGATRON_LM": "true"}, 2, "Megatron"),
+        ({**TWO, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, 2, "parallelism_config"),
+        ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, "max_micro_batch_size"),
+    ],
+)
+def test_a_launch_that_would_train_something_else_is_refused(
+    environ: dict[str, str], accelerators: int, said: str
+) -> None:
+    with pytest.raises(Refused, match=said) as refusal:
+        check_launch(environ, accelerators)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "processes", "machines", "said"),
+    [
+        (TWO_NODES, 3, 2, "launched for 3 processes on 2 machines, but on this one 1 started"),
+        # MULTI_CPU without mpirun, or --cpu
+        (
+            {**ONE, "ACCELERATE_USE_CPU": "True"},
+            2,
+            1,
+            "launched for 2 processes on 1 machine, but on this one 1 started",
+        ),
+    ],
+)
+def test_another_number_of_processes_than_asked_for_is_refused(
+    environ: dict[str, str], processes: int, machines: int, said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        check_launch(environ, accelerators=1, asked_for=(processes, machines))
+
+
+def test_machines_may_be_missing() -> None:
+    left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
+    assert check_launch(left, accelerators=2, asked_for=(4, 2)) == 2
+
+
+def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkeypatch) -> None:
+    own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
+    monkeypatch.setattr(launch, "address_towards", own.__getitem__)
+    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+
+    def chosen(**variables: str) -> dict[str, str]:
+        environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
+        choose_interface(environ)
+        return {name: environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in environ}
+
+    assert chosen(MASTER_ADDR="10.0.0.1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
+    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
+    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    with pytest.raises(Refused, match="knows the main machine first as 127.0.1.1"):
+        chosen(MASTER_ADDR="first")
+    assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+def test_the_processes_of_one_machine_meet_on_its_loopback_unless_their_launcher_keeps_the_store() -> None:
+    one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    for more, main in (({}, "127.0.0.1"), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1")):
+        environ = one | more
+        choose_interface(environ)
+        assert environ["MASTER_ADDR"] == main
+    unknown = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}  # how many of them are here
+    choose_interface(unknown)
+    assert unknown == {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+
+
+def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_here_and_says_so(
+    monkeypatch, capsys
+) -> None:
+    stores = []
+    monkeypatch.setattr(launch, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(launch, "keep_store", lambda *place: stores.append(place[:2]))
+    launch._listen("127.0.0.1", 1)
+    launch._listen("10.0.0.1", 2)
+    assert stores == [("127.0.0.1", 1), ("10.0.0.1", 2)] and not capsys.readouterr().out
+    launch._listen("first", 3)
+    assert len(stores) == 2 and "on all interfaces" in capsys.readouterr().out
+    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "")))
+    launch._listen("10.0.0.1", 4)
+    assert "on all interfaces" in capsys.readouterr().out
+    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
+    with pytest.raises(OSError, match="taken"):
+        launch._listen("10.0.0.1", 5)
+
+
+@pytest.mark.parametrize(
+    "asked, least, leavers",
+    [
+        ({1}, 1, [1]),
+        ({2, 1}, 1, [1, 2]),
+        ({1}, 3, [0, 1, 2]),  # two are too few
+        ({0}, 1, [0, 1, 2]),  # it has the address
+        ({0, 1, 2}, 1, [0, 1, 2]),
+        (set(), 3, []),  # machines are joining
+    ],
+)
+def test_machines_that_are_asked_leave_alone_where_the_others_can_go_on(asked, least, leavers) -> None:
+    assert leaving(asked, 3, least) == leavers
+
+
+def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:
+    static = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(Refused, match="--rdzv_backend machines"):
+        check_launch(static, accelerators=2)
+    assert check_launch({**static, "TORCHELASTIC_MAX_RESTARTS": "0"}, accelerators=2) == 2
+    assert check_launch({**static, "TORCHELASTIC_USE_AGENT_STORE": "False"}, accelerators=2) == 2
+
+
+def test_the_cpu_is_chosen_only_by_those_who_ask_for_it() -> None:
+    assert wants_cpu({"ACCELERATE_USE_CPU": "True"})
+    assert wants_cpu({"CUDA_VISIBLE_DEVICES": "-1"})
+    assert wants_cpu(HIDDEN_GPUS)
+    assert not wants_cpu({})
+    assert not wants_cpu({"ACCELERATE_USE_CPU": "False", "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert not wants_cpu({"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "/opt/bin/python3 /opt/bin/accelerate launch",
+        "/opt/bin/accelerate launch",
+        "accelerate-launch",
+        "python -m accelerate.commands.launch",
+        "python -m accelerate.commands.accelerate_cli launch",
+    ],
+)
+def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher: str) -> None:
+    file = "--config_file accelerate_configs/multi_cpu.yaml"
+    script = "recipes/cls.py --num_processes 9"
+    assert processes_asked(f"{launcher} {file} {script}".split()) == (2, 1)
+    assert processes_asked(f"{launcher} {file} --num_processes 3 {script}".split()) == (3, 1)
+    file = "--config_file accelerate_configs/2node_cpu.yaml"
+    assert processes_asked(f"{launcher} {file} --num_processes 4 {script}".split()) == (4, 2)
+
+
+def test_nothing_is_read_from_other_commands() -> None:
+    for command in ("", "bash", "torchrun --nproc-per-node 2 cls.py", "python recipes/cls.py accelerate launch"):
+        assert processes_asked(command.split()) is None
+
+
+def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["cls.py"])
+
+    def main() -> None:
+        raise Refused("a\nb \x1b[2J \udcff.png: é 足")
+
+    with pytest.raises(SystemExit, match="2"):
+        launch.run(main)
+    launch.say("a\nb\x1b")
+    told = capsys.readouterr()
+    assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
+
+
+@pytest.mark.parametrize("patience", [10, 1800, 10**7])
+def test_a_collective_gives_up_long_after_the_watch_has_said_who_is_to_blame(patience):
+    environ = {}
+    assert last_resort(patience, environ).total_seconds() == 2 * patience + 60
+    assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(2 * patience + 60)}
+    last_resort(patience, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
+    assert own == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}

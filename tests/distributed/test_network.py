@@ -1,0 +1,96 @@
+"""Is the way to another machine found, and is it said why there is none?"""
+
+import errno
+import os
+import socket
+import threading
+from datetime import timedelta
+from unittest import mock
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from common.distributed import rendezvous
+from common.distributed.network import (
+    LOOPBACK,
+    address_towards,
+    await_listener,
+    interface_of,
+    is_loopback,
+    is_own,
+    keep_store,
+    outward_addresses,
+    trouble,
+)
+from common.errors import Refused
+
+pytestmark = pytest.mark.smoke
+
+
+def test_the_address_and_interface_on_the_way_are_found() -> None:
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in (entry for entry in entries if entry.family == socket.AF_INET):
+            assert address_towards(entry.address) == entry.address
+            assert interface_of(entry.address) == name
+            assert is_own(entry.address)
+            assert is_loopback(entry.address) == (name == "lo")
+    assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
+    assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
+
+
+def test_a_store_listens_at_one_address_and_is_the_one_that_torch_finds_there() -> None:
+    """Once more where its port was used a moment ago, as where a run is started again."""
+    port = 0
+    for _ in range(2):
+        store = keep_store(LOOPBACK, port, timedelta(seconds=20))
+        port = store.port
+        listening = [row for row in psutil.Process().net_connections("inet") if row.status == "LISTEN"]
+        assert [row.laddr.ip for row in listening if row.laddr.port == port] == [LOOPBACK]
+        with mock.patch.dict(os.environ, {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}):
+            found, _, _ = next(dist.rendezvous("env://", 0, 1))
+        found.set("key", "value")
+        assert store.get("key") == b"value"
+        with pytest.raises(OSError) as raised:
+            keep_store(LOOPBACK, port, timedelta(seconds=20))
+        assert raised.value.errno == errno.EADDRINUSE
+        del store, found
+    with pytest.raises(OSError) as raised:
+        keep_store("192.0.2.1", 0, timedelta(seconds=20))
+    assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get)
+    monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1"])
+    assert rendezvous._own_address("second", most=1) == LOOPBACK, "a machine alone"
+    assert rendezvous._own_address("127.0.0.1", most=2) == "127.0.0.1", "a rehearsal on one machine"
+    assert rendezvous._own_address("second", most=2) == "second"
+    assert rendezvous._own_address("first", most=2) == "10.0.0.1", "a name that is a loopback on its own machine alone"
+    monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
+    with pytest.raises(SystemExit, match="own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
+        rendezvous._own_address("first", most=2)
+
+
+def test_the_addresses_of_a_machine_that_lead_to_it_are_no_loopbacks() -> None:
+    assert all(is_own(address) and not is_loopback(address) for address in outward_addresses())
+
+
+def test_a_listener_that_comes_late_is_waited_for() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        timer = threading.Timer(0.2, listener.listen)
+        timer.start()
+        await_listener("127.0.0.1", listener.getsockname()[1], patience=30)
+        timer.join()
+
+
+def test_it_is_said_why_nobody_is_reached() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        with pytest.raises(Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"):
+            await_listener("127.0.0.1", port, patience=0)
+    with pytest.raises(Refused, match="the name no.such.name.invalid is not known on this machine"):
+        await_listener("no.such.name.invalid", 1, patience=0)
+    assert "host:1 can't be reached (timed out)" in trouble("host", 1, TimeoutError("timed out"))

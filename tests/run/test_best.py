@@ -1,0 +1,254 @@
+"""`best/` is what the newest checkpoint says, or a person hears what became of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.checkpoints.state import TrainingState
+from common.checkpoints.store import Checkpoint, Checkpoints
+from common.run.best import Best
+from common.run.progress import Progress
+
+
+class Training:
+    """A run of `steps`, each with an evaluation of these results and a checkpoint, as `Run` goes about it."""
+
+    def __init__(self, run: Path, keep: int = 2) -> None:
+        self.run, self.said = run, []
+        self.state = TrainingState(torch.nn.Linear(1, 1), ema=torch.nn.Linear(1, 1))
+        self.best = Best(run, self.state, self.export, self.said.append)
+        self.checkpoints, self.progress = Checkpoints(run / "checkpoints", keep), Progress()
+
+    def export(self, results: dict, folder: Path) -> None:
+        folder.mkdir()
+        save_file({"weight": self.state.ema.weight.detach().clone()}, folder / "model.safetensors")
+        (folder / "results.json").write_text(json.dumps(results))
+
+    def record(self, step: int) -> dict:
+        of_run = {"name": "a", "recipe": "cls", "environment": {"commit": "c0ffee"}}
+        return of_run | {"step": step, "config": {"lr": 0.1, "name": ""}, "identity": {"lr": 0.1, "data": "1-2"}}
+
+    def step(self, step: int, top1: float, placed: bool = True) -> None:
+        with torch.no_grad():
+            self.state.model.weight.fill_(-step)
+            self.state.ema.weight.fill_(step)
+        if self.progress.judge(step, {"eval/top1": top1}, "eval/top1"):
+            self.best.export({"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
+        self.best.take()
+        files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
+        record = self.record(step) | {"ledger": vars(self.progress).copy(), "best": self.best.seal()}
+        record["ledger"] = {key: value for key, value in record["ledger"].items() if key[0] != "_"}
+        self.checkpoints.save(record, files)
+        if placed:
+            self.best.place()
+
+    def start_again(self, run: Path | None = None) -> "Training":
+        """Another start, in another folder if one is given."""
+        again = Training(run or self.run)
+        found = self.checkpoints.newest(print)
+        assert isinstance(found, Checkpoint)
+        again.progress = Progress(**found.record["ledger"])
+        again.best.mend(found, again.progress)
+        return again
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "a").mkdir()
+    return tmp_path / "a"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def weight(run: Path) -> float:
+    return load_file(run / "best/model.safetensors")["weight"].item()
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def cut(run: Path) -> None:
+    (run / "best/model.safetensors").write_bytes(b"")
+
+
+def tear(run: Path) -> None:
+    file = run / "best/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip(run: Path) -> None:
+    file = run / "best/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+
+
+def lose_results(run: Path) -> None:
+    (run / "best/results.json").unlink()
+
+
+def lose_all(run: Path) -> None:
+    shutil.rmtree(run / "best")
+
+
+def be_a_file(run: Path) -> None:
+    lose_all(run)
+    (run / "best").write_text("best")
+
+
+DAMAGES = (cut, tear, flip, lose_results, lose_all, be_a_file)
+
+
+def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> None:
+    training = Training(run)
+    training.step(1, 0.1)
+    assert weight(run) == 1
+    training.best.export({"top1": 0.2}, training.record(2))
+    training.best.seal()  # for a checkpoint that was on its way
+    training.best.place()
+    assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
+    again = training.start_again()
+    assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
+
+
+def test_it_says_which_run_made_it_also_when_it_is_made_again(run: Path) -> None:
+    training = Training(run)
+    for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
+        training.step(step, top1)
+    wanted = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
+    assert json.loads((run / "best/run.json").read_text()) == wanted
+    lose_all(run)
+    training.start_again()
+    assert json.loads((run / "best/run.json").read_text()) == wanted
+
+
+@pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there"])
+def test_a_swap_that_was_interrupted_is_ended_by_the_next_start(run: Path, moment: str) -> None:
+    training = Training(run)
+    training.step(1, 0.1)
+    training.step(2, 0.2, placed=False)
+    best, draft, old = run / "best", run / ".best.tmp", run / ".best.old"
+    if moment in ("old aside", "old left"):
+        best.rename(old)
+    if moment == "old left":
+        draft.rename(best)
+    if moment == "new alone is there":
+        shutil.rmtree(best)
+    again = training.start_again()
+    assert weight(run) == 2 and again.said == [] and again.progress.best["step"] == 2
+    assert names(run) == ["best", "checkpoints"]
+    again.step(3, 0.1)
+    assert weight(run) == 2 and again.start_again().said == []
+
+
+def test_the_old_one_comes_back_where_the_new_one_is_of_a_checkpoint_that_is_not_there(run: Path) -> None:
+    training = Training(run)
+    training.step(1, 0.1)
+    training.step(2, 0.2, placed=False)
+    (run / "best").rename(run / ".best.old")
+    (run / ".best.tmp").rename(run / "best")
+    shutil.rmtree(run / "checkpoints/step_00000002")
+    again = training.start_again()
+    assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_made_again_as_it_was(run: Path, damage) -> None:
+    """From the checkpoint of the same step, which need not be the newest; with the results of each class."""
+    training = Training(run)
+    for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
+        training.step(step, top1)
+    was = content(run / "best")
+    damage(run)
+    again = training.start_again()
+    (said,) = again.said
+    assert f"{run}/best is damaged or another (" in said and said.endswith(
+        f"): made again from {run}/checkpoints/step_00000002"
+    )
+    assert content(run / "best") == was and again.progress.best["step"] == 2
+    assert names(run) == ["best", "checkpoints"]
+    again.step(4, 0.2)
+    assert again.start_again().said == [], "it is as every checkpoint says"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_its_place(run: Path, damage) -> None:
+    training = Training(run)
+    for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
+        training.step(step, top1)
+    damage(run)
+    again = training.start_again()
+    (said,) = again.said
+    for part in (
+        f"{run}/best is damaged or another (",
+        "the checkpoint of step 1 that it came from has gone: the best model, top-1 30.00 %, is lost",
+        "best/ is now that of step 3, top-1 20.00 %",
+    ):
+        assert part in said, said
+    assert weight(run) == 3 and again.progress.best == {"step": 3, "eval/top1": 0.2}
+    assert json.loads((run / "best/results.json").read_text()) == {"top1": 0.2}
+    aside = [] if damage is lose_all else ["best.damaged"]
+    assert names(run) == ["best", *aside, "checkpoints"]
+    kept = [content(run / name) for name in aside if (run / name).is_dir()]
+    (said,) = again.start_again().said  # as long as no newer checkpoint is there
+    assert "is lost; best/ is now that of step 3" in said
+    assert weight(run) == 3 and kept == [content(run / name) for name in aside if (run / name).is_dir()]
+    again.step(4, 0.25)
+    assert weight(run) == 4 and again.start_again().said == []
+
+
+def test_where_no_evaluated_checkpoint_is_left_the_next_evaluation_is_the_best(run: Path) -> None:
+    training = Training(run)
+    training.step(1, 0.3)
+    training.progress.last = {"step": 2, "eval/top1": 0.1}  # its checkpoint has gone as well
+    shutil.rmtree(run / "checkpoints")
+    record = training.record(3) | {"ledger": {"step": 3, "leading": "eval/top1"}, "best": training.best.seal()}
+    record["ledger"] |= {"best": training.progress.best, "last": training.progress.last}
+    training.checkpoints.save(record, {"model": {}})
+    cut(run)
+    again = training.start_again()
+    (said,) = again.said
+    assert "top-1 30.00 %, is lost; best/ will be the best of the evaluations from now on" in said
+    assert again.progress.best == {} and names(run) == ["best.damaged", "checkpoints"]
+    again.step(4, 0.01)
+    assert weight(run) == 4
+
+
+def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path) -> None:
+    training = Training(run)
+    for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
+        training.step(step, top1)
+    (tmp_path / "b").mkdir()
+    branch = training.start_again(tmp_path / "b")
+    assert branch.said == [] and content(tmp_path / "b/best") == content(run / "best") and weight(run) == 1
+
+
+def test_an_export_that_fails_leaves_the_old_one(run: Path) -> None:
+    training = Training(run)
+    training.step(1, 0.1)
+
+    def fail(results: dict, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    training.best._export = fail
+    with pytest.raises(OSError):
+        training.best.export({"top1": 0.2}, training.record(2))
+    assert weight(run) == 1 and names(run) == ["best", "checkpoints"]
+
+
+def test_a_link_in_the_place_of_the_draft_is_not_followed(run: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "model.safetensors").write_text("mine")
+    for name in (".best.new", ".best.tmp", ".best.old", "best"):
+        (run / name).symlink_to(victim)
+    training = Training(run)
+    training.step(1, 0.1)
+    assert content(victim) == {"model.safetensors": b"mine"}
+    assert weight(run) == 1 and names(run) == ["best", "checkpoints"] and not (run / "best").is_symlink()

@@ -1,0 +1,216 @@
+"""One run at a time writes a folder, and what it holds is whole and exact after any kill."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import Refused
+from common.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    opened = RunFolder(tmp_path / "runs" / "a")
+    yield opened
+    opened.close()
+
+
+def rows(path: Path) -> list[dict]:
+    text = (path / "metrics.jsonl").read_text()
+    assert not text or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from common.run.folder import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]))
+if os.fork() == 0:
+    os.setsid()  # a data worker that outlives a kill
+    sys.stdout.close()
+    time.sleep(600)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.smoke
+def test_a_second_run_is_refused_until_the_first_is_gone_whatever_became_of_its_workers(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        pid = int(holder.stdout.readline())
+        workers = [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        try:
+            with pytest.raises(Refused) as raised:
+                RunFolder(path)
+            assert str(raised.value) == (
+                f"{path} is in use by process {pid} on {os.uname().nodename}: "
+                "wait for it, stop it, or give this run another --name"
+            )
+            assert not (path / "log.txt").read_text()
+            holder.kill()
+            holder.wait()
+            os.kill(workers[0], 0)  # still there
+            second = RunFolder(path)
+            assert (path / ".lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
+            second.close()
+        finally:
+            holder.kill()
+            for worker in workers:
+                os.kill(worker, signal.SIGKILL)
+
+
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="--output_dir .*/file: .*/file/a can't be written .*name another folder"):
+        RunFolder(tmp_path / "file" / "a")
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_it_is_known_whether_the_folder_was_there(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "a")
+    first.close()
+    again = RunFolder(tmp_path / "a")
+    again.close()
+    assert first.fresh and not again.fresh
+
+
+def test_files_are_replaced_whole(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folder.read("summary.json") == {}
+    folder.write("summary.json", {"step": 1})
+    folder.write("summary.json", {"step": 2, "name": "Füße"})
+    assert folder.read("summary.json") == {"step": 2, "name": "Füße"}
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        folder.write("summary.json", {"step": 3})
+    assert folder.read("summary.json")["step"] == 2
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "log.txt", "summary.json"]
+    (folder.path / "summary.json").write_text('{"step": ')
+    assert folder.read("summary.json") == {}
+
+
+def test_the_status_says_what_became_of_the_run(folder: RunFolder) -> None:
+    folder.status("resumable", 7, "SIGTERM")
+    status = folder.read("status.json")
+    assert status.pop("time")[:2] == "20" and status == {"status": "resumable", "step": 7, "cause": "SIGTERM"}
+
+
+def test_what_was_said_stands_in_the_log_with_its_time(folder: RunFolder) -> None:
+    folder.log("one\ntwo")
+    folder.log("drei: Füße")
+    lines = (folder.path / "log.txt").read_text().splitlines()
+    assert [line.split("  ", 1)[1] for line in lines] == ["one", "two", "drei: Füße"]
+    assert all(len(line.split("  ", 1)[0]) == len("2026-01-01 00:00:00") for line in lines)
+
+
+def test_rows_are_on_disk_at_once_and_nothing_is_not_json(folder: RunFolder) -> None:
+    assert folder.rewind(0) == 0
+    folder.row({"step": 1, "train/loss": float("nan"), "train/grad_norm": float("inf"), "samples": 64, "ok": 0.5})
+    assert rows(folder.path) == [{"step": 1, "train/loss": None, "train/grad_norm": None, "samples": 64, "ok": 0.5}]
+
+
+@pytest.mark.parametrize("torn", ["", '{"st', '{"step": 40, "train/loss": 0.1', "{", "\n", '{"step": 40}'])
+def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder: RunFolder, torn: str) -> None:
+    text = "".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30))
+    (folder.path / "metrics.jsonl").write_text(text + torn)
+    assert folder.rewind(20) == (40 if torn.endswith("}") else 30)  # how far the dashboard was told
+    folder.row({"step": 30, "train/loss": 0.25})
+    assert [(row["step"], row["train/loss"]) for row in rows(folder.path)] == [(10, 0.1), (20, 0.05), (30, 0.25)]
+    assert not (folder.path / ".metrics.jsonl.tmp").exists()
+
+
+@pytest.mark.parametrize("kill_after", range(1, 60, 4))
+def test_whatever_byte_a_kill_comes_after_no_step_is_lost_or_there_twice(tmp_path: Path, kill_after: int) -> None:
+    first = RunFolder(tmp_path / "a")
+    first.rewind(0)
+    for step in (1, 2):
+        first.row({"step": step, "train/loss": 0.5})
+    first.close()
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:kill_after])
+    whole = path.read_text().count("}")
+    again = RunFolder(tmp_path / "a")
+    again.rewind(whole)  # a checkpoint syncs its rows first: it is never beyond them
+    for step in range(whole + 1, 4):
+        again.row({"step": step, "train/loss": 0.5})
+    again.close()
+    assert [row["step"] for row in rows(tmp_path / "a")] == [1, 2, 3]
+
+
+def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder) -> None:
+    folder.rewind(0)
+    folder.row({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    try:
+        with pytest.raises(OSError):
+            folder.row({"step": 2, "text": "x" * 100})
+        folder.log("x" * 100)  # the log is not worth a run
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert rows(folder.path) == [{"step": 1}]
+    folder.row({"step": 2})
+    assert rows(folder.path) == [{"step": 1}, {"step": 2}]
+
+
+def replace(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.mkdir()
+    (path / ".lock").write_text("of another run")
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        shutil.rmtree,
+        replace,
+        lambda path: path.rename(path.with_name("elsewhere")),
+        lambda path: (path / ".lock").unlink(),
+        lambda path: path.parent.rename(path.parent.with_name("elsewhere")),
+    ],
+)
+def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder: RunFolder, lose) -> None:
+    folder.write("summary.json", {"step": 1})
+    folder.check()
+    assert not folder.lost
+    lose(folder.path)
+    assert folder.lost
+    before = sorted(folder.path.rglob("*"))
+    for write in (folder.check, lambda: folder.write("summary.json", {}), lambda: folder.status("running", 2)):
+        with pytest.raises(Refused, match=f"{folder.path} was removed, renamed or replaced while this run was at work"):
+            write()
+    assert sorted(folder.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt"])
+def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    (run / name).symlink_to(victim)
+    with pytest.raises(Refused, match="can't be written"):
+        RunFolder(run)
+    assert victim.read_text() == "mine"
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(Refused, match="can't be written"):
+        RunFolder(run)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe\x00", b"[" * 100_000, b'{"id": '])
+def test_what_is_no_json_object_is_read_as_nothing(folder: RunFolder, content: bytes) -> None:
+    (folder.path / "tracker.json").write_bytes(content)
+    assert folder.read("tracker.json") == {}
+    (folder.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content)  # as a machine's end leaves it
+    assert folder.rewind(5) == 1 and rows(folder.path) == [{"step": 1}]

@@ -1,0 +1,48 @@
+"""Letters that Matplotlib's own font lacks come from an installed font that has them; those that none has are told once."""
+
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from common.run import fonts
+from common.run.plots import new_figure, title
+
+OWN = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """`installed(paths)`: these are the fonts of the system, and nothing has been looked for yet."""
+    from matplotlib import font_manager
+
+    def install(*paths: Path) -> None:
+        fonts._families.cache_clear()
+        fonts._missing.clear(), fonts._said.clear()
+        monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [str(path) for path in paths])
+
+    yield install
+    fonts._families.cache_clear()
+    fonts._missing.clear(), fonts._said.clear()
+
+
+def test_a_text_takes_letters_from_an_installed_font_and_others_stay_as_they_are(installed, tmp_path: Path) -> None:
+    (tmp_path / "noto.ttf").write_text("no font")
+    installed(tmp_path / "noto.ttf", OWN / "STIXGeneral.ttf")
+    figure = new_figure(1, 1)
+    axes = figure.subplots()
+    axes.set_xticks([0], ["a ᶁ"])  # which DejaVu Sans lacks
+    title(axes.set_title, "plain")
+    fonts.provide(figure)
+    family = axes.get_xticklabels()[0].get_fontfamily()
+    assert family == [*axes.title.get_fontfamily(), "STIXGeneral"]
+    assert axes.title.get_fontweight() == "bold" and fonts.missing() == ""
+
+
+def test_letters_that_no_font_has_are_told_once(installed) -> None:
+    installed()
+    for name in ("猫 cat", "猫", "犬"):
+        figure = new_figure(1, 1)
+        title(figure.suptitle, f"{name} кошка قطة \u200e")
+        fonts.provide(figure)
+    assert fonts.missing() == "犬猫" and fonts.missing() == ""

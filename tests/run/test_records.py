@@ -1,0 +1,117 @@
+"""A run's records: names of one's own don't hide a run's, a dry run is refused when it explodes, pictures carry their step."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.config.fields import RunConfig
+from common.errors import Refused
+from common.run.folder import RunFolder
+from common.run.records import Records, check_names
+from common.run.step_reports import StepReport
+from tests.run.test_log import Dashboard
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def records(tmp_path: Path):
+    """`records(dry_run=True)`: those of a run of 30 steps, as they are after its start."""
+    folders = []
+
+    def begin(**options) -> Records:
+        folders.append(RunFolder(tmp_path / f"{len(folders)}"))
+        folders[-1].rewind(0)
+        records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
+        state, stream = SimpleNamespace(), SimpleNamespace(epoch=lambda step: step / 10)
+        records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
+        records.share()
+        records.journal.open(Dashboard(), 0, 30)
+        return records
+
+    yield begin
+    for folder in folders:
+        folder.close()
+
+
+def report(step: int, loss: float, **options) -> StepReport:
+    return StepReport(step, loss, 1.0, 0.0, (), stop=False, skipped=False, **options)
+
+
+def test_numbers_of_ones_own_stand_in_the_row_and_can_hide_none_of_the_runs(records) -> None:
+    kept = records()
+    for step in (1, 2):
+        kept.take_in(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, evaluated=False)
+    kept.evaluation(2, {"top1": 0.5}, "top1")
+    kept.journal.flush()
+    (step, row), *others = kept.journal._tracker.rows
+    assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
+    for name in (row.keys() - {"train/aux"}) | {
+        "step",
+        "train/loss_scale",
+        "train/skipped_steps",
+        "perf/gpu_memory_gb",
+    }:
+        with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
+            check_names([name])
+
+
+def test_the_row_of_a_step_has_the_loss_scale_that_this_step_reported(records) -> None:
+    kept = records()
+    for step, scale in ((1, 8.0), (2, 4.0), (3, 2.0)):
+        kept.take_in(dataclasses.replace(report(step, 1.0), skipped=True, loss_scale=scale), 0.1, evaluated=False)
+    kept.journal.flush()
+    ((_, row),) = kept.journal._tracker.rows
+    assert (row["train/loss_scale"], row["train/skipped_steps"]) == (4.0, 2)
+
+
+@pytest.mark.parametrize("name", ["aux", "train/", "/aux", "train/a b", "train/\n", 5, ""])
+def test_what_is_no_name_is_refused_in_one_line(name) -> None:
+    with pytest.raises(Refused) as raised:
+        check_names([name])
+    assert "\n" not in str(raised.value) and "train/aux" in str(raised.value)
+    check_names(["train/aux", "train/loss_box", "gan/d.loss-1", "a/b/c"])
+
+
+def test_a_dry_run_is_refused_where_a_run_would_be_lost_soon(records) -> None:
+    for losses, told in (([2.3, 5e7], "the loss rose to 5e[+]07"), ([1e-9, 1e3 + 1], "the loss rose to 1e[+]03")):
+        kept = records(dry_run=True)
+        kept.take_in(report(1, losses[0]), 0.1, evaluated=False)
+        with pytest.raises(
+            Refused,
+            match=f"^step 2: {told}, more than 1,000 times the first; lower --lr, set --clip 1 or --warmup_epochs$",
+        ):
+            kept.take_in(report(2, losses[1]), 0.1, evaluated=True)
+    for losses in ([2.3, 700.0], [5.0, 0.1]):
+        kept = records(dry_run=True)
+        for step, loss in enumerate(losses, 1):
+            kept.take_in(report(step, loss), 0.1, evaluated=False)
+    kept = records()
+    for step, loss in enumerate((2.3, 5e7), 1):  # a run sees for itself
+        kept.take_in(report(step, loss), 0.1, evaluated=False)
+
+
+def test_an_evaluation_that_is_not_finite_is_said_and_refused_by_a_dry_run(records, capsys) -> None:
+    kept, told = records(), "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
+    kept.evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
+    assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
+    with pytest.raises(Refused) as raised:
+        records(dry_run=True).evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
+    assert str(raised.value) == told
+
+
+def test_pictures_carry_the_step_that_is_done_and_letters_without_a_font_are_said_once(records, capsys) -> None:
+    from common.run import fonts
+
+    kept = records()
+    kept.journal.note(10, {"train/loss": 1.0})
+    kept.progress.step = 12
+    fonts._missing.add("猫")
+    for _ in range(2):
+        kept.draw("a", lambda path: ["an image with boxes"])
+    fonts._missing.clear(), fonts._said.clear()
+    (path,) = kept.journal._tracker.shown[12].values()
+    assert path.name == "a.png" and kept.journal._tracker.boxed == [12, "an image with boxes"]
+    assert capsys.readouterr().out.count("no installed font has 猫, drawn as boxes; ") == 1

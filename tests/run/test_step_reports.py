@@ -1,0 +1,299 @@
+"""All ranks learn the same of every step, one step late, and stop together when a step was not finite."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from common.distributed.collectives import rank, world_size
+from common.errors import Refused
+from common.run import step_reports
+from common.run.step_reports import StepReport, StepReports
+from tests.processes import Processes
+
+NAN, INF = float("nan"), float("inf")
+
+
+def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, stop: bool = False, **options) -> None:
+    """The share of this rank: `losses` of as many positions, which follow those of the ranks before it.
+
+    Under fp16 a norm that is not finite is an overflow, at which the scaler halves its scale; with `unseen` it does not.
+    """
+    if state.scaler and not (math.isfinite(norm) or options.get("unseen")):
+        state.scaler.scale(torch.ones(()))
+        state.scaler.update(state.scaler.get_scale() / 2)
+    first = (step - 1) * state.global_batch_size + rank() * len(losses)
+    state.post(
+        step,
+        torch.tensor(losses),
+        torch.arange(first, first + len(losses)),
+        torch.tensor(norm),
+        options.get("wait", 0.0),
+        options.get("broken", ()),
+        stop,
+        options.get("ended_by", ""),
+    )
+
+
+def test_a_report_comes_one_step_late_in_order() -> None:
+    state = StepReports(2)
+    assert state.read() == state.settle() == []
+    came = []
+    for step in range(1, 6):
+        post(state, step, [step, step + 1], norm=step / 2, wait=0.25, broken=("a",) * (step == 3), stop=step == 4)
+        came.append([report.step for report in state.read()])
+    assert came == [[], [1], [2], [3], [4]]
+    last, more = state.settle(), state.settle()
+    assert last == [StepReport(5, 5.5, 2.5, 0.25, (), stop=False, skipped=False)] and more == []
+
+
+def test_a_report_says_what_was_broken_and_who_wants_to_stop() -> None:
+    state = StepReports(2)
+    post(state, 1, [1.0, 2.0], broken=("a: torn", "b: torn"))
+    post(state, 2, [1.0, 2.0], stop=True)
+    first, second = state.settle()
+    assert (first.broken, first.stop, second.broken, second.stop) == (("a: torn", "b: torn"), False, (), True)
+
+
+def refusal(state: StepReports) -> str:
+    with pytest.raises(Refused) as raised:
+        state.settle()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_names_its_step_and_samples(value: float) -> None:
+    state = StepReports(4)
+    post(state, 8, [1.0, value, 1.0, value])
+    told = refusal(state)
+    assert told.startswith("step 8: the loss of the samples at positions 29, 31 is not finite; no checkpoint of it")
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_too() -> None:
+    state = StepReports(2)
+    post(state, 3, [1.0, 1.0], norm=INF)
+    assert refusal(state).startswith("step 3: the gradient norm is not finite")
+
+
+def test_of_many_samples_the_first_are_named() -> None:
+    state = StepReports(100)
+    post(state, 1, [NAN] * 100, norm=NAN)
+    assert "positions 0, 1, 2, 3, 4, 5, 6, 7 and 92 more is not" in refusal(state)
+
+
+def test_it_is_known_when_the_next_step_has_been_made() -> None:
+    state = StepReports(1)
+    post(state, 1, [NAN])
+    assert state.read() == []
+    post(state, 2, [1.0])
+    with pytest.raises(Refused, match="step 1: "):
+        state.read()
+
+
+def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_after_it() -> None:
+    state = StepReports(1, fp16(8.0))
+    for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
+        post(state, step, [1.0], norm)
+    reports = state.settle()
+    assert [report.skipped for report in reports] == [False, True, True, False, True]
+    assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
+
+
+def test_the_scale_is_known_without_asking_the_scaler_which_would_wait_for_the_device(monkeypatch) -> None:
+    state = StepReports(1, fp16(8.0))
+    monkeypatch.delattr(torch.amp.GradScaler, "get_scale")
+    for step in (1, 2):
+        post(state, step, [1.0])
+    assert [report.loss_scale for report in [*state.read(), *state.settle()]] == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("norm", [1.0, NAN])
+def test_under_fp16_a_loss_that_is_not_finite_stops_the_run_since_no_smaller_scale_mends_it(norm: float) -> None:
+    state = StepReports(1, fp16())
+    post(state, 1, [NAN], norm)
+    told = refusal(state)
+    assert told.startswith("step 1: the loss of the samples at positions 0 is not finite")
+    assert told.endswith("or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite")
+
+
+def test_under_fp16_a_gradient_norm_that_is_not_finite_in_a_step_that_was_made_stops_the_run() -> None:
+    """The sum of squares may be infinite where no gradient is."""
+    state = StepReports(1, fp16())
+    post(state, 1, [1.0], INF, unseen=True)
+    assert refusal(state).startswith("step 1: the gradient norm is not finite")
+
+
+@pytest.mark.parametrize("scale, skipped", [(2.0**16, 25), (2.0**20, 29)])
+def test_overflows_that_no_smaller_scale_mends_stop_the_run_also_if_a_step_in_between_is_made(
+    scale: float, skipped: int
+) -> None:
+    state = StepReports(1, fp16(scale))
+    for step in range(1, 2 * skipped + 1):
+        post(state, step, [1.0], INF if step % 2 else 1.0)
+    assert sum(report.skipped for report in state.settle()) == skipped
+    post(state, 2 * skipped + 1, [1.0], INF)
+    assert refusal(state).startswith(f"step {2 * skipped + 1}: gradients still overflow in fp16")
+
+
+# --- on several ranks
+
+
+def healthy_steps() -> list[dict]:
+    state = StepReports(2 * world_size())
+    reports = []
+    for step in range(1, 5):
+        mine = [100.0 * step + rank(), 1.0]
+        broken = (f"{rank()}.png: torn",) * ((step == 2) + (step == 3 and rank() == 1))
+        ended_by = "enough" * (step == 3 and rank() == world_size() - 1)
+        stop = step == 3 and rank() == world_size() - 1
+        post(state, step, mine, norm=0.5 * step, stop=stop, wait=float(rank()), broken=broken, ended_by=ended_by)
+        reports += [asdict(report) for report in state.read()]
+    return reports + [asdict(report) for report in state.settle()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, ranks: int) -> None:
+    answers = processes.run(healthy_steps, ranks=ranks)
+    assert answers == [answers[0]] * ranks
+    reports = [StepReport(**report) for report in answers[0]]
+    assert [report.step for report in reports] == [1, 2, 3, 4]
+    assert [report.ended_by for report in reports] == ["", "", "enough", ""]
+    others = sum(range(ranks))
+    for report in reports:
+        assert report.loss == pytest.approx((100 * report.step * ranks + others + ranks) / (2 * ranks))
+        assert (report.data_wait, report.grad_norm) == (others / ranks, 0.5 * report.step)
+    assert [report.stop for report in reports] == [False, False, True, False]  # one rank's wish is everyone's
+    assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
+    assert reports[2].broken == ("1.png: torn",)
+
+
+def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
+    state = StepReports(2 * world_size(), fp16() if half else None)
+    told, step = "", 0
+    try:
+        while not told and step < 10:
+            step += 1
+            bad = step == 4 and rank() == 1
+            post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0)
+            state.read()
+    except Refused as refused:
+        told = str(refused)
+    return told, step
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes, ranks: int) -> None:
+    for half, norm in ((False, 1.0), (False, NAN), (True, 1.0), (True, NAN)):
+        answers = processes.run(fail_on_one_rank, half, norm, ranks=ranks)
+        assert answers == [answers[0]] * ranks
+        told, step = answers[0]
+        assert told.startswith(f"step 4: the loss of the samples at positions {3 * 2 * ranks + 3} is not finite")
+        assert step == 5
+
+
+def fail_while_others_name_broken_images() -> str:
+    """The exchange of names and the refusal are collectives of the same steps: they must not cross."""
+    state = StepReports(world_size())
+    for step in range(1, 4):
+        post(state, step, [NAN if step == 3 else 1.0], broken=(f"{step}",) * (rank() != step % 2))
+    try:
+        state.settle()
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
+def test_names_and_refusals_do_not_cross(processes: Processes) -> None:
+    answers = processes.run(fail_while_others_name_broken_images, ranks=2)
+    assert answers == [answers[0]] * 2 and answers[0].startswith("step 3: the loss of the samples at positions 4, 5 is")
+
+
+# --- numbers of one's own
+
+
+def test_numbers_of_ones_own_are_means_over_all_values_of_the_step() -> None:
+    state = StepReports(2)
+    state.add({"train/a": torch.tensor([1.0, 2.0]), "train/b": 3})
+    state.add({"train/a": torch.tensor([6.0], requires_grad=True), "train/empty": torch.zeros(0)})
+    post(state, 1, [1.0, 2.0])
+    state.add({"train/b": torch.tensor(0.25)})
+    post(state, 2, [1.0, 2.0])
+    post(state, 3, [1.0, 2.0])
+    logged = [report.logged for report in state.settle()]
+    assert logged == [{"train/a": 3.0, "train/b": 3.0}, {"train/b": 0.25}, {}]
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        (torch.zeros(2, 3), "has shape [2, 3]; give one number, or one per sample, [n]"),
+        ("much", "is 'much'; give a number or a tensor"),
+        (None, "is None; give a number or a tensor"),
+    ],
+)
+def test_what_is_no_number_of_ones_own_is_refused_at_once(value: object, told: str) -> None:
+    with pytest.raises(Refused) as raised:
+        StepReports(1).add({"train/a": value})
+    assert str(raised.value) == f"run.log: train/a {told}"
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_number_of_ones_own_that_is_not_finite_stops_the_run_but_in_a_skipped_step(value: float) -> None:
+    for half, norm in ((False, 1.0), (True, 1.0), (True, INF)):
+        state = StepReports(1, fp16() if half else None)
+        for step in (1, 2):  # the first time, names travel, too
+            state.add({"train/a": torch.tensor([1.0 if step == 1 else value])})
+            post(state, step, [1.0], norm)
+        if half and norm == INF:
+            assert [report.skipped for report in state.settle()] == [True, True]
+        else:
+            assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
+
+
+def test_ever_new_names_are_refused() -> None:
+    state = StepReports(1)
+    state.add({f"train/{number}": 1.0 for number in range(step_reports._MOST_NAMES + 1)})
+    post(state, 1, [1.0])
+    assert refusal(state).startswith("step 1: run.log got more than 1,000 names, the last train/999; ")
+
+
+def log_on_ranks() -> tuple[list[dict], list[str]]:
+    """Rank r has r + 1 samples; then one rank leaves a name out, in the first and in a later step."""
+    state, reports = StepReports(6), []
+    for step in range(1, 5):
+        own = torch.arange(rank() + 1, dtype=torch.float64) + 10 * rank() + step
+        if step != 3:
+            state.add({"train/a": own})
+        state.add({"train/late": own[:1] if step > 1 else own[:0], "train/rank": rank()})
+        post(state, step, [1.0] * (rank() + 1))
+        reports += state.read()
+    reports += state.settle()
+    refusals = []
+    for first in (1, 2):
+        state = StepReports(6)
+        for step in (1, 2):
+            if rank() != 1 or step < first:
+                state.add({"train/a": 1.0})
+            post(state, step, [1.0] * (rank() + 1))
+        refusals.append(refusal(state))
+    return [report.logged for report in reports], refusals
+
+
+def test_numbers_of_ones_own_are_those_of_all_ranks_and_belong_to_all(processes: Processes) -> None:
+    answers = processes.run(log_on_ranks, ranks=3)
+    assert answers == [answers[0]] * 3
+    reports, refusals = answers[0]
+    values = [float(10 * rank + place) for rank in range(3) for place in range(rank + 1)]
+    for step, logged in enumerate(reports, 1):
+        assert logged["train/rank"] == 1
+        assert logged.get("train/a") == (None if step == 3 else pytest.approx(sum(values) / 6 + step, abs=1e-12))
+        assert logged.get("train/late") == (10 + step if step > 1 else None)
+    for step, told in enumerate(refusals, 1):
+        assert told.startswith(f"step {step}: run.log: train/a came from 2 of 3 processes; log it on all of them")

@@ -1,0 +1,436 @@
+"""Batch norm takes its statistics over the samples its mode promises, and running statistics move once a step."""
+
+import copy
+from unittest import mock
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from timm.layers import BatchNormAct2d
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import Refused
+from common.training import batch_norm
+from common.training.batch_norm import convert, discard_statistics, update_running_statistics
+from tests.processes import Processes
+
+
+class Rows(nn.Module):
+    """Normalises the tokens of all samples as rows, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.flatten(2).transpose(1, 2).flatten(0, 1)).view(len(x), -1)
+
+
+def small_model() -> nn.Sequential:
+    """Convolution, plain and activated batch norms with parameters far from their start, in float64."""
+    torch.manual_seed(0)
+    activated = BatchNormAct2d(6, act_layer=nn.PReLU)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 6, 3),
+        activated,
+        Rows(),
+        nn.Linear(96, 5),
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return model.double()
+
+
+def samples(count: int) -> torch.Tensor:
+    """[count, 3, 8, 8] float64 images."""
+    return 1 + torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(outputs: torch.Tensor, first: int) -> torch.Tensor:
+    """A sum over samples that weights each differently."""
+    weights = torch.arange(first, first + len(outputs), dtype=outputs.dtype)
+    return (outputs.square().sum(1) * weights).sum()
+
+
+def reference(groups: list[int]) -> dict[str, torch.Tensor]:
+    """Two steps of the plain model over consecutive groups of samples; running statistics from all groups of a step."""
+    model = small_model()
+    x = samples(sum(groups)).requires_grad_()
+    plain = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        start = copy.deepcopy(model.state_dict())
+        ends = []
+        outputs, first = [], 0
+        for size in groups:
+            model.load_state_dict(start)
+            outputs.append(model(x[first : first + size]))
+            ends.append(copy.deepcopy(model.state_dict()))
+            loss_of(outputs[-1], first).backward()
+            first += size
+        mean = {name: torch.stack([end[name].double() for end in ends]).mean(0) for name in start}
+        model.load_state_dict(mean)
+    assert len(plain) == 3
+    return {"outputs": torch.cat(outputs).detach(), "x": x.grad, **gradients(model), **model.state_dict()}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+
+
+def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict[str, torch.Tensor]:
+    """What `reference` does, with shares[r] samples on rank r in micro-batches of `micro`; results of all ranks."""
+    model = small_model()
+    assert convert(model, mode, group_size=group_size) == 3
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    low, high = sum(shares[:rank]), sum(shares[: rank + 1])
+    x = samples(sum(shares))[low:high].requires_grad_()
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        outputs = []
+        for first in range(low, high, micro):
+            outputs.append(model(x[first - low : min(first + micro, high) - low]))
+            loss_of(outputs[-1], first).backward()
+        update_running_statistics(model)
+    results = {"outputs": torch.cat(outputs).detach(), "x": x.grad, **gradients(model), **model.state_dict()}
+    if dist.is_initialized():
+        of_ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, results)
+        for name in results:
+            of_name = [theirs[name] for theirs in of_ranks]
+            if name in ("outputs", "x"):
+                results[name] = torch.cat(of_name)
+            elif name.startswith("gradient"):
+                results[name] = sum(of_name)
+            else:
+                assert all(torch.equal(value, of_name[0]) for value in of_name), f"{name} differs between ranks"
+    return results
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (actual[name] - value).abs().max() / value.abs().max().clamp(min=1)
+        assert error <= tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("shares", [[7], [7, 5], [4, 5, 3]])
+@pytest.mark.parametrize("mode", ["global", "node"])
+def test_shared_statistics_equal_plain_batch_norm_on_the_concatenated_batch(
+    processes: Processes, mode: str, shares: list[int]
+) -> None:
+    expected = reference([sum(shares)])
+    for actual in processes.run(steps, mode, shares, 100, ranks=len(shares)):
+        assert_equal(actual, expected, 1e-10)
+
+
+def normalize_far_from_zero() -> tuple[torch.Tensor, torch.Tensor]:
+    layer = nn.BatchNorm1d(4)
+    convert(layer, "global")
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(dist.get_rank())) + 3000
+    y = layer(x)
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (x, y.detach()))
+    return torch.cat([x for x, _ in of_ranks]), torch.cat([y for _, y in of_ranks])
+
+
+def test_shared_statistics_lose_no_digits_where_the_mean_is_large(processes: Processes) -> None:
+    x, y = processes.run(normalize_far_from_zero, ranks=2)[0]
+    assert (y - nn.BatchNorm1d(4).double()(x.double())).abs().max() < 1e-3  # E[x²] - E[x]² would be off by 1
+
+
+def steps_on_nodes(shares: list[int]) -> dict[str, torch.Tensor]:
+    with mock.patch("socket.gethostname", return_value="b" if dist.get_rank() == 2 else "a"):
+        return steps("node", shares, 100)
+
+
+def test_node_statistics_stay_on_the_node_and_running_statistics_are_the_runs(processes: Processes) -> None:
+    actual = processes.run(steps_on_nodes, [4, 5, 6], ranks=3)[0]
+    expected = reference([9, 6])
+    # The running statistics of the nodes are averaged by their ranks: two of three have seen the first node's.
+    for name in [name for name in expected if "running" in name]:
+        del expected[name], actual[name]
+    assert_equal(actual, expected, 1e-10)
+
+
+def test_local_statistics_on_one_process_equal_plain_batch_norm() -> None:
+    assert_equal(steps("local", [12], 100), reference([12]), 1e-12)
+    assert_equal(steps("local", [12], 4), reference([4, 4, 4]), 1e-12)
+
+
+def test_group_statistics_are_the_same_on_every_layout(processes: Processes) -> None:
+    expected = reference([4] * 6)
+    layouts = [([24], 24), ([24], 8), ([24], 4), ([12, 12], 4), ([16, 8], 8), ([8, 8, 8], 8), ([12, 8, 4], 12)]
+    for shares, micro in layouts:
+        assert_equal(processes.run(steps, "group", shares, micro, 4, ranks=len(shares))[-1], expected, 1e-12)
+    assert_equal(steps("group", [24], 12, 4), expected, 1e-12)  # without a process group
+
+
+def test_a_micro_batch_that_is_not_whole_groups_is_refused() -> None:
+    model = small_model()
+    convert(model, "group", group_size=4)
+    with pytest.raises(Refused, match="6 samples .* norm_batch_size 4"):
+        model(samples(6))
+    model.eval()(samples(6))
+
+
+@pytest.mark.parametrize(("mode", "group_size", "text"), [("group", 1, "2 samples"), ("sync", 0, "local, group, node")])
+def test_impossible_requests_are_refused(mode: str, group_size: int, text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        convert(small_model(), mode, group_size=group_size)
+
+
+def test_a_batch_norm_that_is_not_known_is_refused() -> None:
+    class Custom(nn.BatchNorm2d):
+        pass
+
+    for unknown in (Custom(3), nn.BatchNorm2d(3, track_running_stats=False)):
+        with pytest.raises(Refused, match="1 .*can't be converted"):
+            convert(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
+
+
+def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -> None:
+    model = small_model()
+    with pytest.raises(Refused, match="before batch_norm.convert"):
+        batch_norm.freeze(model)
+    convert(model.requires_grad_(True), "group", group_size=2)
+    layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
+    before = [copy.deepcopy(layer.state_dict()) for layer in layers]
+    batch_norm.freeze(layers[0])
+    loss_of(model.train()(samples(4)), 0).backward()
+    update_running_statistics(model)
+    assert_equal(layers[0].state_dict(), before[0], 0)
+    assert layers[0].weight.grad is None and not layers[0].weight.requires_grad
+    assert not torch.equal(layers[-1].running_mean, before[-1]["running_mean"]) and layers[-1].weight.grad is not None
+
+
+def test_frozen_keeps_running_statistics_and_trains_weight_and_bias() -> None:
+    model, plain = small_model(), small_model().eval()
+    convert(model, "frozen")
+    before = copy.deepcopy(model.state_dict())
+    for trained in (model.train(), plain):
+        loss_of(trained(samples(4)), 0).backward()
+    update_running_statistics(model)
+    assert_equal(model.state_dict(), before, 0)
+    assert_equal(gradients(model), gradients(plain), 1e-12)
+    assert model[1].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_weights_load_from_and_into_plain_timm_models(name: str) -> None:
+    plain = timm.create_model(name, num_classes=3)
+    model = copy.deepcopy(plain)
+    assert convert(model, "local") > 0
+    x = torch.randn(2, *plain.default_cfg["input_size"])
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), plain.eval()(x))
+    model.train()(x)
+    update_running_statistics(model)
+    plain.load_state_dict(model.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_eval_mode_uses_the_running_statistics_and_collects_nothing() -> None:
+    model = small_model()
+    convert(model, "local")
+    model(samples(4))
+    update_running_statistics(model)
+    before = copy.deepcopy(model.state_dict())
+    outputs = model.eval()(samples(4))
+    assert torch.allclose(outputs[:1], model(samples(4)[:1]), rtol=1e-12)
+    update_running_statistics(model)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before if "running" in name)
+
+
+def test_momentum_none_is_the_mean_over_all_steps() -> None:
+    model, plain = (nn.Sequential(nn.BatchNorm2d(3, momentum=None).double()) for _ in range(2))
+    convert(model, "local")
+    for count in (3, 4, 5):
+        model(samples(count))
+        update_running_statistics(model)
+        plain(samples(count))
+    assert_equal(model.state_dict(), plain.state_dict(), 1e-12)
+
+
+def test_a_layer_that_was_not_used_keeps_its_statistics_and_discarded_ones_leave_no_trace() -> None:
+    model = small_model()
+    convert(model, "local")
+    before = copy.deepcopy(model.state_dict())
+    model(samples(4))
+    discard_statistics(model)
+    update_running_statistics(model)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before if "running" in name)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model, checkpointed = small_model(), small_model()
+    for each in (model, checkpointed):
+        convert(each, "group", group_size=2)
+    x = samples(4)
+    loss_of(model(x), 0).backward()
+    checkpointed.forward = lambda x: checkpoint(nn.Sequential.forward, checkpointed, x, use_reentrant=False)
+    loss_of(checkpointed(x), 0).backward()
+    update_running_statistics(model)
+    update_running_statistics(checkpointed)
+    assert_equal(gradients(checkpointed), gradients(model), 1e-12)
+    assert_equal(checkpointed.state_dict(), model.state_dict(), 1e-12)
+
+
+def test_a_deepcopy_is_on_its_own() -> None:
+    model = small_model()
+    convert(model, "group", group_size=2)
+    twin = copy.deepcopy(model)
+    assert all(layer.collected is not other.collected for layer, other in zip(model[1:2], twin[1:2], strict=True))
+    model(samples(4))
+    twin(samples(6))
+    assert (int(model[1].collected[2, 0]), int(twin[1].collected[2, 0])) == (2, 3)
+
+
+def test_what_is_collected_follows_the_model_to_another_dtype_and_stays_out_of_its_state() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    convert(model, "local")
+    model.double()(samples(2))
+    assert model[0].collected.dtype == torch.float64
+    assert not list(model.state_dict().keys() - nn.Sequential(nn.BatchNorm2d(3)).state_dict().keys())
+
+
+@pytest.mark.parametrize("mode", ["local", "frozen"])
+def test_the_gradient_of_a_single_sample_is_right_also_where_its_places_become_tokens(mode: str) -> None:
+    """On the CPU, where torch 2.14's own batch norm gets it wrong."""
+    layer = nn.Sequential(nn.BatchNorm2d(3)).double()
+    convert(layer, mode)
+    weights = torch.arange(3.0 * 64, dtype=torch.float64).view(1, 3, 8, 8).sin()
+    gradients = []
+    for become in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
+        images = samples(1).requires_grad_()
+        (become(layer(images)) * become(weights).contiguous()).sum().backward()
+        gradients.append([images.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+        layer.zero_grad()
+    for of_maps, of_tokens in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_tokens, of_maps, rtol=1e-10, atol=1e-10)
+
+
+def test_no_batch_norm_means_no_collective() -> None:
+    model = nn.Linear(2, 2)
+    assert convert(model, "global") == 0
+    with mock.patch.object(batch_norm, "is_distributed", side_effect=AssertionError):
+        update_running_statistics(model)
+
+
+@pytest.mark.parametrize("mode", ["local", "group"])
+def test_memory_format_and_dtypes_under_autocast(mode: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    convert(model, mode, group_size=2)
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model.to(memory_format=torch.channels_last)(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert (y.dtype, model[1].collected.dtype) == (torch.bfloat16, torch.float32)
+
+
+def shared_under_autocast() -> tuple:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)
+    convert(model, "global")
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        y.sum().backward()
+    kept = y.is_contiguous(memory_format=torch.channels_last)
+    return kept, y.dtype, model[1].collected.dtype, model[1].weight.grad.dtype, model[0].weight.grad.dtype
+
+
+def test_shared_memory_format_and_dtypes_under_autocast(processes: Processes) -> None:
+    expected = (True, torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    assert processes.run(shared_under_autocast, ranks=2) == [expected] * 2
+
+
+def accumulate_under_ddp(group_size: int) -> dict[str, torch.Tensor]:
+    """One step of two synchronised micro-steps under DDP with its default of broadcasting buffers."""
+    model = small_model()
+    convert(model, "group", group_size=group_size)
+    parallel = DistributedDataParallel(model)
+    x = samples(16)[8 * dist.get_rank() :][:8]
+    for micro_batch in x.split(4):
+        loss_of(parallel(micro_batch), 0).backward()
+    update_running_statistics(model)
+    return model.state_dict()
+
+
+def test_ddp_does_not_overwrite_what_ranks_collected(processes: Processes) -> None:
+    model = small_model()
+    convert(model, "group", group_size=4)
+    model(samples(16))
+    update_running_statistics(model)
+    for state in processes.run(accumulate_under_ddp, 4, ranks=2):
+        assert_equal(state, model.state_dict(), 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["local", "group", "frozen"])
+def test_a_compiled_model_agrees_and_is_one_graph_for_each_micro_batch_size(mode: str) -> None:
+    torch._dynamo.reset()
+    model, compiled = small_model(), small_model()
+    for each in (model, compiled):
+        convert(each, mode, group_size=2)
+    compiled.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    torch._dynamo.utils.counters.clear()
+    for size in (4, 4, 6, 4, 6):
+        loss_of(model(samples(size)), 0).backward()
+        loss_of(compiled(samples(size)), 0).backward()
+        update_running_statistics(model)
+        update_running_statistics(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert_equal(gradients(compiled), gradients(model), 1e-10)
+    assert_equal(compiled.state_dict(), model.state_dict(), 1e-10)
+
+
+def compile_shared(mode: str) -> None:
+    model, compiled = small_model(), small_model()
+    for each in (model, compiled):
+        convert(each, mode)
+    torch._dynamo.utils.counters.clear()
+    compiled.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    x = samples(6)[2 * dist.get_rank() :][:2]
+    for each in (model, compiled):
+        loss_of(each(x), 0).backward()
+        update_running_statistics(each)
+    assert_equal(gradients(compiled), gradients(model), 1e-10)
+    assert_equal(compiled.state_dict(), model.state_dict(), 1e-10)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("mode", ["node", "global"])
+def test_a_compiled_model_with_shared_statistics_agrees_and_is_one_graph(processes: Processes, mode: str) -> None:
+    processes.run(compile_shared, mode, ranks=2)
+
+
+def alone_and_together(mode: str) -> list[torch.Tensor]:
+    """On rank 0 a forward and backward pass that rank 1 never makes, also of a sample without a variance; then one of both."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    convert(model, mode)
+    with batch_norm.alone(model):
+        if dist.get_rank() == 0:
+            for images in (samples(4), samples(1)[:, :, :3, :3]):
+                model(images).square().mean().backward()
+    discard_statistics(model)
+    outputs = model(samples(4)[2 * dist.get_rank() :][:2])
+    return [outputs.mean((0, 2, 3)).detach(), outputs.var((0, 2, 3)).detach()]
+
+
+@pytest.mark.parametrize("mode", ["node", "global"])
+def test_within_alone_no_rank_waits_and_afterwards_statistics_are_shared_again(processes: Processes, mode: str) -> None:
+    """Afterwards a rank's own outputs are not of mean 0 and variance 1, as they would be alone."""
+    for means, variances in processes.run(alone_and_together, mode, ranks=2):
+        assert means.abs().max() > 1e-4 or (variances - 1).abs().max() > 1e-2
+    [(means, _), (others, _)] = processes.run(alone_and_together, mode, ranks=2)
+    torch.testing.assert_close(means + others, torch.zeros_like(means), atol=1e-6, rtol=0)

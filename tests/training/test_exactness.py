@@ -1,0 +1,147 @@
+"""What the start table says of a run's exactness is what was measured: with every optimizer, and in the models that cast."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import timm
+import torch
+from timm.models import VisionTransformer
+from torch import nn
+
+from common.config.fields import OptimizationConfig, RunConfig
+from common.errors import Refused
+from common.training import batch_norm, exactness, timm_models
+from common.training.optimizer import _UNFIT, build_optimizer, clip_gradients
+
+BATCH, STEPS, CLASSES = 12, 4, 5
+WHOLE, CUT = ((12,),), ((3, 2), (4,), (2, 1))  # the micro-batches of each rank
+
+
+@dataclass
+class Config(OptimizationConfig, RunConfig):
+    """What every recipe has."""
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": CLASSES}
+    return VisionTransformer(**size).double()
+
+
+def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+    """Weights after some steps: micro-batches add up within a rank, then ranks are averaged."""
+    model, generator = vit(), torch.Generator().manual_seed(0)
+    optimizer = build_optimizer(config, model)
+    for _ in range(STEPS):
+        images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)
+        targets = torch.rand(BATCH, CLASSES, generator=generator, dtype=torch.float64)
+        sizes, of_ranks = [size for rank in layout for size in rank], []
+        samples = zip(images.split(sizes), targets.split(sizes), strict=True)
+        for rank in layout:
+            model.zero_grad()
+            for _ in rank:
+                some, wanted = next(samples)
+                losses = -(model(some).log_softmax(1) * wanted).sum(1)
+                (losses.sum() * len(layout) / BATCH).backward()
+            of_ranks.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *gradients in zip(model.parameters(), *of_ranks, strict=True):
+            parameter.grad = sum(gradients) / len(layout)
+        clip_gradients(list(model.parameters()), config.clip, config.clip_mode)
+        optimizer.step()
+        optimizer.zero_grad()
+    return copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)])
+def test_every_optimizer_is_the_same_on_every_layout_or_known_not_to_be(clip: float, mode: str) -> None:
+    """On a vision transformer in float64, whose keys' biases have a gradient of nothing but rounding noise."""
+    start, wrong, built = vit().state_dict(), [], 0
+    for name in timm.optim.list_optimizers(exclude_filters=_UNFIT):
+        config = Config(opt=name, lr=3e-3, clip=clip, clip_mode=mode)
+        try:
+            one, other = (trained(config, layout) for layout in (WHOLE, CUT))
+        except Refused:  # bitsandbytes and apex
+            assert name.startswith(exactness._ELSEWHERE)
+            continue
+        built += 1
+        apart = sum((one[key] - other[key]).square().sum() for key in one).sqrt()
+        moved = sum((one[key] - start[key]).square().sum() for key in one).sqrt()
+        assert moved > 0
+        if apart > 1e-8 * moved and not exactness.moves_by_noise(name):
+            wrong.append(f"{name}: {apart / moved:.0e}")
+        if not clip and apart < 1e-10 * moved and exactness.moves_by_noise(name):
+            wrong.append(f"{name}: said to be inexact, {apart / moved:.0e}")
+    assert not wrong and built > 60
+
+
+def step_of(model: nn.Module, size: int):
+    """What a trial does, on the same images in every call."""
+    dtype = next(model.parameters()).dtype
+
+    def step(scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(4, 3, size, size, generator=generator).to(dtype)
+        targets = torch.rand(4, CLASSES, generator=generator).to(dtype)
+        (-(model(images).log_softmax(1) * targets).sum() * scale).backward()
+
+    return step
+
+
+def built(name: str, dtype: torch.dtype, size: int = 64) -> nn.Module:
+    model = timm_models.build_classifier(name, CLASSES, image_size=size).to(dtype).train()
+    batch_norm.convert(model, "local")
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "name, noisy",
+    [
+        ("test_vit", "attn.qkv.bias"),
+        ("test_efficientnet", "bn3.bias"),  # a shift that the next batch norm takes away
+        pytest.param("swin_tiny_patch4_window7_224", "attn.qkv.bias", marks=pytest.mark.long),
+        pytest.param("vgg11_bn", "features.0.bias", marks=pytest.mark.long),
+        ("test_convnext", ""),
+        ("test_resnet", ""),
+        pytest.param("eva02_tiny_patch14_224", "", marks=pytest.mark.long),  # its keys have no bias
+    ],
+)
+def test_gradients_of_nothing_but_noise_are_found(name: str, noisy: str, dtype: torch.dtype) -> None:
+    model = built(name, dtype)
+    before = copy.deepcopy(model.state_dict())
+    names = exactness.noisy_parameters(model, step_of(model, 64))
+    assert any(found.endswith(noisy) for found in names) if noisy else not names
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("test_efficientnet_evos", ["EvoNorm2dS0"]),
+        pytest.param("resnetv2_50d_evos", ["EvoNorm2dS0"], marks=pytest.mark.long),
+        pytest.param("resnetv2_50d_frn", ["FilterResponseNormTlu2d"], marks=pytest.mark.long),
+        ("test_vit", []),
+        ("test_resnet", []),
+    ],
+)
+def test_modules_that_compute_in_float32_are_found(name: str, kinds: list[str]) -> None:
+    model = built(name, torch.float64)
+    assert exactness.narrowing_modules(model, step_of(model, 64)) == kinds
+
+
+def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
+    def rows(name: str, **options) -> dict[str, str]:
+        config = Config(**options)
+        model = built(name, getattr(torch, config.dtype))
+        return exactness.describe(config, model, step_of(model, 64))
+
+    assert rows("test_vit", opt="adamw", dtype="float64") == {}
+    assert rows("test_convnext", opt="lion") == rows("test_resnet", opt="cadamw") == {}
+    assert (
+        "(blocks.0.attn.qkv.bias and 5 more): layouts agree only roughly" in rows("test_vit", opt="Lion")["optimizer"]
+    )
+    assert list(rows("test_efficientnet_evos", dtype="float64")) == ["float64"]
+    assert rows("test_efficientnet_evos") == {}
+    assert "not measured" in rows("test_resnet", opt="bnblion")["optimizer"]

@@ -1,0 +1,296 @@
+"""A name becomes a model or one line says why not; a trained model becomes a folder that plain timm loads."""
+
+import copy
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+from common.errors import Refused
+from common.training import batch_norm, drop_path, timm_models
+from common.training.timm_models import build_classifier
+
+CLASSES = ("daisy", "rose", "007", "tulip & co", "no")
+SIZE = 48
+
+
+def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.eval().to(memory_format=torch.channels_last)(images)
+
+
+def converted(architecture: str) -> nn.Module:
+    """A model as a recipe trains it, with statistics that are not those of a new one."""
+    model = build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1)
+    batch_norm.convert(model, "group", group_size=2)
+    drop_path.convert(model)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.3)
+    return model.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "test_resnet",
+        pytest.param("test_vit", marks=pytest.mark.smoke),
+        "test_efficientnet",
+        "test_convnext",
+        "fbnetc_100",
+    ],
+)
+def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
+    model, folder = converted(architecture), tmp_path / "best"
+    wanted = timm_models.data_config(model, SIZE, 0.9)
+    timm_models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
+
+    plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert torch.equal(outputs(plain), outputs(model))
+    assert tuple(plain.pretrained_cfg["label_names"]) == CLASSES
+    theirs = timm.data.resolve_model_data_config(plain)
+    assert {key: theirs[key] for key in wanted} == {**wanted, "mean": list(wanted["mean"]), "std": list(wanted["std"])}
+    assert theirs["input_size"] == (3, SIZE, SIZE) and theirs["crop_pct"] == 0.9
+    assert json.loads((folder / "results.json").read_text()) == {"top1": 0.5}
+
+    # The same folder is a --model: as it is, or with a new head where the classes are others.
+    again = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
+    assert torch.equal(outputs(again), outputs(model))
+    assert timm_models.data_config(again) == theirs
+    other = build_classifier(str(folder), 3, image_size=SIZE, seed=1)
+    assert outputs(other).shape == (2, 3)
+    kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
+    head = {name for name, _ in other.get_classifier().named_parameters(prefix=other.default_cfg["classifier"])}
+    assert set(kept) == other.state_dict().keys() - head
+
+
+@pytest.mark.parametrize("architecture", ["test_resnet", "test_vit", "test_nfnet"])
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
+    architecture, multi_label, tmp_path
+) -> None:
+    """Of a size that is not the model's own; of several labels an image each has a probability of its own."""
+    pipeline = pytest.importorskip("transformers").pipeline
+    model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
+    with torch.no_grad():
+        model.get_classifier().weight.mul_(5)
+    timm_models.export(model, CLASSES[:3], timm_models.data_config(model, SIZE, 0.9), multi_label, {}, folder)
+    noise = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+
+    plain = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    look = timm.data.create_transform(**timm.data.resolve_model_data_config(plain), is_training=False)
+    with torch.no_grad():
+        logits = plain(look(image)[None])[0]
+    probabilities = logits.sigmoid() if multi_label else logits.softmax(0)
+    assert probabilities.max() - probabilities.min() > 0.01
+    found = {one["label"]: one["score"] for one in pipeline("image-classification", str(folder), device="cpu")(image)}
+    assert found == pytest.approx(dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "crossvit_9_240"])
+def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
+    model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
+    timm_models.export(model, CLASSES, timm_models.data_config(model), False, {}, folder)
+    trained, heads = model.state_dict(), timm_models._head(model)
+    number, size = len(trained), len(heads)
+    assert size == (4 if architecture.startswith("cross") else 2)
+
+    def check(names: str, said: str) -> None:
+        names = names.split(", ")
+        again = build_classifier(str(folder), len(names), seed=1, names=names)
+        fresh = build_classifier(architecture, len(names), seed=1)
+        for key, tensor in again.state_dict().items():
+            if key not in heads:
+                assert torch.equal(tensor, trained[key]), key
+                continue
+            for row, name in enumerate(names):
+                expected = trained[key][CLASSES.index(name)] if name in CLASSES else fresh.state_dict()[key][row]
+                assert torch.equal(tensor[row], expected), (key, name)
+        assert again.begins_with == said.format(f"of {number} tensors of {folder}")
+
+    check("daisy, rose, 007, tulip & co, no", f"{number} {{}}")
+    check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
+    check("tulip & co, rose", f"{number} {{}}")
+    check("cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes")  # as many as before
+    check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes")
+    check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
+    assert build_classifier(architecture, 3).begins_with == ""
+
+
+def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said(tmp_path: Path) -> None:
+    model = build_classifier("test_resnet", 3)
+    timm_models.export(model, CLASSES[:3], timm_models.data_config(model), False, {}, tmp_path / "best")
+    content = json.loads((tmp_path / "best/config.json").read_text())
+    del content["label_names"]
+    (tmp_path / "best/config.json").write_text(json.dumps(content))
+    again = build_classifier(str(tmp_path / "best"), 3, names=["cat", "dog", "elk"])
+    assert torch.equal(again.fc.weight, model.fc.weight)
+    assert again.begins_with.endswith(", its head as it is: it does not name its classes")
+    other = build_classifier(str(tmp_path / "best"), 2, names=["cat", "dog"])
+    assert other.begins_with.endswith(", head new for all classes")
+
+
+def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_step(monkeypatch) -> None:
+    """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
+    for name in ("test_resnet", "fbnetc_100"):
+        model = build_classifier(name, len(CLASSES))
+        before = copy.deepcopy(model.state_dict())
+        timm_models.check_export(model, timm_models.data_config(model))
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
+    model = build_classifier("fbnetc_100", len(CLASSES))
+    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model than is trained here"):
+        timm_models.check_export(model, timm_models.data_config(model))
+
+
+def test_features_that_others_would_make_differently_are_refused() -> None:
+    features = timm_models.create("fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True)
+    timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
+    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model"):
+        timm_models.check_features(features, {"model_name": "fbnetc_100"})
+
+
+def test_an_export_does_not_touch_the_model_and_never_overwrites(tmp_path: Path) -> None:
+    model = converted("test_vit")
+    before, device_layout = copy.deepcopy(model.state_dict()), model.patch_embed.proj.weight.stride()
+    timm_models.export(model, CLASSES, timm_models.data_config(model, SIZE), False, {}, tmp_path / "a" / "best")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.patch_embed.proj.weight.stride() == device_layout
+    with pytest.raises(FileExistsError):
+        timm_models.export(model, CLASSES, {}, False, {}, tmp_path / "a" / "best")
+
+
+def test_initial_weights_are_a_function_of_the_seed() -> None:
+    first = build_classifier("test_resnet", 4, seed=3).state_dict()
+    torch.rand(7)
+    again, other = (build_classifier("test_resnet", 4, seed=seed).state_dict() for seed in (3, 4))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not torch.equal(first["conv1.0.weight"], other["conv1.0.weight"])
+
+
+def test_the_head_has_the_classes_and_options_arrive() -> None:
+    model = build_classifier("test_vit", 11, image_size=32, drop=0.25, drop_path=0.1)
+    assert outputs(model, 32).shape == (2, 11)
+    assert model.head_drop.p == 0.25 and model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
+    # Some models drop by default: what is not asked for is off.
+    plain = build_classifier("efficientnet_lite0", 2)
+    assert all(getattr(module, "drop_prob", 0.0) == 0.0 for module in plain.modules()) and plain.drop_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("resnett50", r"not a model of timm .*did you mean resnet50, "),
+        ("RESNET50", r"not a model of timm .*did you mean resnet50, "),
+        ("vit_small_patch16", r"not a model of timm .*did you mean .*vit_small_patch16_224"),
+        ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
+        ("/no/such/folder", r"not a model of timm"),
+        ("resnet50.nonsense", r"can't be made: Invalid pretrained tag \(nonsense\) for resnet50"),
+        ("hf-hub:nobody/nothing", r"can't be made: "),
+        ("resnet18.a1_in1k", r"can't be made with pretrained weights \(is the hub in reach\?\); without --pretrained"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_one_line(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Refused, match=told) as raised:
+        build_classifier(name, 10, pretrained="_in1k" in name)
+    assert str(raised.value).startswith(f"--model {name}: ") and "\n" not in str(raised.value)
+
+
+def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(Refused) as raised:
+            build_classifier(str(folder), len(CLASSES))
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    assert "has no config.json" in refusal()
+    folder = tmp_path / "best"
+    timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "can't be made" in refusal()
+    (folder / "model.safetensors").unlink()
+    assert "can't be made" in refusal()
+    (folder / "config.json").write_text("{")
+    assert "can't be made" in refusal()
+    (folder / "config.json").write_text("{}")
+    assert "its config.json names no architecture of timm" in refusal()
+    (folder / "config.json").write_text('{"classes": ["dog"], "detector": "fcos"}')
+    assert refusal().endswith("; a detector is begun with by --init, and evaluated by --eval_only")
+    folder = folder / "model.safetensors"
+    folder.touch()
+    assert "a file; name the folder of a model that timm saved" in refusal()
+    folder = tmp_path / "nowhere"
+    assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
+
+
+def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
+    for channels in (1, 2):
+        grey, folder = timm.create_model("test_resnet", in_chans=channels), tmp_path / str(channels)
+        sees = {"input_size": (channels, SIZE, SIZE), "mean": (0.5,) * channels, "std": (0.5,) * channels}
+        timm_models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, folder)
+        with pytest.raises(Refused, match=f"{folder}: sees images of {channels} channels?, and is given 3, of grey"):
+            build_classifier(str(folder), len(CLASSES))
+
+
+def test_what_a_constructor_itself_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(pretrained=False, **options):
+        return nn.Linear(options["num_classes"])
+
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "mine", mine)
+    with pytest.raises(Refused, match=r"TypeError in test_models.py, line \d+: .*missing 1 required .*'out_features'$"):
+        build_classifier("mine", 3, drop=0.1)
+
+
+def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
+    name = "selecsls42"
+    with pytest.raises(Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"):
+        build_classifier(name, 3, drop_path=0.1)
+    model = build_classifier(name, 3, drop=0.2)
+    assert model.head_drop.p == 0.2
+    with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
+        timm_models.checkpoint_gradients(model, name)
+    with pytest.raises(Refused, match="--grad_checkpointing: mine does not offer it"):
+        timm_models.checkpoint_gradients(nn.Linear(1, 1), "mine")
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet"])
+def test_checkpointed_gradients_are_the_same(architecture: str) -> None:
+    plain = build_classifier(architecture, 3, image_size=32).train()
+    saving = build_classifier(architecture, 3, image_size=32).train()
+    timm_models.checkpoint_gradients(saving, architecture)
+    for model in (plain, saving):
+        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+def test_a_frozen_backbone_leaves_the_head_alone_to_learn(architecture: str) -> None:
+    model = build_classifier(architecture, 3)
+    timm_models.freeze_backbone(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    head = model.default_cfg["classifier"]
+    assert trained == {f"{head}.weight", f"{head}.bias"}
+
+
+def test_what_a_model_wants_to_see_can_be_overruled() -> None:
+    model = build_classifier("test_resnet", 3)
+    own = timm_models.data_config(model)
+    assert own["input_size"] == (3, 160, 160) and own["crop_pct"] == 0.95
+    wished = timm_models.data_config(model, 64, 1.0)
+    assert wished == {**own, "input_size": (3, 64, 64), "crop_pct": 1.0}

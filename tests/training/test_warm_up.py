@@ -1,0 +1,182 @@
+"""After the warm-up a model is as it was, and every later step sums in the order of an uninterrupted run."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.data.batch_plan import BatchPlan
+from common.distributed.collectives import rank
+from common.errors import Refused
+from common.training import batch_norm
+from common.training.warm_up import Trial, is_out_of_memory, warm_up
+from tests.processes import Processes
+
+
+def network(norm: str = "local") -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
+    for width in (512, 300, 301, 299):  # more than one bucket of gradients
+        layers += [nn.LazyLinear(width), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.LazyLinear(5))
+    if norm != "as it came":  # keeps its running statistics by itself, in every forward
+        batch_norm.convert(model, norm, group_size=2)
+    model.eval()(torch.zeros(2, 3, 8, 8))
+    return model.train()
+
+
+def images(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank()))
+
+
+def prepare(state: dict | None, settled: bool, norm: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """As every start of a run does it: wrap, warm up, load."""
+    model = network(norm)
+    wrapped = DistributedDataParallel(model)
+    if settled:
+        warm_up(wrapped, model, lambda: wrapped(torch.zeros(4, 3, 8, 8)).sum().backward())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    return wrapped, model, optimizer
+
+
+def train(steps: range, state: dict | None, settled: bool = True, norm: str = "local") -> dict:
+    wrapped, model, optimizer = prepare(state, settled, norm)
+    for step in steps:
+        wrapped(images(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        batch_norm.update_running_statistics(model)
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def resume_at_every_step(settled: bool, norm: str) -> list[bool]:
+    whole = train(range(4), None, settled, norm)["model"]
+    equal = []
+    for stop in (1, 2, 3):
+        resumed = train(range(stop, 4), train(range(stop), None, settled, norm), settled, norm)["model"]
+        equal.append(all(torch.equal(value, resumed[name]) for name, value in whole.items()))
+    return equal
+
+
+@pytest.mark.parametrize("norm", ["local", "group"])
+def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes, norm: str) -> None:
+    """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets after the first step."""
+    assert processes.run(resume_at_every_step, True, norm, ranks=3) == [[True] * 3] * 3
+    assert all(False in of_rank for of_rank in processes.run(resume_at_every_step, False, norm, ranks=3))
+
+
+def leave_no_trace(norm: str) -> list[str]:
+    model = network(norm)
+    wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    before = copy.deepcopy(model.state_dict())
+    warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum().backward())
+    differing = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    differing += [f"{name}.grad" for name, parameter in model.named_parameters() if parameter.grad is not None]
+    batch_norm.update_running_statistics(model)  # no statistics of the warm-up wait to be taken up
+    now = model.state_dict()
+    return differing + [name for name in now if "running" in name and not torch.equal(now[name], before[name])]
+
+
+def test_the_model_is_as_it_was(processes: Processes) -> None:
+    for norm in ("as it came", "local", "group", "global"):
+        assert leave_no_trace(norm) == []
+        assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
+
+
+def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None:
+    model = network()
+    with pytest.raises(Refused, match="the model can't make a step: .*; look at --image_size") as raised:
+        warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.smoke
+def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() -> None:
+    """Also a mean of shape [1], which torch would take: its gradients are too small by the number of samples."""
+    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch, broken=(), encoded=None))
+    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), encoded=None)
+    model = nn.Linear(2, 1)
+
+    def attempt(change: Callable) -> None:
+        trial = Trial(samples, lambda network, batch: change(network(batch.images)[:, 0]), torch.device("cpu"))
+        warm_up(model, model, lambda: trial(model, BatchPlan(6, 1, 6)))
+
+    attempt(lambda losses: losses)
+    for change, shape in (
+        (lambda losses: losses.mean(0, keepdim=True), r"\[1\]"),
+        (torch.mean, r"\[\]"),
+        (lambda losses: losses[:, None], r"\[6, 1\]"),
+        (lambda losses: (losses, losses), "a tuple"),
+    ):
+        told = f"the losses of 6 samples are {shape}, not .6.: one loss per sample; take reduction='none'"
+        with pytest.raises(Refused, match=told):
+            attempt(change)
+
+
+CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("std::bad_alloc"), True),
+        (torch.AcceleratorError(f"CUDA error: out of memory\n{CUDA}"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+        (torch.distributed.DistBackendError(NCCL), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.45 GB)"), True),
+        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"), False),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 166912"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x10 and 12x3)"), False),
+        (ValueError("out of memory, says somebody else"), False),
+    ],
+)
+def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Without a compiler, and as Triton says what a device has not got: neither is a matter of the image's size."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    model.compile()
+    with pytest.raises(
+        Refused, match="^--compile failed: No working C.. compiler found .*; leave out --compile, or"
+    ) as raised:
+        warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
+    assert "\n" not in str(raised.value)
+
+    class OutOfResources(Exception):
+        """As Triton raises it, which has no common base with torch's errors."""
+
+    OutOfResources.__module__ = "triton.runtime.errors"
+
+    def fail() -> None:
+        raise OutOfResources("out of resource: shared memory, Required: 262144, Hardware limit: 166912")
+
+    with pytest.raises(
+        Refused, match="^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
+    ):
+        warm_up(model, model, fail)
