@@ -47,7 +47,6 @@ from common.classification import sources
 from common.classification.batches import Batch, TrainingSamples
 from common.classification.transforms import training_transform
 from common.config.fields import AugmentationConfig
-from common.data import loader
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
@@ -55,6 +54,7 @@ from common.data.loader import Feed, training_loader, worker_count
 from common.data.stream import Stream
 from common.distributed import launch
 from common.run.run import Run
+from common.training import step as training_step
 
 OF_LIMIT, OF_TIMM = 0.98, 2.0  # goals
 VARIED = AugmentationConfig(crop_scale=0.08, hflip=0.5, color_jitter=0.4)  # as timm's loader does unasked
@@ -247,15 +247,15 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def train(data: Sources, name: str, compiled: bool, precision: str, batches: Iterator[Batch]) -> dict:
     """Let the recipe train on `batches` until these raise `Enough`; its accelerator and the losses of its last step."""
-    size, seen, start, observe = data.size, {}, launch.start, Run.observe
+    size, seen, start, backward = data.size, {}, launch.start, Run.backward
 
     def started(config, **options):
         seen["accelerator"] = start(config, **options)
         return seen["accelerator"]
 
-    def observed(run, step, losses, *rest):
-        seen["losses"] = losses
-        observe(run, step, losses, *rest)
+    def passed_back(run, losses):
+        seen["losses"] = losses.detach()
+        backward(run, losses)
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the precision of the time before
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
@@ -266,9 +266,9 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
         flags |= {key: getattr(VARIED, key) for key in ("crop_scale", "hflip", "color_jitter")}
         quiet = io.StringIO()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(loader, "Feed", lambda loader, device: Conducted(batches)))
+            stack.enter_context(replaced(training_step, "Feed", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
-            stack.enter_context(replaced(Run, "observe", observed))
+            stack.enter_context(replaced(Run, "backward", passed_back))
             stack.enter_context(contextlib.redirect_stdout(quiet))
             stack.enter_context(contextlib.redirect_stderr(quiet))
             stack.enter_context(contextlib.suppress(Enough))

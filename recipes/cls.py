@@ -10,7 +10,6 @@ the same command again on whatever hardware there is, and it goes on from the la
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoints.resume import load_model
-from common.checkpoints.state import TrainingState
 from common.classification import mixing, plots, sources
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
@@ -35,17 +33,15 @@ from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.data_rows import data_rows
-from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
+from common.data.loader import evaluation_loader, worker_count
 from common.data.stream import Stream
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, main_process_first, rank, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
 from common.errors import Refused
-from common.randomness import key_of, seed_model
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, defaults, drop_path, timm_models
-from common.training.optimizer import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
-from common.training.warm_up import Trial
+from common.training.optimizer import Schedule, build_ema, build_optimizer, set_learning_rate
 
 
 @dataclass
@@ -110,13 +106,13 @@ def build_data(config: Config, load=sources.load):
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
-def build_batch_norm(config: Config) -> str:
+def batch_norm_of(config: Config) -> str:
     """The mode of batch norm: a frozen backbone keeps its statistics, too."""
     return "frozen" if config.freeze_backbone else config.batch_norm
 
 
-def build_model(config: Config, classes: Sequence[str]):
-    """The model (any nn.Module will do), its number of drop path layers, and what it wants to see."""
+def build_model(config: Config, classes: Sequence[str], device: torch.device):
+    """The model (any nn.Module will do), and what it wants to see."""
     with all_or_none("building the model"):
         model = timm_models.build_classifier(
             config.model,
@@ -135,16 +131,19 @@ def build_model(config: Config, classes: Sequence[str]):
             timm_models.checkpoint_gradients(model, config.model)
     if config.freeze_backbone:
         timm_models.freeze_backbone(model)
-    batch_norm.convert(model, build_batch_norm(config), group_size=config.norm_batch_size)
-    model.to(dtype=getattr(torch, config.dtype))
+    batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
+    drop_path.convert(model)
+    model.to(device, getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model, drop_path.convert(model), data_config
+    if config.compile:
+        model.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
+    return model, data_config
 
 
 def build_plan(config: Config, most: int) -> BatchPlan:
     """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
-    pair, norm = 2 if config.mixup or config.cutmix else 1, build_batch_norm(config)
+    pair, norm = 2 if config.mixup or config.cutmix else 1, batch_norm_of(config)
     group = config.norm_batch_size if norm == "group" else 1
     whole = f"--batch_norm {norm}" if norm in ("node", "global") else ""
     return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
@@ -177,7 +176,7 @@ def build_inputs(config: Config, train: sources.Source, data_config: dict, devic
         images = images if batch.erasing is None else erase(images, batch.erasing, noise)
         return (images, targets) if batch.mixing is None else mixing.blend(images, targets, batch.mixing)
 
-    return normalize, inputs
+    return normalize, torch.compile(inputs, dynamic=False) if config.compile else inputs
 
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
@@ -191,7 +190,14 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
             return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights).mean(1)
         return -(targets * weights * logits.log_softmax(1)).sum(1)
 
-    return losses
+    return torch.compile(losses, dynamic=False) if config.compile else losses
+
+
+def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict):
+    """Positions of the stream -> batches; data workers compute them."""
+    transform, layers = training_transform(config, data_config), drop_path.layers(model)
+    cache = open_cache(len(train), config.cache, config.cache_folder)
+    return TrainingSamples(train, stream, transform, config.seed, config, layers, cache, config.decode)
 
 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
@@ -227,15 +233,27 @@ def evaluate_only(config: Config, accelerator) -> None:
     origin = eval_only.begin(config)
     config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
     val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
-    model, _, data_config = build_model(config, names)
+    model, data_config = build_model(config, names, accelerator.device)
     if origin.is_alone:
         with all_or_none("loading the weights"):
             load_model(model, Path(config.eval_only))
     normalize, _ = build_inputs(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
     model, matched = eval_only.match(model, val, names, places)
-    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, matched)
+    results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
     eval_only.report(config, results, val.classes)
+
+
+def start_rows(config: Config, data, model, samples: TrainingSamples) -> dict[str, str]:
+    """What the start table says of data and model."""
+    return {
+        **data_rows(config.data, *data),
+        **timm_models.describe(config.model, model),
+        **defaults.describe(config),
+        "cache": str(samples.cache or "none"),
+        "input": " x ".join(map(str, samples.sizes["input_size"])),
+        "batch norm": batch_norm.describe(batch_norm_of(config), model),
+    }
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
@@ -252,98 +270,56 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator) as run:
+    with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, fingerprint = build_data(config)
-        stream = build_stream(config, train)
+        train, val, _ = data = build_data(config)
+        stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers, data_config = build_model(config, train.classes)
+        model, data_config = build_model(config, train.classes, accelerator.device)
         normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
-        transform = training_transform(config, data_config)
-        cache = open_cache(len(train), config.cache, config.cache_folder)
-        samples = TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode)
-
-        bare.to(accelerator.device)
-        optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
-        if config.compile:
-            bare.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
-            inputs, loss_fn = (torch.compile(function, dynamic=False) for function in (inputs, loss_fn))
+        samples = build_samples(config, train, stream, model, data_config)
+        optimizer, ema = build_optimizer(config, model), build_ema(config, model)
 
         def losses_of(network, batch):
-            """The forward pass, of training and of what is tried before: one loss per sample, [B]."""
+            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
             images, targets = inputs(batch)
-            drop_path.set_draws(bare, batch.drop_path)
             with accelerator.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)
 
-        trial = Trial(samples, losses_of, accelerator.device)
-        plan = run.fit(plan, bare, trial)
-        val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial=trial)
-
-        run.describe(
-            {
-                **data_rows(config.data, train, val, fingerprint),
-                **timm_models.describe(config.model, bare),
-                **defaults.describe(config),
-                "cache": str(cache or "none"),
-                "input": " x ".join(map(str, data_config["input_size"])),
-                "layout": launch.describe(accelerator, config.dtype),
-                "batch": str(plan),
-                "batch norm": batch_norm.describe(build_batch_norm(config), bare),
-                "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
-                "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
-                "run folder": str(run.path),
-            },
-            train,
-            val,
-            input_size=data_config["input_size"],
+        # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
+        network, optimizer = run.prepare(
+            model,
+            optimizer,
+            ema,
+            plan=plan,
+            schedule=schedule,
+            samples=samples,
+            losses_of=losses_of,
+            data=data,
+            export=partial(timm_models.export, classes=val.classes, config=data_config, multi_label=val.multi_label),
+            rows=start_rows(config, data, model, samples),
         )
-        state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        best = partial(timm_models.export, ema.module if ema else bare, val.classes, data_config, val.multi_label)
-        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
-        loader = training_loader(samples, plan, first, last, worker_count(config.workers))
-        batches = Feed(loader, accelerator.device)
+        val_loader = build_val_loader(config, val, data_config, run.plan.max_micro_batch_size)
+        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
 
-        parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
-        bare.train()
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            losses, positions = [], []
-            for micro_step in range(plan.micro_steps):
-                batch = next(batches)
-                seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
-                is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    loss = losses_of(model, batch)
-                    accelerator.backward(loss.sum() * plan.loss_scale)
-                losses.append(loss.detach())
-                positions.append(batch.positions)
-
-            accelerator.unscale_gradients(optimizer)
-            grad_norm = clip_gradients(parameters, config.clip, config.clip_mode)
+            for batch in run.micro_batches():  # this rank's share of the global batch, on the device
+                losses = losses_of(network, batch)
+                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+            grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()
-            batch_norm.update_running_statistics(bare)
-            done = step + 1
-            if ema:
-                ema.update(bare, done)
-            run.observe(done, torch.cat(losses), torch.cat(positions), grad_norm, *batches.take())
+            run.end_step(grad_norm)
 
-            if run.evaluates(done):
-                run.settle()
-                results, counts, mistakes = evaluate(bare, val_loader, accelerator, normalize, val)
-                if ema:
-                    of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
-                    results |= {f"ema_{key}": value for key, value in of_ema.items()}
-                if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
-                    run.keep_best(results)
-                if run.ends(done):
+            if run.evaluates():
+                counts, mistakes = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
+                if run.ends():
                     draw(run, val, counts, mistakes)
-            if run.saves(done):
-                run.save(done)
+            if run.saves():
+                run.save()
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class TrainingSamples(Dataset):
         if self.decode == "device":
             device_decoding.check(self.transform, self.cache is not None)
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """What the tracker's configuration says of the images."""
+        return {"input_size": (3, *self.transform.size)}
+
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []

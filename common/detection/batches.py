@@ -38,6 +38,7 @@ class DetectionBatch(Movable):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
+    totals: torch.Tensor | None = None  # what losses are divided by, over the global batch
 
 
 @dataclass

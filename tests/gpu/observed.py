@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from common.distributed import launch
+from common.run import micro_batch
 from common.run.run import Run
 from tests.recipes.several import load
 
@@ -51,7 +52,7 @@ def held() -> float:
     return (torch.cuda.memory_allocated() - sum(map(len, ballast))) / GIB
 
 
-start, fit, steps, observe = launch.start, Run.fit, Run.steps, Run.observe
+start, fit, steps, end_step = launch.start, micro_batch.fit, Run.steps, Run.end_step
 
 
 def started(*arguments, **options):
@@ -61,13 +62,13 @@ def started(*arguments, **options):
     return accelerator
 
 
-def fitted(run, *arguments):
-    if run.accelerator.device.type != "cuda":
-        return fit(run, *arguments)
+def fitted(*arguments):
+    if not torch.cuda.is_initialized():
+        return fit(*arguments)
     if step_of_room == 0:
         leave(room)
     seen["held_gib"] = [held()]
-    plan = fit(run, *arguments)
+    plan = fit(*arguments)
     seen["trial_gib"] = peak()
     return plan
 
@@ -86,12 +87,12 @@ def watched_steps(run):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def observed(run, step, *rest):
-    observe(run, step, *rest)
+def ended(run, grad_norm):
+    end_step(run, grad_norm)
     seen.setdefault("first_step_s", time.monotonic() - began)
     if run.accelerator.device.type == "cuda":
         seen["steps_gib"] = peak()
-    if step == int(os.environ.get("HOLD_AT", 0)):
+    if run.step == int(os.environ.get("HOLD_AT", 0)):
         run._writer.wait()
         if os.environ.get("RANK", "0") == "0":
             Path(os.environ["OBSERVED"]).with_suffix(".held").touch()
@@ -110,7 +111,7 @@ def warned(message, category, filename, lineno, *rest) -> None:
 
 def main() -> None:
     recipe = load(Path(sys.argv[0]))
-    launch.start, Run.fit, Run.steps, Run.observe = started, fitted, watched_steps, observed
+    launch.start, micro_batch.fit, Run.steps, Run.end_step = started, fitted, watched_steps, ended
     try:
         recipe.main()
     finally:

@@ -13,7 +13,8 @@ from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import rank
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.warm_up import Trial, is_out_of_memory, warm_up
+from common.training.step import TrainingStep
+from common.training.warm_up import is_out_of_memory, warm_up
 from tests.processes import Processes
 
 
@@ -100,13 +101,14 @@ def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None
 @pytest.mark.smoke
 def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() -> None:
     """Also a mean of shape [1], which torch would take: its gradients are too small by the number of samples."""
-    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch, broken=(), encoded=None))
-    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), encoded=None)
+    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch))
+    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), drop_path=None, complete=lambda: batch)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
     model = nn.Linear(2, 1)
 
     def attempt(change: Callable) -> None:
-        trial = Trial(samples, lambda network, batch: change(network(batch.images)[:, 0]), torch.device("cpu"))
-        warm_up(model, model, lambda: trial(model, BatchPlan(6, 1, 6)))
+        step = TrainingStep(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]))
+        warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
 
     attempt(lambda losses: losses)
     for change, shape in (
