@@ -90,7 +90,7 @@ def test_the_map_of_rooms_names_every_room(room: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "line"),
+    "module, line",
     [
         ("common.data.images", "from common.run.run import Run"),
         ("common.data.images", "from common import run"),
@@ -306,7 +306,7 @@ def test_the_example_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "old", "new", "told"),
+    "check, old, new, told",
     [
         (out_of_order, '"""Train a thing."""\n', "", "no docstring"),
         (out_of_order, "class Config:", "def early(): pass\n\nclass Config:", "Config is not the first"),
