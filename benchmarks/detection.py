@@ -160,7 +160,7 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     half = torch.autocast(device.type, torch.bfloat16) if size.precision == "bf16" else contextlib.nullcontext()
     times = []
-    while len(times) < WARM_UP + LEAST or len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds:
+    while len(times) < WARM_UP + LEAST or (len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds):
         batch = batches[len(times) % BATCHES]
         images = batch.images.to(torch.float32).sub_(128).div_(64)
         _finish(device)

@@ -154,19 +154,19 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
             ways["from the cache"](path)  # fills it
         times = cpu_of_image(ways, paths, turns)
         medians = {way: statistics.median(values) for way, values in times.items()}
-        for way in ("timm, as it comes", "timm without jitter", "torchvision", "datasets"):
-            rows.append(
-                Row(
-                    f"CPU of an image, {name}",
-                    "ms",
-                    medians["ours"],
-                    way,
-                    medians[way],
-                    ratio(times[way], times["ours"]),
-                    medians["limit"] if width < 1000 else None,
-                    goal if way.startswith("timm, as") else None,
-                )  # fmt: skip
+        rows += [
+            Row(
+                f"CPU of an image, {name}",
+                "ms",
+                medians["ours"],
+                way,
+                medians[way],
+                ratio(times[way], times["ours"]),
+                medians["limit"] if width < 1000 else None,
+                goal if way.startswith("timm, as") else None,
             )
+            for way in ("timm, as it comes", "timm without jitter", "torchvision", "datasets")
+        ]
         rows.append(
             Row(
                 f"CPU of a cached image, {name}",
@@ -177,7 +177,7 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
                 ratio(times["ours"], times["from the cache"]),
                 None,
                 5.0,
-            )  # fmt: skip
+            )
         )
     return rows
 
@@ -264,7 +264,7 @@ def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
             name,
             medians[name],
             ratio(speeds["ours"], speeds[name]),
-        )  # fmt: skip
+        )
         for name in list(makers)[1:]
     ]
 

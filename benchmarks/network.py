@@ -12,6 +12,7 @@ so where they are missing.
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -112,7 +113,7 @@ def measure(work: dict) -> list[list[tuple[float, int]]]:
             words = ["ip", "netns", "exec", space, *launcher, __file__, "--work", str(folder)]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
             machines.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        if any([machine.wait() for machine in machines]):
+        if any([machine.wait() for machine in machines]):  # noqa: C419 (waits for both)
             sys.exit(Path(logs[0].name).read_text())
         return json.loads((folder / "stamps.json").read_text())
     finally:
@@ -177,7 +178,7 @@ def main() -> None:
         except (OSError, subprocess.CalledProcessError) as error:
             reason = " ".join((getattr(error, "stderr", "") or str(error)).split())
             print(f"not measured: two machines can't be made here ({reason}); it takes root, iproute2 and sch_tbf")
-            return
+            return None
         stamps = measure({"model": model, "steps": steps, "settings": [asdict(setting) for setting in SETTINGS]})
 
     built = timm_models.build_classifier(
@@ -190,7 +191,7 @@ def main() -> None:
     rows = []
     for setting, marks in zip(SETTINGS, stamps, strict=True):
         marks = marks[WARM_UP - 1 :]
-        seconds = [end - begin for (begin, _), (end, _) in zip(marks, marks[1:], strict=False)]
+        seconds = [end - begin for (begin, _), (end, _) in itertools.pairwise(marks)]
         row = asdict(setting) | {
             "step_ms": 1e3 * statistics.median(seconds),
             "least_ms": 1e3 * min(seconds),

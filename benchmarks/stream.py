@@ -66,7 +66,7 @@ def torch_batches(size: int, world_size: int) -> Iterator[list[int]]:
         yield from BatchSampler(sampler, SHARE, drop_last=True)
 
 
-def our_indices(size: int, world_size: int) -> int:
+def our_indices(size: int, _world_size: int) -> int:
     """Draw many indices; returns how many."""
     stream = Stream(size, CHUNK, seed=0)
     steps = 100

@@ -110,7 +110,7 @@ def _read(
         elif data == "digits":
             digits = dict(zip(("train", "val"), load_digits(), strict=True))
             labels = {name: part.origin for name, part in digits.items()}
-            read, hold_out = lambda name, _: digits[name], None  # noqa: E731
+            read, hold_out = lambda name, _: digits[name], None
         elif path.is_dir():
             root = Path(os.path.abspath(path))
             folders = _part_folders(root)
@@ -181,7 +181,7 @@ def _part_folders(root: Path) -> dict[str, Path]:
     """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
     folders = _subfolders(root)
     kinds = {name: partition.kind_of(name) for name in folders if partition.kind_of(name)}
-    if len({*kinds.values()}) > 1 or kinds and len(kinds) == len(folders):
+    if len({*kinds.values()}) > 1 or (kinds and len(kinds) == len(folders)):
         return {name: root / name for name in folders}
     for name in kinds:  # also the name of a class: a train is a vehicle
         inside = {*_subfolders(root / name)}

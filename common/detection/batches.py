@@ -58,10 +58,10 @@ class TrainingScenes(Dataset):
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             parts = [self._read(index, position, broken)]
-            for lot in self.augmentation.partners(position).tolist():
-                parts.append(
-                    self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])
-                )  # broken: counts in its turn
+            parts += [
+                self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])  # broken: counts in its turn
+                for lot in self.augmentation.partners(position).tolist()
+            ]
             samples.append(self.augmentation(parts, position, self.fill))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)

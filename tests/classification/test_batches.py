@@ -192,7 +192,7 @@ def test_ranks_evaluate_every_sample_once_in_the_same_batches(
             batched = evaluation_loader(EvaluationSamples(Numbers(size), evaluation_transform(DATA)), batch, 0)
             batches += [each.positions.tolist() for each in batched]
         layouts.append(sorted(batches))
-    assert sum(layouts[0], []) == list(range(size))
+    assert [position for batch in layouts[0] for position in batch] == list(range(size))
     assert layouts == [layouts[0]] * 4
 
 
@@ -273,7 +273,7 @@ def test_a_signal_to_everyone_leaves_the_workers_at_work_and_a_killed_worker_is_
             worker.send_signal(number)
     following = [next(batches) for _ in range(20)]
     assert following[0].positions[0] == 24 and not torch.equal(first.positions, following[-1].positions)
-    with pytest.raises((RuntimeError, OSError)):  # the latter where it dies as it hands a batch over
+    with pytest.raises((RuntimeError, OSError)):  # noqa: PT012 (the latter where it dies as it hands a batch over)
         workers[0].kill()  # torch may raise as soon as it hears of it
         for _ in range(50):
             next(batches)

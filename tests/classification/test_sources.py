@@ -107,7 +107,7 @@ def test_train_and_val_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "test"),
+    "train, val, test",
     [
         ("train", "val", "test"),
         ("Train", "Val", "Test"),
@@ -186,7 +186,7 @@ def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp
     assert names(part(tmp_path, "train", held_out=True), tmp_path) == names(trained, tmp_path)
     for held_out in (False, True):
         assert len(part(tmp_path, "all", held_out=held_out)) == 20
-    with pytest.raises(Refused, match="--split test: --data .* has no such part; there is train"):
+    with pytest.raises(Refused, match=r"--split test: --data .* has no such part; there is train"):
         part(tmp_path, "test")
 
 
@@ -644,7 +644,7 @@ def numbers(source) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "classes"),
+    "text, classes",
     [
         ("file,kind\n*images/{n}.png,{'abc'[n % 3]}", ("a", "b", "c")),
         ("Image Name , Kind\n*images/{n}.png , {'abc'[n % 3]}", ("a", "b", "c")),
@@ -789,7 +789,7 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("data", "name", "config"),
+    "data, name, config",
     [
         ("owner/name", "owner/name", None),
         ("beans", "beans", None),

@@ -136,7 +136,7 @@ def test_a_check_of_good_runs_passes(check: Check, tmp_path: Path) -> None:
     assert row["state"] == "ok" and row["told"], row
 
 
-@pytest.mark.parametrize(("words", "number", "wrong", "told"), WRONG)
+@pytest.mark.parametrize("words, number, wrong, told", WRONG)
 def test_a_check_of_a_run_with_one_thing_wrong_fails(
     words: str, number: int, wrong: dict, told: str, tmp_path: Path
 ) -> None:
@@ -171,7 +171,7 @@ def test_whatever_goes_wrong_in_a_check_is_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    "program, told",
     [
         (
             "raise RuntimeError('CUDA error: an illegal memory access')",

@@ -53,7 +53,10 @@ def count(launch, request, tmp_path_factory):
         done = start(config, "tests/host_waits.py", file, **options).finish(400)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
-        return {name: sum(of_ranks, []) for name, *of_ranks in zip(cases, *ranks, strict=True)}
+        return {
+            name: [wait for of_rank in of_ranks for wait in of_rank]
+            for name, *of_ranks in zip(cases, *ranks, strict=True)
+        }
 
     return run
 

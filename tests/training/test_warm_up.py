@@ -93,7 +93,7 @@ def test_the_model_is_as_it_was(processes: Processes) -> None:
 
 def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None:
     model = network()
-    with pytest.raises(Refused, match="the model can't make a step: .*; look at --image_size") as raised:
+    with pytest.raises(Refused, match=r"the model can't make a step: .*; look at --image_size") as raised:
         warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
     assert "\n" not in str(raised.value)
 
@@ -131,7 +131,7 @@ NCCL = (
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("error", "is_memory"),
+    "error, is_memory",
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
@@ -165,7 +165,7 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
     model.compile()
     with pytest.raises(
-        Refused, match="^--compile failed: No working C.. compiler found .*; leave out --compile, or"
+        Refused, match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or"
     ) as raised:
         warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
     assert "\n" not in str(raised.value)
@@ -179,6 +179,6 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
         raise OutOfResources("out of resource: shared memory, Required: 262144, Hardware limit: 166912")
 
     with pytest.raises(
-        Refused, match="^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
+        Refused, match=r"^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
     ):
         warm_up(model, model, fail)

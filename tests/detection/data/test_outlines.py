@@ -125,7 +125,7 @@ def test_data_without_outlines_is_refused(tmp_path):
     for number in range(5):
         Image.new("RGB", (9, 9)).save(folder / f"images/train/{number}.png")
         (folder / f"labels/train/{number}.txt").write_text("0 .5 .5 .5 .5")
-    with pytest.raises(Refused, match="boxes without outlines.*give one"):
+    with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
         load(str(folder), seed=0, val_share=0.2, masks=True)
 
 
@@ -143,7 +143,7 @@ def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp
 def test_masks_of_digits_are_their_ink():
     train, val = scenes.load(0, masks=True)
     for position in range(40):
-        image, boxes, labels, crowd, masks = train.sample(0, position)
+        image, boxes, labels, _crowd, masks = train.sample(0, position)
         assert masks.shape == (len(labels), 128, 128) and masks.any((1, 2)).all()
         for box, mask in zip(boxes.astype(int), masks, strict=True):
             outside = mask.copy()

@@ -167,7 +167,7 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("json_name", "images"),
+    "json_name, images",
     [
         ("annotations/instances_{}2017.json", "{}2017"),
         ("annotations/instances_{}2017.json", "images/{}2017"),
@@ -728,7 +728,7 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
                 assert len(read(tmp_path / name, split=split)[1]) == count
     assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
     assert part(tmp_path / "yolo", "test").origin == "images/Test"
-    with pytest.raises(Refused, match="--split more: --data .* has no such part; there is Valid, test, train"):
+    with pytest.raises(Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"):
         part(tmp_path / "coco", "more")
 
 
