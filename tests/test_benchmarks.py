@@ -58,10 +58,9 @@ def test_a_later_start_finds_what_the_first_one_found(launch: Launcher, tmp_path
 @pytest.mark.long
 def test_starts_are_measured_beside_the_bare_imports(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "startup.py", tmp_path / "startup.json")
-    assert printed.count("\n") == 8 and len(result["rows"]) == 5
-    bare, process, launched, shorter, help_ = result["rows"].values()
-    assert bare["ratio"] == 1 and help_["wall_s"] < min(process["wall_s"], bare["wall_s"]) / 2
-    assert all(0 < row["cpu_s"] and row["wall_s"] < 60 for row in (launched, shorter))
+    assert printed.count("\n") == 7 and len(result["rows"]) == 4
+    assert list(result["rows"].values())[0]["ratio"] == 1
+    assert all(0 < row["cpu_s"] and 0 < row["wall_s"] < 60 for row in result["rows"].values())
 
 
 @pytest.mark.long
