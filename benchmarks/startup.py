@@ -118,10 +118,10 @@ def table(result: dict) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: each start once")
-    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
-    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # in a row's own process, as the next one
+    parser.add_argument("--quick", action="store_true", help="only check that it works: each start once")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # internal, as the next one: the process of a row
     parser.add_argument("--first_step", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
@@ -131,11 +131,11 @@ def main() -> None:
         return first_step(Path(output), words)
 
     result = compare(1 if arguments.quick else 2 if arguments.brief else 3)
-    print(f"medians of {result['rounds']}, one CPU thread; up to the first step of {MODEL} on digits")
-    print(f"{'':36}{'wall':>9}{'range':>17}{'of the bare':>13}{'user CPU':>11}")
+    print(f"medians of {result['rounds']}, one CPU thread; to the end of the first step of {MODEL} on digits")
+    print(f"{'':36}{'wall':>9}{'range':>17}{'of the import':>15}{'user CPU':>11}")
     for name, row in result["rows"].items():
         spread = f"{row['least_s']:.2f}-{row['most_s']:.2f} s"
-        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:13.2f}{row['cpu_s']:9.2f} s")
+        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:15.2f}{row['cpu_s']:9.2f} s")
     print(f"goal: the first step within {GOAL} times the bare import")
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
