@@ -1,16 +1,18 @@
-"""The recipe as it is, and what it did on the GPU.
+"""Runs a recipe unchanged, and measures what it does on the GPU.
 
     accelerate launch ... tests/gpu/observed.py recipes/cls.py words
 
-The main process writes to the file that OBSERVED names, in the environment:
+The main process writes a JSON object to the file named by the environment variable OBSERVED:
 
-    {"trial_gib", "steps_gib": memory at the peak of the trial of a micro-batch, and of all steps; "held_gib": what of it was
-     taken before each of both, "waits": where the host waited for the device in the steps 6 to 10, "graphs": how many
-     torch.compile made, "first_step_s": until the first step was made}
+- "trial_gib", "steps_gib": peak memory of the search for the micro-batch, and of all steps
+- "held_gib": memory in use before each of both
+- "waits": places where the host waited for the device in the steps 6 to 10
+- "graphs": number of graphs that torch.compile made
+- "first_step_s": seconds until the first step was made
 
-Three variables make it hard for the run. HOLD_AT is a step after which it stands still, to be killed; its last checkpoint is
-written then, and the file OBSERVED, ending in .held, says so. FIRST_SCALE is the loss scale to begin with. ROOM, such as
-0:1.5 or 5:1.5, takes all of the GPU's memory but that many GiB, before the trial (0) or that step.
+Three more variables disturb the run. HOLD_AT=STEP pauses it after that step, once its last checkpoint is written, so that it
+can be killed; the file OBSERVED with the suffix .held marks the pause. FIRST_SCALE is the initial loss scale. ROOM=STEP:GIB
+(0:1.5) takes all of the GPU's memory but that many GiB, before the search (0) or before that step.
 """
 
 import json
@@ -30,13 +32,13 @@ from tests.recipes.several import load
 
 OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}
 GIB = 2**30
-WATCHED = range(6, 11)  # steps; what is made once has been made
+WATCHED = range(6, 11)  # steps after all one-time work
 began, seen, ballast = time.monotonic(), {"waits": []}, []
 step_of_room, room = (float(part) for part in os.environ.get("ROOM", "-1:0").split(":"))
 
 
 def leave(gib: float) -> None:
-    """Take all of the GPU's memory but this."""
+    """Takes all of the GPU's memory but `gib`."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     ballast.append(torch.empty(max(0, int(free - gib * GIB)), dtype=torch.uint8, device="cuda"))
