@@ -85,7 +85,7 @@ def collate(samples: list):
 def bare(setting: Setting) -> None:
     """The loop written by hand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, _ = sources.load("digits", seed=0, val_share=0.2)
+    source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     shape = {"levels": LEVELS, "width": WIDTH, "convolutions": CONVOLUTIONS}
     model = detectors.build_detector("fcos", setting.model, len(source.classes), **shape).to(device)
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
@@ -139,7 +139,7 @@ class Size:
 
 def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
     """The first scenes, on the device."""
-    train, _ = sources.load("digits", seed=0, val_share=0.2, masks=masks)
+    train, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=masks))
     stream = Stream(len(train), size.batch_size, seed=0)
     samples = TrainingScenes(
         train, stream, BoxAugmentation(0, (size.image_size,), size.image_size), stride, (0,) * 3, 0

@@ -135,7 +135,7 @@ class Sources:
 
     def __post_init__(self) -> None:
         size = self.size
-        train, _ = sources.load(str(self.folder), seed=0, val_share=0.05)
+        train, _ = sources.load(sources.Spec(str(self.folder), seed=0, val_share=0.05))
         data = timm.data.resolve_data_config({"input_size": (3, size.image_size, size.image_size)})
         stream, transform = Stream(len(train), size.batch_size, 0), training_transform(VARIED, data)
         samples = TrainingSamples(train, stream, transform, 0, VARIED)

@@ -111,8 +111,8 @@ def measure(reader: str, outlines: bool, file: Path) -> dict:
         stamps._COARSEST = 0.0  # cache at once: nothing changes these files
 
         def read(file: Path) -> tuple:
-            train, val = sources.load(str(file.parents[1]), seed=0, val_share=0.2, masks=outlines)
-            return train, train.fingerprint, val.fingerprint  # a start needs them
+            train, val = sources.load(sources.Spec(str(file.parents[1]), seed=0, val_share=0.2, masks=outlines))
+            return train, train.fingerprint, val.fingerprint  # a start asks for them
 
         read(file.parents[2] / "small/annotations/instances_train2017.json")  # triggers late imports
 

@@ -48,7 +48,7 @@ class Images(Dataset):
 def bare(setting: Setting) -> None:
     """The loop written by hand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, _ = sources.load("digits", seed=0, val_share=0.2)
+    source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     model = timm.create_model(setting.model, num_classes=len(source.classes)).to(device)
     data = resolve_model_data_config(model, {"input_size": (3, setting.image_size, setting.image_size)})
     transform = create_transform(

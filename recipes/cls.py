@@ -89,18 +89,13 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 
-def build_data(config: Config, load=sources.load):
-    """Training and validation images, and the fingerprint of both, which all ranks must share."""
+def build_data(config: Config, weights=None):
+    """Training and validation images, and the fingerprint of both, which all ranks must share.
+
+    With `weights`, those of --eval_only, both are the images to evaluate these on.
+    """
     with main_process_first("reading the data", local=True):  # it may download and convert
-        train, val = load(
-            config.data,
-            seed=config.seed,
-            val_share=config.val_share,
-            split=config.split,
-            image_column=config.image_column,
-            label_column=config.label_column,
-            max_broken_share=config.max_broken_share,
-        )
+        train, val = sources.load(sources.Spec.of(config, weights))
         if train.multi_label and config.loss != "bce":
             raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
@@ -232,7 +227,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config)
     config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
-    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
+    val, names, places = eval_only.read(config, origin, build_data)
     model, data_config = build_model(config, names, accelerator.device)
     if origin.is_alone:
         with all_or_none("loading the weights"):

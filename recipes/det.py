@@ -120,19 +120,13 @@ class Config(OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
-def build_data(config: Config, load=sources.load):
-    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share."""
+def build_data(config: Config, weights=None):
+    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share.
+
+    With `weights`, those of --eval_only, both are the images to evaluate these on.
+    """
     with main_process_first("reading the data", local=True):
-        train, val = load(
-            config.data,
-            seed=config.seed,
-            val_share=config.val_share,
-            split=config.split,
-            image_column=config.image_column,
-            objects_column=config.objects_column,
-            box_format=config.box_format,
-            masks=config.detector == "mask_rcnn",
-        )
+        train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
@@ -255,7 +249,7 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config)
-    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
+    val, names, places = eval_only.read(config, origin, build_data)
     model, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names, accelerator.device)
     with all_or_none("loading the weights"):
         load(model, Path(config.eval_only))

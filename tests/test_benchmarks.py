@@ -59,7 +59,7 @@ def test_a_later_start_finds_what_the_first_one_found(launch: Launcher, tmp_path
 def test_starts_are_measured_beside_the_bare_imports(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "startup.py", tmp_path / "startup.json")
     assert printed.count("\n") == 7 and len(result["rows"]) == 4
-    assert list(result["rows"].values())[0]["ratio"] == 1
+    assert next(iter(result["rows"].values()))["ratio"] == 1
     assert all(0 < row["cpu_s"] and 0 < row["wall_s"] < 60 for row in result["rows"].values())
 
 

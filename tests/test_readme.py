@@ -105,7 +105,7 @@ def test_what_is_linked_to_is_there() -> None:
     for page in pages:
         for target, anchor in LINK.findall(page.read_text()):
             file = page.parent / target if target else page
-            if not file.exists() or anchor and anchor not in anchors(file.read_text()):
+            if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
                 missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}".rstrip("#"))
     assert not missing
 

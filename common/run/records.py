@@ -40,7 +40,7 @@ def check_names(names: Iterable[str]) -> None:
     """Raise `Refused` unless all `names` are free for numbers of one's own."""
     for name in names:
         part, _, rest = str(name).partition("/")
-        if part in OWN_PARTS or part == "train" and rest in OWN_NAMES:
+        if part in OWN_PARTS or (part == "train" and rest in OWN_NAMES):
             raise Refused(
                 f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
             )

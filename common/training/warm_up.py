@@ -69,7 +69,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is how a device, a library on it, or torch on the host says that it has no memory left."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    return known or (isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error))))
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from common.classification.sources import load, load_part
+from common.classification.sources import Spec, load
 from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
@@ -32,7 +32,7 @@ def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
 
 
 def read(data, seed=0, val_share=0.25, **columns):
-    return load(str(data), seed=seed, val_share=val_share, **columns)
+    return load(Spec(str(data), seed=seed, val_share=val_share, **columns))
 
 
 def refusal(data, **options) -> str:
@@ -173,7 +173,8 @@ def test_parts_are_never_taken_for_classes(tmp_path):
 
 
 def part(data, split="", seed=0, val_share=0.25, **options):
-    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+    source, _ = load(Spec(str(data), seed, val_share, split, alone=True, **options))
+    return source
 
 
 def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp_path):

@@ -124,7 +124,7 @@ def decoded_pixels(machine: Machine) -> str:
 def decoded_training(machine: Machine) -> str:
     """A model learns the digits as JPEGs, decoded by the GPU and by data workers."""
     folder = machine.scratch / "jpegs"
-    for part, source in zip(("train", "val"), sources.load("digits", seed=0, val_share=0.2), strict=True):
+    for part, source in zip(("train", "val"), sources.load(sources.Spec("digits", seed=0, val_share=0.2)), strict=True):
         for number in range(len(source)):
             file = folder / part / source.classes[source.labels[number]] / f"{number}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -224,8 +224,8 @@ PATHS += [
     "?" * 99,
 ]
 LOOKUPS = {
-    "--data": lambda text: sources.load(text, seed=0, val_share=0.2),
-    "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
+    "--data": lambda text: sources.load(sources.Spec(text, seed=0, val_share=0.2)),
+    "--data of detection": lambda text: detection.load(detection.Spec(text, seed=0, val_share=0.2)),
     "--model": lambda text: timm_models.build_classifier(text, 3),
     "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
     "--resume as --eval_only": read_origin,  # which the parser itself reads
