@@ -61,6 +61,18 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 64
+    opt: str = "adamw"
+    lr: float = option(4e-3, photographs=1e-3)
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
+    crop_scale: float = option(0.7, photographs=0.35)
+    hflip: float = option(0.0, photographs=0.5)
+
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -99,11 +111,6 @@ def build_data(config: Config, weights=None):
         if train.multi_label and config.loss != "bce":
             raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
-
-
-def batch_norm_of(config: Config) -> str:
-    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
-    return "frozen" if config.freeze_backbone else config.batch_norm
 
 
 def build_model(config: Config, classes: Sequence[str], device: torch.device):
@@ -199,6 +206,11 @@ def build_val_loader(config: Config, val: sources.Source, data_config: dict, siz
     """Batches of the validation set, `size` samples each on any layout."""
     samples = EvaluationSamples(val, evaluation_transform(data_config))
     return evaluation_loader(samples, size, worker_count(config.workers))
+
+
+def batch_norm_of(config: Config) -> str:
+    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
+    return "frozen" if config.freeze_backbone else config.batch_norm
 
 
 @torch.no_grad()

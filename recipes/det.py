@@ -63,12 +63,17 @@ class Config(OptimizationConfig, RunConfig):
     also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
-    global_batch_size: int = option(8, low=1, high=2**20)
-    """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
-    lr: float = option(2e-3, low=0, high=10**6, photographs=2e-4)
-    """Peak learning rate at the reference batch --lr_batch_size (photographs: 2e-4)."""
-    lr_batch_size: int = option(8, low=1)
-    """Global batch for which --lr is stated."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 8
+    opt: str = "adamw"
+    lr: float = option(2e-3, photographs=2e-4)
+    lr_batch_size: int = 8
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
+
     levels: str = option("3-4", photographs="3-7")
     """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (photographs: 3-7)."""
     width: int = option(64, low=32, high=4096, photographs=128)
