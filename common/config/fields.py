@@ -30,6 +30,13 @@ def path_option(default: str, *, may_change=False, photographs=None):
     return option(default, may_change=may_change, check=_wrong_with_path, photographs=photographs)
 
 
+def field_names(config_class: type) -> list[str]:
+    """The fields of a configuration, the recipe's own first, in the order in which the recipe has them."""
+    return list(
+        dict.fromkeys([*config_class.__annotations__, *(field.name for field in dataclasses.fields(config_class))])
+    )
+
+
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
     """The numbers in a text, such as "640,672"; none if it is anything else."""
     parts = [part.strip() for part in text.split(separator)]
