@@ -141,8 +141,13 @@ def test_every_flag_that_a_page_names_exists() -> None:
             text = "\n".join(re.findall(r"^\|.*\|(.+)\|$", text, re.MULTILINE))
         named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text)}
         assert named <= flags | of_launcher, f"{page}: {named - flags - of_launcher}"
-    table = between((ROOT / "docs" / "run_folder.md").read_text(), "## Flags that programs may rely on", "A switch is")
+    contract = (ROOT / "docs" / "run_folder.md").read_text()
+    table = between(contract, "## Flags that programs may rely on", "A switch is")
     assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
+    changeable = {
+        field.name for config in configs for field in dataclasses.fields(config) if field.metadata.get("may_change")
+    }
+    assert set(re.findall(r"--(\w+)", between(contract, "**What may change**", "Any other change"))) == changeable
 
 
 def between(text: str, first: str, last: str) -> str:
