@@ -44,7 +44,9 @@ from timm.optim import create_optimizer_v2
 from torchvision.datasets import ImageFolder
 
 from common.classification import sources
+from common.classification.augmentation import Normalize
 from common.classification.batches import Batch, TrainingSamples
+from common.classification.color_jitter import ColorJitter
 from common.classification.transforms import training_transform
 from common.config.fields import AugmentationConfig
 from common.data import workers as data_workers
@@ -138,7 +140,8 @@ class Sources:
         train, _ = sources.load(sources.Spec(str(self.folder), seed=0, val_share=0.05))
         data = timm.data.resolve_data_config({"input_size": (3, size.image_size, size.image_size)})
         stream, transform = Stream(len(train), size.batch_size, 0), training_transform(VARIED, data)
-        samples = TrainingSamples(train, stream, transform, 0, VARIED)
+        augmentations = [ColorJitter(0, VARIED.color_jitter), Normalize(data, torch.float32, torch.device("cpu"))]
+        samples = TrainingSamples(train, stream, transform, 0, augmentations)  # which the recipe will have
         kinds = {
             "worker": samples,
             "device": replace(samples, decode="device"),
@@ -155,7 +158,8 @@ class Sources:
         shape = (size.batch_size, size.image_size, size.image_size, 3)
         images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).permute(0, 3, 1, 2)
         labels = torch.randint(0, CLASSES, (size.batch_size,), generator=generator)
-        self.resident = Batch(images, labels, torch.arange(size.batch_size)).to(self.device)
+        none = [torch.zeros(size.batch_size, 0)] * len(augmentations)
+        self.resident = Batch(images, labels, torch.arange(size.batch_size), none).to(self.device)
         mean, std = (255 * torch.tensor(data[key], device=self.device)[:, None, None] for key in ("mean", "std"))
         self.normalised = ((self.resident.images.float() - mean) / std).contiguous()
 
@@ -248,6 +252,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 def train(data: Sources, name: str, compiled: bool, precision: str, batches: Iterator[Batch]) -> dict:
     """Runs the recipe on `batches` until they raise `Enough`; returns its accelerator and the losses of its last step."""
     size, seen, start, backward = data.size, {}, launch.start, Run.backward
+    jitter = ColorJitter.apply
 
     def started(config, **options):
         seen["accelerator"] = start(config, **options)
@@ -256,6 +261,10 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
     def passed_back(run, losses):
         seen["losses"] = losses.detach()
         backward(run, losses)
+
+    def jittered(self, images, targets, draws):
+        """The resident batch has no draws: its colours stay, as those of the step written by hand."""
+        return jitter(self, images, targets, draws) if draws.numel() else (images, targets)
 
     AcceleratorState._reset_state(reset_partial_state=True)  # otherwise it keeps the precision of the previous run
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
@@ -269,6 +278,7 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
             stack.enter_context(replaced(training_step, "Feed", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
             stack.enter_context(replaced(Run, "backward", passed_back))
+            stack.enter_context(replaced(ColorJitter, "apply", jittered))
             stack.enter_context(contextlib.redirect_stdout(quiet))
             stack.enter_context(contextlib.redirect_stderr(quiet))
             stack.enter_context(contextlib.suppress(Enough))

@@ -191,7 +191,7 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
 
 def our_samples(folder: Path) -> TrainingSamples:
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.05))
-    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0, CONFIG)
+    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0)
 
 
 def our_loader(folder: Path, workers: int, steps: int) -> Iterator:

@@ -22,11 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoints.resume import load_model
-from common.classification import mixing, plots, sources
+from common.classification import plots, sources
+from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
-from common.classification.device_transforms import erase, noise_table, vary_colours
+from common.classification.color_jitter import ColorJitter
 from common.classification.metrics import ClassificationCounts, Mistakes
+from common.classification.mixing import Mixing
+from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.fields import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, path_option
 from common.config.parsing import parse
@@ -157,28 +160,29 @@ def build_stream(config: Config, train: sources.Source) -> Stream:
     return Stream(len(train), config.global_batch_size, config.seed, config.repeats, weights)
 
 
-def build_inputs(config: Config, train: sources.Source, data_config: dict, device: torch.device):
-    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and inputs(batch) -> images and targets [B, K], varied."""
-    dtype, classes = getattr(torch, config.dtype), len(train.classes)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    mean, std = (
-        255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None] for key in ("mean", "std")
-    )
-    noise = noise_table(config.seed, data_config["input_size"], device, dtype) if config.random_erasing else None
+def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
+    """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
+    dtype, size, classes = getattr(torch, config.dtype), tuple(data_config["input_size"][1:]), len(train.classes)
+    normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
+    augmentations = []  # your own is one more line here: see common.classification.augmentation
+    if config.color_jitter:
+        augmentations.append(ColorJitter(config.seed, config.color_jitter))
+    augmentations.append(normalize)
+    if config.random_erasing:
+        augmentations.append(RandomErasing(config.seed, config.random_erasing, size, dtype, device))
+    if config.mixup or config.cutmix:
+        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, size))
 
-    def normalize(images):
-        return images.to(dtype, memory_format=layout, copy=True).sub_(mean).div_(std)
-
-    def inputs(batch):
+    def augment(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
         targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
-        images = batch.images if batch.colours is None else vary_colours(batch.images.to(dtype), batch.colours)
-        images = normalize(images)
-        images = images if batch.erasing is None else erase(images, batch.erasing, noise)
-        return (images, targets) if batch.mixing is None else mixing.blend(images, targets, batch.mixing)
+        images = batch.images if augmentations[0] is normalize else batch.images.to(dtype)
+        for augmentation, draws in zip(augmentations, batch.draws, strict=True):
+            images, targets = augmentation.apply(images, targets, draws)
+        return images, targets
 
-    return normalize, torch.compile(inputs, dynamic=False) if config.compile else inputs
+    return augmentations, torch.compile(augment, dynamic=False) if config.compile else augment, normalize
 
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
@@ -195,11 +199,11 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
     return torch.compile(losses, dynamic=False) if config.compile else losses
 
 
-def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict):
+def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict, augmentations: list):
     """Positions of the stream -> batches; data workers compute them."""
     transform, layers = training_transform(config, data_config), drop_path.layers(model)
     cache = open_cache(len(train), config.cache, config.cache_folder)
-    return TrainingSamples(train, stream, transform, config.seed, config, layers, cache, config.decode)
+    return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode)
 
 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
@@ -244,7 +248,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     if origin.is_alone:
         with all_or_none("loading the weights"):
             load_model(model, Path(config.eval_only))
-    normalize, _ = build_inputs(config, val, data_config, accelerator.device)
+    *_, normalize = build_augmentation(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
     model, matched = eval_only.match(model, val, names, places)
     results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
@@ -283,14 +287,14 @@ def main() -> None:
         stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
         model, data_config = build_model(config, train.classes, accelerator.device)
-        normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
+        augmentations, augment, normalize = build_augmentation(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
-        samples = build_samples(config, train, stream, model, data_config)
+        samples = build_samples(config, train, stream, model, data_config, augmentations)
         optimizer, ema = build_optimizer(config, model), build_ema(config, model)
 
         def losses_of(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
-            images, targets = inputs(batch)
+            images, targets = augment(batch)
             with accelerator.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)

@@ -98,7 +98,7 @@ class Files:
 
 def samples(files: dict[str, bytes], decode: str, config: AugmentationConfig = VARIED, **data) -> TrainingSamples:
     transform = training_transform(config, DATA | data)
-    return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, config, decode=decode)
+    return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, decode=decode)
 
 
 def batches(
@@ -249,4 +249,4 @@ def test_what_needs_pixels_in_the_worker_is_refused() -> None:
     cache = open_cache(len(USUAL), 32, "")
     transform = training_transform(VARIED, DATA)
     with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
-        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, VARIED, cache=cache, decode="device")
+        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, cache=cache, decode="device")

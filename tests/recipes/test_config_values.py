@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from common.checkpoints.resume import choose
 from common.checkpoints.store import Checkpoints
-from common.classification import mixing, sources
-from common.classification.device_transforms import draw_colours
+from common.classification import sources
+from common.classification.color_jitter import ColorJitter
+from common.classification.mixing import Mixing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.origin import read_origin
 from common.config.parsing import identity, parse, save, short_hash
@@ -134,8 +135,8 @@ def plan(config, model) -> None:
             one_line(evaluation_transform, shown)
             size = shown["input_size"][1:]
             if config.mixup or config.cutmix:
-                assert np.isfinite(mixing.draw(np.arange(4), config.seed, config.mixup, config.cutmix, *size)).all()
-            assert np.isfinite(draw_colours(np.arange(4), config.seed, config.color_jitter)).all()
+                assert np.isfinite(Mixing(config.seed, config.mixup, config.cutmix, size).draw(np.arange(4))).all()
+            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).draw(np.arange(4))).all()
         one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
     one_line(build_optimizer, config, model)
     assert len(short_hash(identity(config))) == 6
