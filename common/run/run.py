@@ -274,7 +274,7 @@ class Run:
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""
-        losses, positions, data_wait, broken = self._training.end()
+        outcome = self._training.end()
         step = self.step + 1
         if self._ema:
             self._ema.update(self.model, step)
@@ -283,7 +283,7 @@ class Run:
             self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
-        self._step_reports.post(step, losses, positions, grad_norm, data_wait, broken, stop, self._ended_by)
+        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
