@@ -1,4 +1,4 @@
-"""What an image becomes is a function of the key alone, varied in training, timm's own in evaluation."""
+"""Training transforms depend on the image and its key alone; evaluation transforms are exactly timm's."""
 
 import random
 
