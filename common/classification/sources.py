@@ -4,7 +4,6 @@ A source holds columns (NumPy, Arrow, memory-mapped files), never a Python objec
 memory pages into every loader worker, bit by bit, until the machine is full.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from common.classification import custom_data
+from common.classification.custom_data import CustomDataset
 from common.config.parsing import nearest_path
 from common.data import partition
 from common.data.digits import load_digits
 from common.data.huggingface import Table, TableParts, table_opener
 from common.data.images import SUFFIXES
-from common.data.partition import Piece, held_out
+from common.data.partition import Piece, draws_of_paths, held_out
 from common.data.source import Source, fingerprint_of, refuse_broken
 from common.errors import Refused, printable
 from common.files import walk
@@ -34,7 +35,7 @@ _NOT_YET = (
 
 
 def load(
-    data: str,
+    data: str | CustomDataset | Mapping[str, CustomDataset],
     *,
     seed: int,
     val_share: float,
@@ -50,7 +51,8 @@ def load(
     - an image folder with one subfolder per class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
-    - a CSV file of paths and labels, or a pattern of them.
+    - a CSV file of paths and labels, or a pattern of them;
+    - an object of your own as `CustomDataset` says, or a dict of them by part: {"train": ..., "val": ...}.
 
     Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
@@ -61,13 +63,13 @@ def load(
     Raises `Refused` for what can't be found, read, or trained on, and where more than `max_broken_share` of the files of a
     part are missing.
     """
-    choice = partial(partition.choose, data, split=split)
+    choice = partial(partition.choose, _title(data), split=split)
     train, val = _read(data, choice, 2, seed, val_share, image_column, label_column, max_broken_share)
     return train, val
 
 
 def load_part(
-    data: str,
+    data: str | CustomDataset | Mapping[str, CustomDataset],
     *,
     split: str,
     seed: int,
@@ -82,13 +84,20 @@ def load_part(
     `data` and the others are as in `load`: with its `seed` and `val_share`, `held_out` says that a model was trained on this
     data by `load`, without the held-out share; other data without parts are evaluated whole.
     """
-    choice = partial(partition.choose_part, data, split=split, held_out=held_out)
+    choice = partial(partition.choose_part, _title(data), split=split, held_out=held_out)
     (part,) = _read(data, choice, 1, seed, val_share, image_column, label_column, max_broken_share)
     return part
 
 
+def _title(data: str | CustomDataset | Mapping[str, CustomDataset]) -> str:
+    """The data in words."""
+    if isinstance(data, Mapping):
+        return ", ".join(dict.fromkeys(type(part).__name__ for part in data.values()))
+    return data if isinstance(data, str) else type(data).__name__
+
+
 def _read(
-    data: str,
+    data: str | CustomDataset | Mapping[str, CustomDataset],
     choice: Callable[[Mapping[str, str]], tuple[Piece, ...]],
     least: int,
     seed: int,
@@ -98,15 +107,21 @@ def _read(
     max_broken_share: float,
 ) -> tuple[Source, ...]:
     """A source for each piece that `choice` takes of the parts that there are; the first has `least` classes or more."""
+    custom = None if isinstance(data, str) else custom_data.parts_of(data)
+    data = _title(data)
     path = Path(data).expanduser()
     if _SHARDS.search(data):
         raise Refused(f"--data {data}: {_NOT_YET}")
     try:
-        if data != "digits" and (opener := table_opener(data)):
+        if data != "digits" and not custom and (opener := table_opener(data)):
             table = TableParts(data, opener, image_column, label_column, least)
             labels, read, hold_out = table.labels, table.read, partial(_split_rows, seed=seed, share=val_share)
         elif image_column or label_column:
             raise Refused(f"--data {data}: is no table, so leave out --image_column and --label_column")
+        elif custom:
+            labels = dict.fromkeys(custom, data) if len(custom) == 1 else {name: name for name in custom}
+            read = lambda name, first: custom_data.read(custom[name], first, least)  # noqa: E731
+            hold_out = partial(custom_data.CustomSource.split, seed=seed, share=val_share)
         elif data == "digits":
             digits = dict(zip(("train", "val"), load_digits(), strict=True))
             labels = {name: part.origin for name, part in digits.items()}
@@ -206,9 +221,7 @@ def _read_folder(folder: Path, first: Folder | None, least: int) -> Folder:
 
 
 def _split_files(everything: Folder, seed: int, share: float) -> tuple[Folder, Folder]:
-    hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in everything.paths)
-    draws = mix(np.frombuffer(b"".join(hashes), "<u8"), key_of(seed, "held out"))
-    train, val = held_out(draws, everything.labels, share)
+    train, val = held_out(draws_of_paths(everything.paths, seed), everything.labels, share)
     return everything.part(train), everything.part(val)
 
 

@@ -1,13 +1,16 @@
 """Which part of a data set is trained on, which is evaluated, and how do people spell their names?"""
 
+import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from common.errors import Refused
+from common.randomness import key_of, mix
 
 S = TypeVar("S")
 
@@ -127,6 +130,12 @@ def held_out(draws: np.ndarray, strata: np.ndarray, share: float) -> tuple[np.nd
     if not out.any():
         raise Refused(f"--val_share {share} of at most {counts.max()} images a class holds out none; raise it")
     return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def draws_of_paths(paths: Iterable[pa.LargeBinaryScalar], seed: int) -> np.ndarray:
+    """uint64[N] draws for `held_out`, each a function of `seed` and its path alone."""
+    hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in paths)
+    return mix(np.frombuffer(b"".join(hashes), "<u8"), key_of(seed, "held out"))
 
 
 def describe(data: str, source) -> str:
