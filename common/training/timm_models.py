@@ -336,8 +336,8 @@ def _save_config(
 def check_export(model: torch.nn.Module, config: dict) -> None:
     """See before the first step that what is exported of a classifier is loaded as the same model. Main process only.
 
-    Which weights it has makes no difference to that, so it is asked once. A module that timm did not make is exported as it is, and
-    has to give logits. Raises `Refused`.
+    Which weights it has makes no difference to that, so it is asked once. A module of another kind is exported as it
+    is, and has to give logits. Raises `Refused`.
     """
     if not is_main():
         return
