@@ -1,11 +1,11 @@
-"""How long does training stand still for a checkpoint?
+"""Measures how long training stops for a checkpoint.
 
     python benchmarks/checkpoint.py [--quick] [--brief] [--output FILE]
 
-A model of 86 million parameters, its AdamW state and its moving average: 1.4 GB. One training loop saves now the way the
-recipes do, beside the training, now in the old way, with everything waiting, in the order ABBA. Between two checkpoints come
-as many steps as the writing needs. `stop` is how long the loop stands still for a checkpoint, `slower steps` what the steps
-beside the writing take more than the others, all together. On the CPU torch works in one thread, as does the writer.
+A model of 86 million parameters, with AdamW's state and a moving average: 1.4 GB. One training loop saves in two ways, in the
+order ABBA: in the background, as the recipes do, and with training waiting until the file is written. Between two checkpoints
+it makes as many steps as writing takes. `stop` is how long the loop stands still; `slower steps` is the time added to the steps
+made while a checkpoint is written, in total. On the CPU torch uses one thread, and so does the writer.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints
 from common.checkpoints.writer import Writer
 
-GOAL = 10  # times shorter
+GOAL = 10  # times shorter than with training waiting
 
 
 class Training:
-    """Steps of a model, and the two ways to save it."""
+    """Trains a model on one batch, and saves it in either way."""
 
     def __init__(self, model: str, batch_size: int, folder: Path):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,11 +39,11 @@ class Training:
         size = self.model.pretrained_cfg["input_size"]
         self.images = torch.rand(batch_size, *size, device=self.device)
         self.checkpoints, self.writer, self.saved = Checkpoints(folder), Writer(), 0
-        self.quiet: list[float] = []  # seconds of steps beside which nothing was written
+        self.quiet: list[float] = []  # seconds of steps during which nothing was written
         self.bytes = 0
 
     def step(self) -> float:
-        """Seconds of one."""
+        """Makes one step; returns its seconds."""
         began = time.perf_counter()
         self.model(self.images).square().mean().backward()
         self.optimizer.step()
@@ -52,7 +52,7 @@ class Training:
         return time.perf_counter() - began
 
     def save(self, beside: bool) -> dict[str, float]:
-        """Make a checkpoint; how long the training stood still, how long writing took, and what it cost the steps."""
+        """Saves a checkpoint; returns how long training stopped, how long writing took, and the time it added to the steps."""
         self.saved += 1
         record = {"step": self.saved, "numbers": self.state.numbers()}
         written = []
@@ -83,19 +83,19 @@ class Training:
 
 
 def table(result: dict) -> list[Row]:
-    """The rows of the table of all benchmarks."""
+    """Rows for the common table."""
     beside, waiting = (
         statistics.median(row["stop_s"] for row in result["rows"] if row["beside"] == kind) for kind in (True, False)
     )
     what = f"stop for a checkpoint of {result['bytes'] / 1e9:.2g} GB"
-    return [Row(what, "s", beside, "everything waits", waiting, result["ratio"], goal=GOAL)]
+    return [Row(what, "s", beside, "training waits", waiting, result["ratio"], goal=GOAL)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: a tiny model, few checkpoints")
-    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: a tiny model, few checkpoints")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def main() -> None:
     try:
         training = Training(model, batch_size, folder)
         training.step()
-        first = training.save(beside=True)  # it makes the copies' memory
+        first = training.save(beside=True)  # also allocates memory for the copies
         rows = [training.save(beside) for _ in range(quartets) for beside in (True, False, False, True)]
     finally:
         shutil.rmtree(folder)
@@ -114,11 +114,11 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     quiet, more = statistics.median(training.quiet), f", {torch.get_num_threads()} thread"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU" + more
-    print(f"{model}, {parameters / 1e6:.1f} M parameters, {training.bytes / 1e9:.2f} GB a checkpoint")
+    print(f"{model}, {parameters / 1e6:.1f} M parameters, {training.bytes / 1e9:.2f} GB per checkpoint")
     print(f"{where}; torch {torch.__version__}; medians of {2 * quartets}; a step takes {1e3 * quiet:.0f} ms")
     print(f"{'':24}{'stop':>22}{'writing':>12}{'slower steps':>16}")
     medians = {}
-    for beside, name in ((True, "beside the training"), (False, "everything waits")):
+    for beside, name in ((True, "in the background"), (False, "training waits")):
         mine = [row for row in rows if row["beside"] == beside]
         medians[beside] = {key: statistics.median(row[key] for row in mine) for key in ("stop_s", "writing_s")}
         stops = [row["stop_s"] for row in mine]
@@ -128,8 +128,8 @@ def main() -> None:
             f"{medians[beside]['writing_s']:10.2f} s{slower}"
         )
     ratio = medians[False]["stop_s"] / medians[True]["stop_s"]
-    print(f"the first one beside the training: {first['stop_s']:.3f} s; it makes the copies' memory")
-    print(f"everything waits / beside: {ratio:.1f}; goal: at least {GOAL}")
+    print(f"first save in the background: {first['stop_s']:.3f} s, with the allocation of memory for the copies")
+    print(f"training waits / in the background: {ratio:.1f}; goal: at least {GOAL}")
     if arguments.output:
         result = {"model": model, "parameters": parameters, "bytes": training.bytes, "step_s": quiet}
         result |= {"first_stop_s": first["stop_s"], "ratio": ratio, "rows": rows}

@@ -1,12 +1,12 @@
-"""How much time does `recipes/det.py` add to the detector's own step, and how long is that of every family?
+"""Measures what `recipes/det.py` adds to the detector's own step, and the step of every family of detectors.
 
     python benchmarks/detection.py [--quick] [--brief] [--output FILE]
 
-First the recipe's own `main` against the loop that one would write by hand around the same detector: the same scenes in
-the same order, resizing, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
-training process (workers 0), so that nothing of the input pipeline is hidden. `paired` says how they are compared.
-Then forward, backward and optimizer step of every family on batches in memory, without any loop around them.
-On the CPU torch works in one thread: what is waited for is then also what is computed.
+First the recipe's own `main` is compared with a loop written by hand around the same detector: the same scenes in the same
+order, resizing, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in
+the training process (workers 0), so that no part of the input pipeline is hidden. `paired.py` explains the comparison. Then
+forward, backward and optimizer step of every family on batches in memory, without a loop around them. On the CPU torch uses one
+thread, so that waiting is not hidden by other threads' work.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from common.detection.transforms import BoxAugmentation
 
 LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of the FCOS that the loops train
 BATCHES = 4  # in memory, for the step times
-WARM_UP = 1  # steps that don't count
-LEAST, MOST, SECONDS = 3, 20, 6.0  # steps of a family: no fewer, no more, and in between until so much time is gone
+WARM_UP = 1  # steps that are not measured
+LEAST, MOST, SECONDS = 3, 20, 6.0  # steps of a family: at least, at most; in between until these seconds have passed
 
 
 # ---- the loops
@@ -62,13 +62,13 @@ def flags(setting: Setting) -> dict:
 
 @dataclass
 class Scenes(Dataset):
-    """Number of a scene -> its image and its boxes, resized."""
+    """Maps the number of a scene to its resized image and boxes."""
 
     source: Annotated
     transform: Callable
 
     def __len__(self) -> int:
-        return 2**62  # each is drawn when it is asked for
+        return 2**62  # scenes are drawn on access
 
     def __getitem__(self, number: int):
         image, boxes, labels, crowd, _ = self.source.sample(0, number)
@@ -85,7 +85,7 @@ def collate(samples: list):
 def bare(setting: Setting) -> None:
     """The loop written by hand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, _ = sources.load("digits", seed=0, val_share=0.2)
+    source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     shape = {"levels": LEVELS, "width": WIDTH, "convolutions": CONVOLUTIONS}
     model = detectors.build_detector("fcos", setting.model, len(source.classes), **shape).to(device)
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
@@ -113,7 +113,7 @@ def bare(setting: Setting) -> None:
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         optimizer.step()
         optimizer.zero_grad()
-        late = numbers.tolist()  # of the step before
+        late = numbers.tolist()  # of the previous step
         if not all(map(math.isfinite, late)):
             raise FloatingPointError(f"step {step}: {late}")
         numbers = torch.stack([loss.detach(), norm])
@@ -130,8 +130,8 @@ class Size:
     image_size: int
     batch_size: int
     precision: str  # fp32 or bf16
-    width: int = 256  # of the feature pyramid, or of the neck
-    options: dict[str, dict] = field(default_factory=dict)  # of a family: its own for `build_detector`
+    width: int = 256  # channels of the feature pyramid or neck
+    options: dict[str, dict] = field(default_factory=dict)  # by family: extra arguments of `build_detector`
 
     def __str__(self) -> str:
         return f"{self.backbone}, {self.image_size} px, batch {self.batch_size}, {self.precision}"
@@ -139,7 +139,7 @@ class Size:
 
 def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
     """The first scenes, on the device."""
-    train, _ = sources.load("digits", seed=0, val_share=0.2, masks=masks)
+    train, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=masks))
     stream = Stream(len(train), size.batch_size, seed=0)
     samples = TrainingScenes(
         train, stream, BoxAugmentation(0, (size.image_size,), size.image_size), stride, (0,) * 3, 0
@@ -150,7 +150,7 @@ def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
 
 
 def step_time(family: str, size: Size, seconds: float) -> dict:
-    """Milliseconds of forward, backward and optimizer step of one family: median, least and most."""
+    """Measures forward, backward and optimizer step of one family: median, least and most milliseconds."""
     model: Detector = detectors.build_detector(
         family, size.backbone, 10, width=size.width, **size.options.get(family, {})
     )
@@ -160,7 +160,7 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     half = torch.autocast(device.type, torch.bfloat16) if size.precision == "bf16" else contextlib.nullcontext()
     times = []
-    while len(times) < WARM_UP + LEAST or len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds:
+    while len(times) < WARM_UP + LEAST or (len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds):
         batch = batches[len(times) % BATCHES]
         images = batch.images.to(torch.float32).sub_(128).div_(64)
         _finish(device)
@@ -186,13 +186,13 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
 
 
 def report_families(size: Size, seconds: float) -> dict:
-    """Print and return the step times of every family whose packages are there."""
+    """Prints and returns the step times of every family whose packages are installed."""
     print(f"\n{size}: forward, backward and optimizer step")
-    print(f"{'':14}{'parameters':>12}{'a step (ms)':>13}{'range':>21}{'steps':>7}{'images/s':>10}")
+    print(f"{'':14}{'parameters':>12}{'step (ms)':>13}{'range':>21}{'steps':>7}{'images/s':>10}")
     rows = []
     for family in [*detectors.FAMILIES, *detr_models.FAMILIES]:
         if family in detr_models.FAMILIES and not importlib.util.find_spec("transformers"):
-            print(f"{family:14}left out: transformers is not installed")
+            print(f"{family:14}skipped: transformers is not installed")
             continue
         gc.collect()
         rows.append(row := step_time(family, size, seconds))
@@ -210,15 +210,17 @@ def _finish(device: torch.device) -> None:
 
 
 def table(results: dict) -> list[Row]:
-    """The rows of the table of all benchmarks."""
+    """Rows for the common table."""
     return rows_of_loops("det", results["loops"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of tiny models")
-    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: few steps of tiny models")
+    parser.add_argument(
+        "--brief", action="store_true", help="fewer repetitions, as for `make bench`; leaves the families out"
+    )
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu:

@@ -1,9 +1,9 @@
-"""What do all benchmarks of this folder say of this machine, in one table?
+"""Runs the benchmarks of this folder on this machine and prints one table. `make bench` calls it.
 
     python benchmarks/everything.py [--only SCRIPT ...] [--quick]
 
-`make bench` does this, in less than ten minutes. Each script runs by itself, with fewer turns than when it is called alone.
-Writes benchmarks/results/<machine>.json and a chart beside it. A ratio above 1 means that ours is better.
+It takes less than ten minutes: each script makes fewer repetitions than when it is called alone. Results are written to
+benchmarks/results/<machine>.json, with a chart beside it. A ratio above 1 means that ours is better.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 from table import Row, show
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = {  # script: its flags here; in the order of docs/benchmarks.md
+SCRIPTS = {  # script: its flags; in the order of docs/benchmarks.md
     "input_pipeline": ["--brief"],
     "loop": ["--brief"],
     "detection": ["--brief"],
@@ -39,7 +39,7 @@ PACKAGES = ("torch", "torchvision", "timm", "accelerate", "datasets", "pillow", 
 
 
 def machine() -> dict:
-    """What the figures depend on."""
+    """Hardware and package versions."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
@@ -53,7 +53,7 @@ def machine() -> dict:
 
 
 def name_of(facts: dict) -> str:
-    """A file name for a machine: its GPUs, or else its processor and cores."""
+    """File name for a machine: its GPUs, or if it has none its processor and cores."""
     text = (
         f"{len(facts['gpus'])}x {facts['gpus'][0]}" if facts["gpus"] else f"{facts['processor']} {facts['cores']} cores"
     )
@@ -65,7 +65,7 @@ def _lines(path: str) -> list[str]:
 
 
 def measure(script: str, flags: list[str]) -> dict:
-    """What a script writes, its rows of the table, and how long it took."""
+    """Runs a script; returns its rows of the table, its figures and its duration in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         output, began = Path(folder) / "figures.json", time.perf_counter()
         command = [sys.executable, str(FOLDER / f"{script}.py"), *flags, "--output", str(output)]
@@ -78,7 +78,7 @@ def measure(script: str, flags: list[str]) -> dict:
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """A bar a row: how many times better than its peer, on a logarithmic axis, with its goal."""
+    """Draws one bar per row: the ratio on a logarithmic axis, with its goal."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -116,8 +116,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run")
-    parser.add_argument("--quick", action="store_true", help="only see that it works")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for the figures and the chart")
+    parser.add_argument("--quick", action="store_true", help="only check that it works")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for results and chart")
     arguments = parser.parse_args()
     facts, began, results = machine(), time.perf_counter(), {}
     for script in arguments.only:

@@ -1,16 +1,16 @@
-"""How much of a GPU's own speed does `recipes/cls.py` reach, on data that are there already and on files?
+"""Measures how much of a GPU's speed `recipes/cls.py` reaches, on data that lie on the GPU and on files.
 
     python benchmarks/gpu.py [--quick | --brief] [--eager] [--seconds 500] [--output FILE]
 
-ResNet-50, ViT-S/16 and ConvNeXt-T at 224 pixels in bf16, each with and without torch.compile. The limit is a loop written by
-hand on one batch that lies on the device, normalised: forward, loss, backward, fused AdamW, cudnn.benchmark. Beside it the
-recipe's own `main`, with a feed in the place of its own that gives it, turn after turn, one batch of the device, or JPEGs
-of 500 x 375 pixels: decoded by the workers, on the device, or once (`--cache`). Beside these timm's own loader, prefetcher
-included, feeds the step written by hand; it has as many workers, and what it varies is the same.
+ResNet-50, ViT-S/16 and ConvNeXt-T at 224 pixels in bf16, each with and without torch.compile. The bound is a step written by
+hand on one normalised batch that lies on the device: forward, loss, backward, fused AdamW, cudnn.benchmark. It is compared with
+the recipe's own `main`, whose feed is replaced by one that gives, in turns, one batch that lies on the device, or JPEGs of 500
+x 375 pixels: decoded by the workers, on the device, or once (`--cache`). The peer for JPEGs is timm's own loader with its
+prefetcher, as many workers and the same augmentation, in front of the step written by hand.
 
-A model's ways take turns in one process, forwards and backwards. A turn begins with the loaders' queues emptied and some
-steps that don't count, and the device has finished when a clock is read. A ratio is that of medians. Last, what the host
-waits for the device in a step, whether fp16 trains, and the memory at its peak. Without a GPU only --quick measures.
+The ways of a model take turns in one process, forwards and backwards. A turn starts with empty loader queues and some steps
+that are not measured; clocks are read once the device is idle. A ratio is a ratio of medians. At the end: how often the host
+waits for the device in a step, whether fp16 trains, and peak memory. Without a GPU only --quick runs.
 """
 
 import argparse
@@ -44,10 +44,11 @@ from timm.optim import create_optimizer_v2
 from torchvision.datasets import ImageFolder
 
 from common.classification import sources
+from common.classification.augmentation import Normalize
 from common.classification.batches import Batch, TrainingSamples
+from common.classification.color_jitter import ColorJitter
 from common.classification.transforms import training_transform
 from common.config.fields import AugmentationConfig
-from common.data import loader
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
@@ -55,11 +56,12 @@ from common.data.loader import Feed, training_loader, worker_count
 from common.data.stream import Stream
 from common.distributed import launch
 from common.run.run import Run
+from common.training import step as training_step
 
-OF_LIMIT, OF_TIMM = 0.98, 2.0  # goals
-VARIED = AugmentationConfig(crop_scale=0.08, hflip=0.5, color_jitter=0.4)  # as timm's loader does unasked
-CACHE = 1.5  # side of a cached image to that of a crop
-WARM_UP = 3  # steps of a turn that don't count
+OF_LIMIT, OF_TIMM = 0.98, 2.0  # goals: share of the bound, times timm's loader
+VARIED = AugmentationConfig(crop_scale=0.08, hflip=0.5, color_jitter=0.4)  # the defaults of timm's loader
+CACHE = 1.5  # side of a cached image / side of a crop
+WARM_UP = 3  # steps of a turn that are not measured
 CLASSES = 2
 FILES = ("worker", "device", "cache")
 
@@ -72,8 +74,8 @@ class Size:
     image_size: int
     batch_size: int
     photographs: int  # in each class
-    seconds: float  # of a turn on the limit
-    quartets: int  # of turns on resident data; half as many on files
+    seconds: float  # of a turn of the step written by hand
+    quartets: int  # of turns on data on the device; half as many on files
     workers: int
 
 
@@ -85,7 +87,7 @@ QUICK = Size({"test_resnet": True}, 64, 8, 16, 0.0, 1, 1)
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done all it was asked."""
+    """The time in seconds, once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -95,12 +97,12 @@ def now(device: torch.device) -> float:
 
 
 class Queue:
-    """Batches of a loader with workers that live as long as the benchmark, and work only while it is their turn."""
+    """Batches of a loader whose workers live as long as the benchmark, and are stopped when it is not their turn."""
 
     def __init__(self, batches: Iterable, ready: int):
         others = multiprocessing.active_children()
-        self.batches, self.ready = iter(batches), ready  # how many may lie ready
-        next(self.batches)  # a generator starts its workers now
+        self.batches, self.ready = iter(batches), ready  # how many batches may be prefetched
+        next(self.batches)  # starts the workers of a generator
         self.workers = [child.pid for child in multiprocessing.active_children() if child not in others]
         self._tell(signal.SIGSTOP)
 
@@ -109,7 +111,7 @@ class Queue:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Its workers work. What they had fetched ahead is taken: it would make the first steps cheaper than the others."""
+        """Lets the workers run. Prefetched batches are skipped: they would make the first steps cheaper."""
         self._tell(signal.SIGCONT)
         try:
             for _ in range(self.ready):
@@ -125,7 +127,7 @@ class Queue:
 
 @dataclass
 class Sources:
-    """One batch on the device, and the loaders. All work forked off before there is a model."""
+    """One batch on the device, and the loaders. Their workers are forked before a model exists."""
 
     size: Size
     folder: Path
@@ -135,10 +137,11 @@ class Sources:
 
     def __post_init__(self) -> None:
         size = self.size
-        train, _ = sources.load(str(self.folder), seed=0, val_share=0.05)
+        train, _ = sources.load(sources.Spec(str(self.folder), seed=0, val_share=0.05))
         data = timm.data.resolve_data_config({"input_size": (3, size.image_size, size.image_size)})
         stream, transform = Stream(len(train), size.batch_size, 0), training_transform(VARIED, data)
-        samples = TrainingSamples(train, stream, transform, 0, VARIED)
+        augmentations = [ColorJitter(0, VARIED.color_jitter), Normalize(data, torch.float32, torch.device("cpu"))]
+        samples = TrainingSamples(train, stream, transform, 0, augmentations)  # which the recipe will have
         kinds = {
             "worker": samples,
             "device": replace(samples, decode="device"),
@@ -155,13 +158,14 @@ class Sources:
         shape = (size.batch_size, size.image_size, size.image_size, 3)
         images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).permute(0, 3, 1, 2)
         labels = torch.randint(0, CLASSES, (size.batch_size,), generator=generator)
-        self.resident = Batch(images, labels, torch.arange(size.batch_size)).to(self.device)
+        none = [torch.zeros(size.batch_size, 0)] * len(augmentations)
+        self.resident = Batch(images, labels, torch.arange(size.batch_size), none).to(self.device)
         mean, std = (255 * torch.tensor(data[key], device=self.device)[:, None, None] for key in ("mean", "std"))
         self.normalised = ((self.resident.images.float() - mean) / std).contiguous()
 
     def _timm(self, data: dict) -> Iterator:
         files = ImageFolder(self.folder)
-        files.samples = files.samples * 2000  # an epoch that does not end: its end would be a pause of the loader
+        files.samples = files.samples * 2000  # a very long epoch: the loader pauses at its end
         loader = timm.data.create_loader(
             files,
             data["input_size"],
@@ -184,7 +188,7 @@ class Sources:
 
 
 class Hand:
-    """The model's own step, and nothing else."""
+    """The step written by hand."""
 
     def __init__(self, name: str, size: Size, device: torch.device, compiled: bool):
         self.device = device
@@ -205,7 +209,7 @@ class Hand:
         self.optimizer.zero_grad()
 
     def turn(self, batches: Iterator, steps: int) -> float:
-        """Seconds of `steps`, after some that don't count."""
+        """Seconds of `steps`, after the warm-up."""
         own = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
         try:
@@ -223,7 +227,7 @@ class Hand:
 
 
 class Conducted:
-    """In the place of the recipe's feed: gives it the batches of its turns, and lets others have theirs in between."""
+    """Replaces the recipe's feed: gives it the batches of its turns; the others' turns run in between."""
 
     def __init__(self, batches: Iterator[Batch]):
         self.batches = batches
@@ -246,18 +250,23 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def train(data: Sources, name: str, compiled: bool, precision: str, batches: Iterator[Batch]) -> dict:
-    """Let the recipe train on `batches` until these raise `Enough`; its accelerator and the losses of its last step."""
-    size, seen, start, observe = data.size, {}, launch.start, Run.observe
+    """Runs the recipe on `batches` until they raise `Enough`; returns its accelerator and the losses of its last step."""
+    size, seen, start, backward = data.size, {}, launch.start, Run.backward
+    jitter = ColorJitter.apply
 
     def started(config, **options):
         seen["accelerator"] = start(config, **options)
         return seen["accelerator"]
 
-    def observed(run, step, losses, *rest):
-        seen["losses"] = losses
-        observe(run, step, losses, *rest)
+    def passed_back(run, losses):
+        seen["losses"] = losses.detach()
+        backward(run, losses)
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the precision of the time before
+    def jittered(self, images, targets, draws):
+        """The resident batch has no draws: its colours stay, as those of the step written by hand."""
+        return jitter(self, images, targets, draws) if draws.numel() else (images, targets)
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # otherwise it keeps the precision of the previous run
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as switches:
         json.dump({"compile": compiled, "channels_last": size.models[name]}, switches)
@@ -266,9 +275,10 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
         flags |= {key: getattr(VARIED, key) for key in ("crop_scale", "hflip", "color_jitter")}
         quiet = io.StringIO()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(loader, "Feed", lambda loader, device: Conducted(batches)))
+            stack.enter_context(replaced(training_step, "Feed", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
-            stack.enter_context(replaced(Run, "observe", observed))
+            stack.enter_context(replaced(Run, "backward", passed_back))
+            stack.enter_context(replaced(ColorJitter, "apply", jittered))
             stack.enter_context(contextlib.redirect_stdout(quiet))
             stack.enter_context(contextlib.redirect_stderr(quiet))
             stack.enter_context(contextlib.suppress(Enough))
@@ -281,15 +291,13 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
 
 @dataclass
 class Session:
-    """One model, with or without torch.compile: images a second in each turn of each way, and what else was seen."""
+    """One model, with or without torch.compile: images per second in each turn of each way, and other measurements."""
 
     model: str
     compiled: bool
     speeds: dict[str, list[float]] = field(default_factory=dict)
-    syncs: float | None = None  # times a step that the host waits for the device
-    memory: dict[str, float] = field(
-        default_factory=dict
-    )  # GiB at the peak: of the step written by hand, of the recipe
+    syncs: float | None = None  # waits of the host for the device, per step
+    memory: dict[str, float] = field(default_factory=dict)  # peak GiB: of the step written by hand, of the recipe
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -297,10 +305,10 @@ class Session:
 
 
 def run_session(data: Sources, session: Session) -> None:
-    """Fill `session`."""
+    """Measures all turns of a model and fills `session`."""
     began, size, device = time.perf_counter(), data.size, data.device
     if session.compiled:
-        torch._dynamo.reset()  # what it knows of other models counts against its limit of recompilations
+        torch._dynamo.reset()  # graphs of other models count towards its limit of recompilations
     before = allocated(device, peak=False)
     hand = Hand(session.model, size, device, session.compiled)
     resident = endless(data.normalised.contiguous(memory_format=hand.layout), data.resident.labels)
@@ -321,7 +329,7 @@ def run_session(data: Sources, session: Session) -> None:
         start = now(device)
         for _ in range(steps):
             yield following()
-        note(way, now(device) - start)  # the recipe asks for more: it has done what belongs to these steps
+        note(way, now(device) - start)  # the recipe asks for the next batch: these steps are done
 
     def conduct() -> Iterator[Batch]:
         for _ in range(WARM_UP):
@@ -374,7 +382,7 @@ def tidy() -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Callable[[], int]]:
-    """Counts how often torch waits for the device in between; of nvJPEG's own waiting torch knows nothing."""
+    """Counts the waits for the device that torch reports; it does not see those inside nvJPEG."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -385,7 +393,7 @@ def counting() -> Iterator[Callable[[], int]]:
 
 
 def see_fp16(data: Sources, name: str) -> dict:
-    """Train in fp16 for a while: loss scale, loss, and how often a step waits for the device."""
+    """Trains some steps in fp16; returns loss scale, loss and the waits for the device per step."""
     result = {}
 
     def batches() -> Iterator[Batch]:
@@ -410,7 +418,7 @@ def rows_of(session: Session) -> list[Row]:
     limit, rows = median["by hand"], []
     for way in ("resident", *FILES):
         peer, goal = "by hand", OF_LIMIT
-        if way != "resident":  # where timm's loader nearly keeps up with the model already, nobody is twice as fast
+        if way != "resident":  # if timm's loader nearly keeps up with the model, twice its speed is impossible
             peer, goal = "timm", min(OF_TIMM, OF_LIMIT * limit / median["timm"])
         what = "on the device" if way == "resident" else f"JPEG, {way}"
         name = "the step by hand" if peer == "by hand" else "timm's loader, the step by hand"
@@ -422,19 +430,19 @@ def rows_of(session: Session) -> list[Row]:
 def measure(
     size: Size, device: torch.device, seconds: float, write: Callable[[dict], None], ways: tuple[bool, ...]
 ) -> list[Row]:
-    """All rows; sessions that would end after `seconds` are left out. What is there is written after each."""
+    """Measures all rows and writes them after each session; sessions that would end after `seconds` are left out."""
     began, sessions, rows, fp16 = time.perf_counter(), [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         make_photographs(Path(folder), 500, 375, size.photographs)
         data = Sources(size, Path(folder), device)
-        print(f"{size.workers} workers a loader, ready after {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{size.workers} workers per loader, ready after {time.perf_counter() - began:.0f} s", flush=True)
         for compiled in ways:
             for name in size.models:
                 session = Session(name, compiled)
                 slowest = max((each.seconds for each in sessions), default=0)
                 took = slowest * (2 if compiled and not any(each.compiled for each in sessions) else 1)
                 if time.perf_counter() - began + took > seconds:
-                    print(f"{session}: left out, it would not end within {seconds:.0f} s", flush=True)
+                    print(f"{session}: skipped, it would not end within {seconds:.0f} s", flush=True)
                     continue
                 run_session(data, session)
                 tidy()
@@ -447,21 +455,21 @@ def measure(
                 write({"rows": rows, "sessions": sessions, "fp16": fp16})
     show(rows)
     for session in sessions:
-        waits = "" if session.syncs is None else f"; the host waits {session.syncs:g} times a step (goal 0)"
+        waits = "" if session.syncs is None else f"; the host waits {session.syncs:g} times per step (goal 0)"
         by_hand, ours = session.memory["by hand"], session.memory["recipe"]
-        print(f"{session}: at the peak {by_hand:.2f} GiB by hand, {ours:.2f} GiB the recipe{waits}")
+        print(f"{session}: peak memory {by_hand:.2f} GiB by hand, {ours:.2f} GiB in the recipe{waits}")
     if fp16:
         print(
             f"fp16: {'works' if fp16['works'] else 'DOES NOT WORK'}; loss {fp16['loss']:.3f}, scale {fp16['scale']:g}, "
-            f"the host waits {fp16['syncs']:g} times a step (goal 0)"
+            f"the host waits {fp16['syncs']:g} times per step (goal 0)"
         )
     else:
-        print("fp16: not seen, it needs a GPU")
+        print("fp16: not tried, it needs a GPU")
     return rows
 
 
 def fitting(size: Size) -> int:
-    """Workers whose batches fit into /dev/shm: of pixels 4 each for two of our loaders, 2 for timm's, and 4 of files."""
+    """Workers whose batches fit into /dev/shm. A worker holds 10 batches of pixels and 4 of files."""
     of_worker = size.batch_size * (10 * 3 * size.image_size**2 + 4 * 100_000)
     try:
         return max(1, min(size.workers, int(0.8 * shutil.disk_usage("/dev/shm").free) // of_worker))
@@ -471,11 +479,11 @@ def fitting(size: Size) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: a tiny model, also on a CPU")
-    parser.add_argument("--brief", action="store_true", help="one model, without torch.compile, and fewer turns")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: a tiny model, also on a CPU")
+    parser.add_argument("--brief", action="store_true", help="one model, without torch.compile, fewer repetitions")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--seconds", type=float, default=500, help="begin nothing that would end later")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
+    parser.add_argument("--seconds", type=float, default=500, help="time limit: skip what would end later")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu and not arguments.quick:
@@ -485,7 +493,7 @@ def main() -> None:
         os.environ["ACCELERATE_USE_CPU"] = "1"
         torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker stays behind, stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped worker is left behind
     size = QUICK if arguments.quick else replace(BRIEF if arguments.brief else FULL, workers=fitting(FULL))
     ways = (False,) if arguments.brief or arguments.eager else (False, True)
     facts = {
@@ -506,7 +514,7 @@ def main() -> None:
     try:
         measure(size, device, arguments.seconds, write, ways)
     finally:
-        data_workers.end()  # also those that are stopped
+        data_workers.end()  # stopped ones, too
 
 
 if __name__ == "__main__":

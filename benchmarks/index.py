@@ -1,11 +1,11 @@
-"""What does a start cost with a detection set of COCO's size: seconds, and memory of a process and of its workers?
+"""Measures start-up with a detection set of COCO's size: seconds, and memory of the process and of its workers.
 
     python benchmarks/index.py [--scale 1.0] [--quick] [--brief] [--output FILE]
 
-A set like COCO's train2017, times `scale`: 118,287 images, 860,001 boxes with outlines, 450 MB of JSON; what the images
-show does not matter. Each row is a fresh process: ours without an index, at the first start, which makes it, and at a
-later one; beside them what others read the file with, who neither look at the images nor check a box. Imports are not
-counted. The workers are forked and go through annotations and outlines, without decoding images.
+The set is like COCO's train2017, times `scale`: 118,287 images, 860,001 boxes with outlines, 450 MB of JSON; image content does
+not matter. Each row is a fresh process: ours without the annotation cache, at the first start, which writes the cache, and at a
+later start; and other readers of the file, which neither look at the images nor check a box. Imports are not counted. The
+workers are forked and go through annotations and outlines without decoding images.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from table import Row
 IMAGES, BOXES = 118_287, 860_001
 WORKERS = 4
 SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (500, 375))
-READERS = [  # reader, whether outlines are asked for, the place of the index
+READERS = [  # reader, whether outlines are needed, folder of the annotation cache
     ("json.load", True, None),
     ("pycocotools", True, None),
-    ("no index", False, "none"),
+    ("no cache", False, "none"),
     ("first start", False, "index"),
     ("later start", False, "index"),
-    ("no index", True, "none"),
+    ("no cache", True, "none"),
     ("first start", True, "index"),
     ("later start", True, "index"),
 ]
@@ -42,7 +42,7 @@ QUICK = (0, 6, 7)
 
 
 def make_set(root: Path, images: int, boxes: int) -> Path:
-    """A COCO folder; its images are links to a few small files. Returns the file of its training part."""
+    """Writes a COCO folder whose images are hard links to a few small files; returns its training annotations."""
     draw = np.random.default_rng(0)
     outlines = [_outline(draw) for _ in range(500)]
     (root / "annotations").mkdir(parents=True)
@@ -50,7 +50,7 @@ def make_set(root: Path, images: int, boxes: int) -> Path:
         (root / part).mkdir()
         ids, kinds = np.sort(draw.choice(600_000, count, replace=False)).tolist(), draw.integers(len(SIZES), size=count)
         for place, (number, kind) in enumerate(zip(ids, kinds.tolist(), strict=True)):
-            file = root / f"{part}-{kind}-{place // 50_000}.jpg"  # a file may have 65,000 links
+            file = root / f"{part}-{kind}-{place // 50_000}.jpg"  # ext4 allows 65,000 links per file
             if not file.exists():
                 Image.new("RGB", SIZES[kind], (90, 90, 90)).save(file)
             os.link(file, root / part / f"{number:012d}.jpg")
@@ -72,7 +72,7 @@ def make_set(root: Path, images: int, boxes: int) -> Path:
 
 
 def _outline(draw: np.random.Generator) -> np.ndarray:
-    """[n, 2] corners around the middle of a unit square; 25 on average, as in COCO."""
+    """[n, 2] corners around the centre of a unit square; 25 on average, as in COCO."""
     angles = 2 * np.pi * np.sort(draw.random(4 + min(draw.geometric(1 / 21), 300)))
     return 0.5 + 0.5 * np.stack([np.cos(angles), np.sin(angles)], 1)
 
@@ -100,7 +100,7 @@ def _object(number: int, image: int, size: tuple[int, int], corner: np.ndarray, 
 
 
 def measure(reader: str, outlines: bool, file: Path) -> dict:
-    """One row, in this process."""
+    """Measures one row in this process."""
     if reader == "json.load":
         read = _load_json
     elif reader == "pycocotools":
@@ -108,13 +108,13 @@ def measure(reader: str, outlines: bool, file: Path) -> dict:
     else:
         from common.detection.data import sources, stamps
 
-        stamps._COARSEST = 0.0  # the set is known not to change
+        stamps._COARSEST = 0.0  # cache at once: nothing changes these files
 
         def read(file: Path) -> tuple:
-            train, val = sources.load(str(file.parents[1]), seed=0, val_share=0.2, masks=outlines)
+            train, val = sources.load(sources.Spec(str(file.parents[1]), seed=0, val_share=0.2, masks=outlines))
             return train, train.fingerprint, val.fingerprint  # a start asks for them
 
-        read(file.parents[2] / "small/annotations/instances_train2017.json")  # what is imported late
+        read(file.parents[2] / "small/annotations/instances_train2017.json")  # triggers late imports
 
     others = peak_memory(resource.RUSAGE_CHILDREN)
     before, began, cpu = peak_memory(), time.perf_counter(), time.process_time()
@@ -127,7 +127,9 @@ def measure(reader: str, outlines: bool, file: Path) -> dict:
         "memory_mib": peak_memory() - before,
         "other_process_mib": peak_memory(resource.RUSAGE_CHILDREN),
     }
-    row["other_process_mib"] *= row["other_process_mib"] > others  # one that imports have started was smaller
+    row["other_process_mib"] *= (
+        row["other_process_mib"] > others
+    )  # 0 if only the processes that imports started were as large
     if isinstance(found, tuple):
         row |= {"images": len(found[0]), "boxes": len(found[0].boxes), "fingerprints": found[1:]}
         row["worker_mib"] = max(_workers(found[0]))
@@ -140,7 +142,7 @@ def _load_json(file: Path) -> dict:
 
 
 def _workers(source) -> list[float]:
-    """How much memory of its own each of several forked workers takes for going through a share of the annotations."""
+    """Private memory that each forked worker needs to go through its share of the annotations, in MiB."""
     with multiprocessing.get_context("fork").Pool(WORKERS, _adopt, [source]) as pool:
         return pool.map(_go_through, range(WORKERS), chunksize=1)
 
@@ -160,7 +162,7 @@ def _go_through(worker: int) -> float:
 
 
 def own_memory() -> float:
-    """The memory that is this process's alone, in MiB: pages of a file that can be read again at any time are not."""
+    """Private memory of this process in MiB, without file pages that can be read again."""
     rollup = Path("/proc/self/smaps_rollup")
     if rollup.exists():
         return sum(int(line.split()[1]) for line in rollup.read_text().splitlines() if "Private_Dirty" in line) / 2**10
@@ -170,12 +172,12 @@ def own_memory() -> float:
 
 
 def peak_memory(of: int = resource.RUSAGE_SELF) -> float:
-    """The most memory that this process, or the largest that it has waited for, has had so far, in MiB."""
+    """Peak memory in MiB, of this process or of the largest child that it waited for."""
     return resource.getrusage(of).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def rows(quick: bool = False, scale: float = 1.0) -> Iterator[dict]:
-    """The rows of the table, on a set of `scale` times COCO's size that is made and removed."""
+    """Measures the rows, on a temporary set of `scale` times COCO's size."""
     scale = 0.01 if quick else scale
     with tempfile.TemporaryDirectory() as folder:
         make_set(Path(folder) / "small", 60, 400)
@@ -190,24 +192,24 @@ def rows(quick: bool = False, scale: float = 1.0) -> Iterator[dict]:
 
 
 def table(measured: list[dict]) -> list[Row]:
-    """The rows of the table of all benchmarks."""
+    """Rows for the common table."""
     ours = measured[-1]
     rows = []
     for peer in (row for row in measured if row["reader"] in ("json.load", "pycocotools")):
         what = f"{ours['images']:,} images, {ours['boxes']:,} boxes, later start"
         rows.append(Row(what, "s", ours["seconds"], peer["reader"], peer["seconds"], peer["seconds"] / ours["seconds"]))
         shrunk = peer["memory_mib"] / ours["memory_mib"]
-        rows.append(Row("their memory", "MiB", ours["memory_mib"], peer["reader"], peer["memory_mib"], shrunk))
+        rows.append(Row("annotations in memory", "MiB", ours["memory_mib"], peer["reader"], peer["memory_mib"], shrunk))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scale", type=float, default=1.0, help="size of the set, COCO's being 1")
-    parser.add_argument("--quick", action="store_true", help="only see that it works: a hundredth of the set")
-    parser.add_argument("--brief", action="store_true", help="a tenth of the set, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
-    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # for the process of one row
+    parser.add_argument("--scale", type=float, default=1.0, help="size of the set; COCO is 1")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: a hundredth of the set")
+    parser.add_argument("--brief", action="store_true", help="a tenth of the set, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # internal: measure this row
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row is not None:
@@ -216,7 +218,7 @@ def main() -> None:
     measured = list(rows(arguments.quick, 0.1 if arguments.brief else arguments.scale))
     size = next(row for row in measured if "images" in row)
     print(f"{size['images']:,} images, {size['boxes']:,} boxes, {size['json_mb']:,.0f} MB of JSON; {WORKERS} workers")
-    print("reader       outlines       time        CPU      memory   another process   a worker")
+    print("reader       outlines       time        CPU      memory   reading process     worker")
     for row in measured:
         other = f"{row['other_process_mib']:14,.0f} MiB" if row["other_process_mib"] else f"{'-':>18}"
         worker = f"{row['worker_mib']:7,.1f} MiB" if "worker_mib" in row else f"{'-':>11}"

@@ -1,13 +1,17 @@
-"""How fast do photographs become training batches, beside what others do with the same files?
+"""Measures how fast photographs become training batches, compared with other libraries on the same files.
 
     python benchmarks/input_pipeline.py [--quick] [--brief] [--output FILE]
 
-JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photographs, to crops of 224 (crop_scale 0.08,
-mirrored half the time). First the CPU time of an image on one core, from the file to uint8 or whatever the peer ends in:
-timm's train pipeline as it comes (with colour jitter, which ours leaves to the device) and without jitter, torchvision's
-usual transforms, Hugging Face datasets, and a bare decode, crop and resize as the limit. Then images a second through each
-one's own loader with the cores there are. Then what the cache saves, the slowest step around the end of an epoch, and the
-memory of a data worker. All take turns in one run; a ratio is the median of the ratios of turns.
+JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photographs, are cropped to 224 pixels (crop_scale
+0.08, mirrored half the time). Measured are:
+
+- CPU time of one image on one core, from the file to uint8 or to what the peer ends in. Peers: timm's train pipeline as it
+  comes (with colour jitter, which ours leaves to the device) and without jitter, torchvision's usual transforms, Hugging Face
+  datasets. The bound is a plain decode, crop and resize. Also from `--cache`.
+- Images per second of each library's own loader, with the cores of the machine.
+- The slowest step around the end of an epoch, and the memory of a data worker.
+
+All take turns in one run; a ratio is the median of the ratios of turns.
 """
 
 import argparse
@@ -53,7 +57,7 @@ datasets.disable_progress_bars()
 
 
 def make_photographs(folder: Path, width: int, height: int, count: int) -> None:
-    """`count` JPEGs in each of two class folders, every one another part of its photograph."""
+    """Writes `count` JPEGs to each of two class folders, each a different part of its photograph."""
     random = np.random.default_rng(0)
     for name, pixels in zip(("flower", "temple"), load_sample_images().images[::-1], strict=True):
         (folder / name).mkdir(parents=True)
@@ -90,7 +94,7 @@ def torchvision_image() -> Callable[[str], object]:
 
 
 def our_image(cache=None) -> Callable[[str], object]:
-    """As a data worker makes it, with a seeding for each image."""
+    """As in a data worker, which seeds its generators for each image."""
     transform, places = training_transform(CONFIG, DATA), {}
 
     def image(path: str) -> torch.Tensor:
@@ -103,7 +107,7 @@ def our_image(cache=None) -> Callable[[str], object]:
 
 
 def bare_image(path: str) -> torch.Tensor:
-    """What nobody can do without: read, decode, crop, resize."""
+    """The bound: read, decode, crop, resize, and nothing else."""
     with open(path, "rb") as file:
         pixels = torch.from_numpy(decode_jpeg(file.read())).permute(2, 0, 1)
     top, left, height, width = crop(*pixels.shape[1:], CONFIG.crop_scale)
@@ -118,7 +122,7 @@ def huggingface_image(paths: list[str]) -> Callable[[str], object]:
 
 
 def cpu_of_image(ways: dict[str, Callable[[str], object]], paths: list[str], turns: int) -> dict[str, list[float]]:
-    """CPU milliseconds of an image, a value a turn; forwards and backwards through the ways."""
+    """CPU milliseconds per image, one value per turn; turns go through the ways forwards and backwards."""
     times = {name: [] for name in ways}
     for way in ways.values():
         way(paths[0])
@@ -154,19 +158,19 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
             ways["from the cache"](path)  # fills it
         times = cpu_of_image(ways, paths, turns)
         medians = {way: statistics.median(values) for way, values in times.items()}
-        for way in ("timm, as it comes", "timm without jitter", "torchvision", "datasets"):
-            rows.append(
-                Row(
-                    f"CPU of an image, {name}",
-                    "ms",
-                    medians["ours"],
-                    way,
-                    medians[way],
-                    ratio(times[way], times["ours"]),
-                    medians["limit"] if width < 1000 else None,
-                    goal if way.startswith("timm, as") else None,
-                )  # fmt: skip
+        rows += [
+            Row(
+                f"CPU of an image, {name}",
+                "ms",
+                medians["ours"],
+                way,
+                medians[way],
+                ratio(times[way], times["ours"]),
+                medians["limit"] if width < 1000 else None,
+                goal if way.startswith("timm, as") else None,
             )
+            for way in ("timm, as it comes", "timm without jitter", "torchvision", "datasets")
+        ]
         rows.append(
             Row(
                 f"CPU of a cached image, {name}",
@@ -177,7 +181,7 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
                 ratio(times["ours"], times["from the cache"]),
                 None,
                 5.0,
-            )  # fmt: skip
+            )
         )
     return rows
 
@@ -186,19 +190,19 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
 
 
 def our_samples(folder: Path) -> TrainingSamples:
-    train, _ = sources.load(str(folder), seed=0, val_share=0.05)
-    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0, CONFIG)
+    train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.05))
+    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0)
 
 
 def our_loader(folder: Path, workers: int, steps: int) -> Iterator:
-    """Normalised like the others'; the recipe does it on the device."""
+    """Ours, normalised like the others; the recipe does that on the device."""
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
     for batch in training_loader(our_samples(folder), BatchPlan(BATCH, 1, BATCH), 0, steps, workers):
         yield batch.images.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std), batch.labels
 
 
 def endless(loader: DataLoader) -> Iterator:
-    """Epoch after epoch, as in everybody's training script."""
+    """Epoch after epoch, as in a usual training script."""
     while True:
         yield from loader
 
@@ -247,7 +251,7 @@ def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
     for turn in range(turns):
         for name in list(makers)[:: 1 if turn % 2 else -1]:
             loader = makers[name]()
-            for _ in range(4 * workers + 1):  # what the workers had fetched ahead
+            for _ in range(4 * workers + 1):  # skip what the workers had prefetched
                 next(loader)
             began = time.perf_counter()
             for _ in range(batches):
@@ -264,13 +268,13 @@ def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
             name,
             medians[name],
             ratio(speeds["ours"], speeds[name]),
-        )  # fmt: skip
+        )
         for name in list(makers)[1:]
     ]
 
 
 def rows_of_epochs(folder: Path, epochs: int) -> list[Row]:
-    """The slowest step while several epochs end, where a step takes as long as a batch's decoding."""
+    """The slowest step over several ends of epochs, with steps about as long as the decoding of a batch."""
 
     def slowest(loader: Iterator, steps: int) -> float:
         for _ in range(3):
@@ -279,7 +283,7 @@ def rows_of_epochs(folder: Path, epochs: int) -> list[Row]:
         for _ in range(steps):
             began = time.perf_counter()
             next(loader)
-            time.sleep(0.06)  # the model's part: the worker gets ahead, as it would
+            time.sleep(0.06)  # stands for the model: the worker gets ahead, as in training
             times.append(time.perf_counter() - began)
         return 1e3 * max(times)
 
@@ -294,7 +298,7 @@ def rows_of_epochs(folder: Path, epochs: int) -> list[Row]:
 
 
 class Listed(Dataset):
-    """What ImageFolder keeps: a Python list of paths and classes."""
+    """As ImageFolder: a Python list of paths and classes."""
 
     def __init__(self, root: Path, path: str, count: int):
         self.samples = [(f"{root}/{path}#{number}", number % 2) for number in range(count)]
@@ -307,7 +311,7 @@ class Listed(Dataset):
 
 
 class Read(Dataset):
-    """Our columns, read as a worker reads them; without decoding, so that a million take seconds."""
+    """Our columns, read as in a worker, but without decoding, so that a million samples take seconds."""
 
     def __init__(self, source: sources.Source):
         self.source = source
@@ -317,7 +321,7 @@ class Read(Dataset):
 
 
 def growth(dataset: Dataset, count: int) -> float:
-    """MiB by which the memory of its own of a data worker grows from its first batch to the last of `count` samples."""
+    """Growth of a data worker's private memory from its first batch to the last of `count` samples, in MiB."""
     order = np.random.default_rng(0).permutation(count).reshape(-1, 1000)
     loader = iter(DataLoader(dataset, batch_sampler=order, num_workers=1, collate_fn=lambda value: value))
     next(loader)
@@ -348,12 +352,12 @@ def rows_of_memory(count: int) -> list[Row]:
 
 
 def table(measured: list[dict]) -> list[Row]:
-    """The rows of the table of all benchmarks."""
+    """Rows for the common table."""
     return [Row(**row) for row in measured]
 
 
 def rows(quick: bool = False, brief: bool = False) -> list[Row]:
-    """All rows; `brief` in about a minute and a half."""
+    """All rows; with `brief` in about 90 seconds."""
     count, turns, batches, samples = (2, 1, 1, 10_000) if quick else (64, 6, 12, 10**6)
     if brief:
         turns = 4
@@ -369,9 +373,9 @@ def rows(quick: bool = False, brief: bool = False) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: few images")
-    parser.add_argument("--brief", action="store_true", help="fewer turns")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: few images")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     measured = rows(arguments.quick, arguments.brief)

@@ -1,11 +1,11 @@
-"""How much time does `recipes/cls.py` add to the model's own step?
+"""Measures what `recipes/cls.py` adds to the model's own step.
 
     python benchmarks/loop.py [--quick] [--brief] [--output FILE]
 
-The recipe's own `main` against the loop that one would write by hand without any framework: the same timm model, images
-in memory, transforms, loss, optimizer, gradient norm and learning rate per step, loss read a step late. Both load in the
-training process (workers 0), so that nothing of the input pipeline is hidden. `paired` says how they are compared.
-On the CPU torch works in one thread: what is waited for is then also what is computed.
+The recipe's own `main` is compared with a loop written by hand without any framework: the same timm model, images in memory,
+transforms, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in the
+training process (workers 0), so that no part of the input pipeline is hidden. `paired.py` explains the comparison. On the CPU
+torch uses one thread, so that waiting is not hidden by other threads' work.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def flags(setting: Setting) -> dict:
 
 
 class Images(Dataset):
-    """Pixels in memory -> PIL image -> transformed tensor."""
+    """Turns pixels in memory into a PIL image, and that into a transformed tensor."""
 
     def __init__(self, source: sources.Source, transform: Callable):
         self.source, self.labels, self.transform = source, source.labels.tolist(), transform
@@ -48,7 +48,7 @@ class Images(Dataset):
 def bare(setting: Setting) -> None:
     """The loop written by hand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, _ = sources.load("digits", seed=0, val_share=0.2)
+    source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     model = timm.create_model(setting.model, num_classes=len(source.classes)).to(device)
     data = resolve_model_data_config(model, {"input_size": (3, setting.image_size, setting.image_size)})
     transform = create_transform(
@@ -78,7 +78,7 @@ def bare(setting: Setting) -> None:
             norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
             optimizer.step()
             optimizer.zero_grad()
-            late = numbers.tolist()  # of the step before
+            late = numbers.tolist()  # of the previous step
             if not all(map(math.isfinite, late)):
                 raise FloatingPointError(f"step {step}: {late}")
             numbers = torch.stack([loss.detach(), norm])
@@ -86,15 +86,15 @@ def bare(setting: Setting) -> None:
 
 
 def table(results: list[dict]) -> list[Row]:
-    """The rows of the table of all benchmarks."""
+    """Rows for the common table."""
     return rows_of_loops("cls", results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: few steps of a tiny model")
-    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
+    parser.add_argument("--quick", action="store_true", help="only check that it works: few steps of a tiny model")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu:

@@ -1,17 +1,18 @@
-"""What does a step cost on a slow network, and what do compressed gradients save?
+"""Measures a training step on a slow network, with and without compressed gradients.
 
     python benchmarks/network.py [--quick] [--output FILE]
 
-recipes/cls.py on two machines with one process each, on the CPU: network namespaces of this machine, joined by a cable that
-takes 100 Mbit/s in each direction. Bytes are those that the first machine's interface counts over the steps, and stand
-beside those that the gradients need: in a ring of W processes each sends 2 (W - 1) / W of what is reduced, which is once
-all of it for two. No step can be shorter than the cable takes for these. It takes root and iproute2 (ip and tc), and says
-so where they are missing.
+recipes/cls.py runs on two machines with one process each, on the CPU: network namespaces of this machine, joined by a cable of
+100 Mbit/s in each direction. The first machine's interface counts the bytes that it sends. They are compared with the bytes
+that the gradients need: in a ring of W processes each sends 2 (W - 1) / W of the reduced data, with two processes exactly all
+of it. A step can't be shorter than the cable needs for these. It takes root and iproute2 (ip and tc); without them it prints
+that and ends.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -35,25 +36,25 @@ CABLE_MBIT = 100
 NAMESPACES = (f"network-{os.getpid()}-0", f"network-{os.getpid()}-1")
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-CLASSES, IMAGE_SIZE = 10, 32  # digits: small, so that the model computes little
-WARM_UP = 1  # step at the start of a run that doesn't count
+CLASSES, IMAGE_SIZE = 10, 32  # digits: small, so that computing takes little of a step
+WARM_UP = 1  # step at the start of a run that is not measured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How one run sends its gradients."""
+    """How a run sends its gradients."""
 
     comm_hook: str = "none"
     bucket_cap_mb: int = 25
     micro_steps: int = 1
 
     def needed(self, model: torch.nn.Module) -> int:
-        """Bytes that each of two processes must send in a step, for weights in float32."""
+        """Bytes that each of two processes must send per step, for float32 weights."""
         numbers = 0
         for parameter in model.parameters():
             rows = len(parameter)
             columns = parameter.numel() // rows
-            worth_it = 2 * (rows + columns) < rows * columns  # else PowerSGD leaves a matrix as it is
+            worth_it = 2 * (rows + columns) < rows * columns  # otherwise PowerSGD sends the matrix uncompressed
             numbers += rows + columns if self.comm_hook == "powersgd" and worth_it else parameter.numel()
         return numbers * (2 if self.comm_hook in ("fp16", "bf16") else 4)
 
@@ -74,7 +75,7 @@ SETTINGS = (
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[None]:
-    """Two network namespaces and a slow cable between them; afterwards what still runs there is killed."""
+    """Creates two network namespaces joined by a slow cable; at the end kills what still runs there."""
     first, second = NAMESPACES
     try:
         for space in NAMESPACES:
@@ -84,7 +85,7 @@ def two_machines() -> Iterator[None]:
             command("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 command("ip", "-n", space, "link", "set", link, "up")
-            # A packet inside one machine may be as large as 64 KiB: a smaller burst would let none through.
+            # Packets within one machine have up to 64 KiB; a smaller burst would let none through.
             limit = ("rate", f"{CABLE_MBIT}mbit", "burst", "128kb", "latency", "400ms")
             command("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
         yield
@@ -101,7 +102,7 @@ def command(*words: str) -> str:
 
 
 def measure(work: dict) -> list[list[tuple[float, int]]]:
-    """For each setting of `work` the time and the bytes sent at the end of each step: `train` on both machines at once."""
+    """Runs `train` on both machines; returns, for each setting of `work`, time and bytes sent at the end of each step."""
     folder = Path(tempfile.mkdtemp())
     (folder / "work.json").write_text(json.dumps(work))
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -112,7 +113,7 @@ def measure(work: dict) -> list[list[tuple[float, int]]]:
             words = ["ip", "netns", "exec", space, *launcher, __file__, "--work", str(folder)]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
             machines.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        if any([machine.wait() for machine in machines]):
+        if any([machine.wait() for machine in machines]):  # noqa: C419 (waits for both)
             sys.exit(Path(logs[0].name).read_text())
         return json.loads((folder / "stamps.json").read_text())
     finally:
@@ -126,7 +127,7 @@ def measure(work: dict) -> list[list[tuple[float, int]]]:
 
 
 def train(folder: Path) -> None:
-    """Some steps of the recipe in each setting, with a look at clock and counter after each."""
+    """Makes some steps of the recipe in each setting, and reads clock and byte counter after each."""
     work = json.loads((folder / "work.json").read_text())
     spec = importlib.util.spec_from_file_location("cls", ROOT / "recipes" / "cls.py")
     recipe = sys.modules["cls"] = importlib.util.module_from_spec(spec)
@@ -164,9 +165,9 @@ def train(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: a tiny model, few steps")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # on the two machines: what to do there
+    parser.add_argument("--quick", action="store_true", help="only check that it works: a tiny model")
+    parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # internal: folder with the work of a machine
     arguments = parser.parse_args()
     if arguments.work:
         return train(arguments.work)
@@ -177,7 +178,7 @@ def main() -> None:
         except (OSError, subprocess.CalledProcessError) as error:
             reason = " ".join((getattr(error, "stderr", "") or str(error)).split())
             print(f"not measured: two machines can't be made here ({reason}); it takes root, iproute2 and sch_tbf")
-            return
+            return None
         stamps = measure({"model": model, "steps": steps, "settings": [asdict(setting) for setting in SETTINGS]})
 
     built = timm_models.build_classifier(
@@ -185,12 +186,12 @@ def main() -> None:
     )
     parameters = sum(parameter.numel() for parameter in built.parameters())
     print(f"{model}, {parameters / 1e6:.2f} M parameters; 2 machines, {CABLE_MBIT} Mbit/s; {steps} steps each")
-    print(f"{'hook':10}{'bucket':>8}{'micro-steps':>13}{'bytes a step':>26}{'step (ms)':>12}{'cable alone':>13}")
+    print(f"{'hook':10}{'bucket':>8}{'micro-steps':>13}{'bytes per step':>26}{'step (ms)':>12}{'cable alone':>13}")
     print(f"{'':31}{'measured':>13}{'needed':>13}")
     rows = []
     for setting, marks in zip(SETTINGS, stamps, strict=True):
         marks = marks[WARM_UP - 1 :]
-        seconds = [end - begin for (begin, _), (end, _) in zip(marks, marks[1:], strict=False)]
+        seconds = [end - begin for (begin, _), (end, _) in itertools.pairwise(marks)]
         row = asdict(setting) | {
             "step_ms": 1e3 * statistics.median(seconds),
             "least_ms": 1e3 * min(seconds),

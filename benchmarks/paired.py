@@ -1,7 +1,7 @@
-"""What does a recipe add to a loop written by hand that does the same work?
+"""Compares a recipe with a loop written by hand that does the same work. Shared by loop.py and detection.py.
 
-Shared by the scripts beside it. Blocks of both run in one process in the order ABBA, again and again; the ratios between
-blocks of the same kind say how far those between the kinds can be trusted.
+Blocks of steps of both run in one process in the order ABBA, several times. Ratios between blocks of the same kind show how far
+the machine alone moves a ratio.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 LR, WEIGHT_DECAY = 1e-3, 0.05
-TOTAL_STEPS = 100_000  # of the schedule; a block ends long before
-WARM_UP = 3  # steps at the start of a block that don't count
+TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
+WARM_UP = 3  # steps at the start of a block that are not measured
 PER_STEP_MS, PER_SAMPLE_US, THROUGHPUT = 1.0, 10.0, 0.97  # goals
 
 
@@ -48,7 +48,7 @@ class Enough(Exception):
 
 
 def recipe(name: str, flags: Callable[[Setting], dict]) -> Loop:
-    """`main` of recipes/<name>.py with its own `flags`, and no evaluation and no checkpoint in between."""
+    """Returns `main` of recipes/<name>.py as a loop, with `flags` for each setting, and no evaluation or checkpoint."""
     path = ROOT / "recipes" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -82,7 +82,7 @@ def recipe(name: str, flags: Callable[[Setting], dict]) -> Loop:
 
 
 def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
-    """Wall and CPU milliseconds of a step of `loop`, from the optimizer's steps, whoever makes them."""
+    """Wall and CPU milliseconds per step of `loop`, taken at the optimizer steps."""
     stamps = []
 
     def stamp(*_) -> None:
@@ -102,7 +102,7 @@ def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
 
 
 def compare(recipe: Loop, bare: Loop, setting: Setting, quartets: int) -> dict:
-    """Blocks in the order recipe, bare, bare, recipe, `quartets` times: medians over these of times, ratios and overhead."""
+    """Runs blocks in the order recipe, bare, bare, recipe, `quartets` times; returns medians of times, ratios and overhead."""
     rows = []
     for _ in range(quartets):
         a, b, b_again, a_again = (measure(loop, setting) for loop in (recipe, bare, bare, recipe))
@@ -129,14 +129,14 @@ def compare(recipe: Loop, bare: Loop, setting: Setting, quartets: int) -> dict:
 
 
 def overhead(small: dict, large: dict, clock: str) -> tuple[float, float]:
-    """Milliseconds a step and microseconds a sample that the recipe adds, from two batch sizes of the same model."""
+    """Milliseconds per step and microseconds per sample that the recipe adds, from two batch sizes of one model."""
     few, many = small["setting"]["batch_size"], large["setting"]["batch_size"]
     a_sample = (large[clock]["overhead_ms"] - small[clock]["overhead_ms"]) / (many - few)
     return small[clock]["overhead_ms"] - few * a_sample, 1e3 * a_sample
 
 
 def rows_of_loops(name: str, results: list[dict]) -> list[Row]:
-    """The comparisons of a recipe with its bare loop, which is the limit as well, for the table of all benchmarks."""
+    """Rows for the common table; the bare loop is both peer and bound."""
     rows = []
     for result in results:
         wall = result["wall"]
@@ -144,7 +144,7 @@ def rows_of_loops(name: str, results: list[dict]) -> list[Row]:
         rows.append(
             Row(
                 f"{name}.py, {setting.model}, {setting.image_size} px, batch {setting.batch_size}",
-                "ms a step",
+                "ms per step",
                 wall["recipe_ms"],
                 "a bare loop",
                 wall["bare_ms"],
@@ -157,13 +157,13 @@ def rows_of_loops(name: str, results: list[dict]) -> list[Row]:
 
 
 def report(recipe: Loop, bare: Loop, settings: tuple[Setting, Setting, Setting], quartets: int) -> list[dict]:
-    """Print and return the comparison in each setting: a usual one, then two of short steps, of few and of many samples."""
+    """Prints and returns the comparison in three settings: a usual one, and two with short steps (few and many samples)."""
     print(f"medians of {quartets} x ABBA")
-    print(f"{'':36}{'a step (ms)':>19}{'images/s':>21}{'the same again':>19}")
+    print(f"{'':36}{'step (ms)':>19}{'images/s':>21}{'against itself':>19}")
     print(f"{'':28}{'clock':>8}{'bare':>10}{'recipe':>9}{'recipe / bare':>21}{'bare':>11}{'recipe':>8}")
     results = []
     for setting in settings:
-        measure(recipe, setting), measure(bare, setting)  # both start warm
+        measure(recipe, setting), measure(bare, setting)  # warm up both
         results.append(compare(recipe, bare, setting, quartets))
         for name in ("wall", "cpu"):
             row = results[-1][name]
@@ -175,6 +175,8 @@ def report(recipe: Loop, bare: Loop, settings: tuple[Setting, Setting, Setting],
             )
     for name in ("wall", "cpu"):
         a_step, a_sample = overhead(*results[1:], name)
-        print(f"overhead ({name}): {a_step:.2f} ms a step + {a_sample:.1f} µs a sample")
-    print(f"goals: images/s at least {THROUGHPUT}; at most {PER_STEP_MS:g} ms a step + {PER_SAMPLE_US:g} µs a sample")
+        print(f"overhead ({name}): {a_step:.2f} ms per step + {a_sample:.1f} µs per sample")
+    print(
+        f"goals: images/s at least {THROUGHPUT}; at most {PER_STEP_MS:g} ms per step + {PER_SAMPLE_US:g} µs per sample"
+    )
     return results

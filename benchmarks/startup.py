@@ -1,11 +1,11 @@
-"""How long is it from the launch of `recipes/cls.py` to its first optimizer step, and to its --help?
+"""Measures start-up: the time from launching `recipes/cls.py` to the end of its first optimizer step.
 
     python benchmarks/startup.py [--quick] [--brief] [--output FILE]
 
-Each row is a fresh process on one CPU; all rows take turns, there and back. The goal for the first step: at most 1.3
-times as long as `import torch, timm` and making the same model take on their own. `accelerate launch` imports torch,
-timm and more before it starts the recipe; `accelerate-launch`, the same command without its siblings, imports less.
-Wall time up to the first step's end; CPU time in user mode of all processes of a row.
+The reference is a process that does `import torch, timm` and creates the same model; the goal is at most 1.3 times its time.
+Each row is a fresh process on one CPU. The rows take turns: there and back, again and again. Wall time ends with the first
+optimizer step; CPU time is the user time of all processes of a row. `accelerate launch` imports torch, timm and more for its
+other subcommands before it starts the recipe; `accelerate-launch`, the same command on its own, imports less.
 """
 
 import argparse
@@ -24,19 +24,18 @@ from table import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "test_resnet"
-GOAL, HELP_GOAL_S = 1.3, 2.0
-BARE, PROCESS, LAUNCH, SHORT_LAUNCH, HELP = (
+GOAL = 1.3  # times the bare import
+BARE, PROCESS, LAUNCH, SHORT_LAUNCH = (
     "import torch, timm; create_model",
     "python recipes/cls.py",
     "accelerate launch recipes/cls.py",
     "accelerate-launch recipes/cls.py",
-    "python recipes/cls.py --help",
 )
-STARTED = "STARTUP_BENCHMARK_STARTED"  # in the environment: seconds since 1970 at which the command was given
+STARTED = "STARTUP_BENCHMARK_STARTED"  # environment variable: time of the launch, in seconds since 1970
 
 
 def command(row: str, scratch: Path) -> list[str]:
-    """The words of a row's command; all but --help leave their time in `scratch/step.json`."""
+    """The command line of a row. The process writes its time to `scratch/step.json`."""
     config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
     flags = ["--model", MODEL, "--max_steps", "2", "--workers", "0", "--output_dir", scratch]
     recipe = ROOT / "recipes" / "cls.py"
@@ -47,29 +46,26 @@ def command(row: str, scratch: Path) -> list[str]:
         PROCESS: [sys.executable, *first_step],
         LAUNCH: [bin_folder / "accelerate", "launch", *config, *first_step],
         SHORT_LAUNCH: [bin_folder / "accelerate-launch", *config, *first_step],
-        HELP: [sys.executable, recipe, "--help"],
     }
     return [str(word) for word in words[row]]
 
 
 def measure(row: str) -> dict:
-    """Seconds of one fresh start: `wall_s` to the first step's end, `cpu_s` of user mode."""
+    """Seconds of one fresh start: `wall_s` until the end of the first step, `cpu_s` of user time."""
     with tempfile.TemporaryDirectory() as folder:
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        # PYTHONPATH: also where this checkout is not the one that is installed.
+        # PYTHONPATH: for a checkout that is not the installed one.
         environ = os.environ | {STARTED: repr(time.time()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command(row, Path(folder)), env=environ, capture_output=True)
-        ended = time.time()
         if done.returncode:
             raise RuntimeError(f"{row}: {done.stderr.decode()}")
-        file = Path(folder, "step.json")
-        wall = json.loads(file.read_text())["seconds"] if file.exists() else ended - float(environ[STARTED])
+        wall = json.loads(Path(folder, "step.json").read_text())["seconds"]
         return {"wall_s": wall, "cpu_s": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before}
 
 
 def compare(rounds: int) -> dict:
-    """Each row `rounds` times, in turn, there and back: medians, ranges, and the ratio of medians to the bare import."""
-    rows = [BARE, PROCESS, LAUNCH, SHORT_LAUNCH, HELP]
+    """Runs every row `rounds` times, in turn: medians, ranges, and the ratio of its median to that of the bare import."""
+    rows = [BARE, PROCESS, LAUNCH, SHORT_LAUNCH]
     taken = {row: [] for row in rows}
     for number in range(rounds):
         for row in rows[:: -1 if number % 2 else 1]:
@@ -84,7 +80,7 @@ def compare(rounds: int) -> dict:
 
 
 def bare(output: Path) -> None:
-    """What everybody has to wait for."""
+    """The reference: imports and model, as any script with timm needs them."""
     import timm
     import torch  # noqa: F401
 
@@ -93,7 +89,7 @@ def bare(output: Path) -> None:
 
 
 def first_step(output: Path, words: list[str]) -> None:
-    """Run the recipe `words[0]` up to the end of its first optimizer step."""
+    """Runs the recipe `words[0]` until the end of its first optimizer step."""
     sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -103,7 +99,7 @@ def first_step(output: Path, words: list[str]) -> None:
 
 
 def _leave(output: Path) -> None:
-    """Write how long it took, and which packages were imported until now, and end at once."""
+    """Writes the time since the launch and the packages imported so far, and ends the process at once."""
     seconds = time.time() - float(os.environ.get(STARTED, "nan"))
     packages = sorted({name.partition(".")[0] for name, module in sys.modules.items() if module})
     output.write_text(json.dumps({"seconds": seconds, "packages": packages}))
@@ -111,19 +107,10 @@ def _leave(output: Path) -> None:
 
 
 def table(result: dict) -> list[Row]:
-    """The rows of the table of all benchmarks. The bare import is the peer; the goals are turned into ratios of it."""
+    """Rows for the common table: the bare import is the peer, so that the goal is 1 / GOAL."""
     bare = result["rows"][BARE]["wall_s"]
-    goals = {PROCESS: 1 / GOAL, LAUNCH: 1 / GOAL, SHORT_LAUNCH: 1 / GOAL, HELP: bare / HELP_GOAL_S}
     return [
-        Row(
-            name,
-            "s to the first step" if name != HELP else "s",
-            row["wall_s"],
-            BARE,
-            bare,
-            1 / row["ratio"],
-            goal=goals[name],
-        )
+        Row(name, "s to the first step", row["wall_s"], BARE, bare, 1 / row["ratio"], goal=1 / GOAL)
         for name, row in result["rows"].items()
         if name != BARE
     ]
@@ -131,10 +118,10 @@ def table(result: dict) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: each start once")
-    parser.add_argument("--brief", action="store_true", help="fewer turns, for the table of all benchmarks")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file, too")
-    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # in a row's own process, as the next one
+    parser.add_argument("--quick", action="store_true", help="only check that it works: each start once")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # internal, as the next one: the process of a row
     parser.add_argument("--first_step", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
@@ -144,12 +131,12 @@ def main() -> None:
         return first_step(Path(output), words)
 
     result = compare(1 if arguments.quick else 2 if arguments.brief else 3)
-    print(f"medians of {result['rounds']}, one CPU thread; up to the first step of {MODEL} on digits")
-    print(f"{'':36}{'wall':>9}{'range':>17}{'of the bare':>13}{'user CPU':>11}")
+    print(f"medians of {result['rounds']}, one CPU thread; to the end of the first step of {MODEL} on digits")
+    print(f"{'':36}{'wall':>9}{'range':>17}{'of the import':>15}{'user CPU':>11}")
     for name, row in result["rows"].items():
         spread = f"{row['least_s']:.2f}-{row['most_s']:.2f} s"
-        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:13.2f}{row['cpu_s']:9.2f} s")
-    print(f"goals: the first step within {GOAL} times the bare import; --help within {HELP_GOAL_S:g} s")
+        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:15.2f}{row['cpu_s']:9.2f} s")
+    print(f"goal: the first step within {GOAL} times the bare import")
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 

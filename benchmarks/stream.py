@@ -1,11 +1,10 @@
-"""What do order and batches of a training set cost a rank, at its start and later, as the set grows?
+"""Measures what the order and the batches of a training set cost one rank, at its start and later, as the set grows.
 
     python benchmarks/stream.py [--quick] [--output FILE]
 
-Our `Stream` and `BatchPlan` against torch's `DistributedSampler`, which lists the whole set on every rank, every epoch.
-Each row is a fresh process that plays the last rank of a larger run. Imports are not counted.
-
-Then all ranks of a run are played, and every sample that any of them draws is counted: see `cover`.
+`Stream` and `BatchPlan` are compared with torch's `DistributedSampler`, which lists the whole set on every rank in every epoch.
+Each row is a fresh process that acts as the last rank of a larger run. Imports are not counted. Then all ranks of a run are
+simulated, and every sample that any of them draws is counted: see `cover`.
 """
 
 import argparse
@@ -25,13 +24,13 @@ from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 
 SHARE = 32  # samples of one rank in a global batch
-CHUNK = 8192  # positions that are asked for at once where the cost of one is measured in bulk
+CHUNK = 8192  # positions per call when the cost of one index is measured in bulk
 ROWS = [  # sampler, samples in the set, processes
     ("DistributedSampler", 10**4, 8),
     ("Stream", 10**4, 8),
     ("DistributedSampler", 10**6, 8),
     ("Stream", 10**6, 8),
-    ("DistributedSampler", 10**7, 8),  # 10**8 take 8 s and 4.6 GB
+    ("DistributedSampler", 10**7, 8),  # 10**8 takes 8 s and 4.6 GB
     ("Stream", 10**7, 8),
     ("Stream", 10**8, 8),
     ("Stream", 10**10, 8),
@@ -41,15 +40,15 @@ ROWS = [  # sampler, samples in the set, processes
 QUICK = [("DistributedSampler", 10**4, 8), ("Stream", 10**4, 8), ("Stream", 10**10, 65_536)]
 COVERED = [  # samples in the set, processes, samples in a global batch, the most in a micro-batch
     (10**6 + 3, 3, 8_192, 1_000),
-    (10**7 + 19, 65_536, 32 * 65_536, 32),  # neither batches nor shares end where an epoch does
-    (10**7 + 19, 65_536, 32 * 65_536 + 12_345, 16),  # shares of two sizes, three micro-steps
+    (10**7 + 19, 65_536, 32 * 65_536, 32),  # neither batches nor shares end with an epoch
+    (10**7 + 19, 65_536, 32 * 65_536 + 12_345, 16),  # two sizes of shares, three micro-steps
 ]
 QUICK_COVERED = [(10**5 + 3, 65_536, 65_536 + 345, 2)]
 EPOCHS = 2
 
 
 def our_batches(size: int, world_size: int) -> Iterator[list[int]]:
-    """Sample indices of the last rank's batches."""
+    """Yields the sample indices of the last rank's batches."""
     stream = Stream(size, SHARE * world_size, seed=0)
     span = BatchPlan(SHARE * world_size, world_size, max_micro_batch_size=SHARE).span(world_size - 1, 0)
     for step in range(sys.maxsize):
@@ -57,7 +56,7 @@ def our_batches(size: int, world_size: int) -> Iterator[list[int]]:
 
 
 def torch_batches(size: int, world_size: int) -> Iterator[list[int]]:
-    """The same from torch."""
+    """The same with torch's sampler."""
     from torch.utils.data import BatchSampler, DistributedSampler
 
     sampler = DistributedSampler(range(size), world_size, world_size - 1, seed=0)
@@ -66,8 +65,8 @@ def torch_batches(size: int, world_size: int) -> Iterator[list[int]]:
         yield from BatchSampler(sampler, SHARE, drop_last=True)
 
 
-def our_indices(size: int, world_size: int) -> int:
-    """Draw many indices; returns how many."""
+def our_indices(size: int, _world_size: int) -> int:
+    """Draws many indices; returns how many."""
     stream = Stream(size, CHUNK, seed=0)
     steps = 100
     for step in range(steps):
@@ -76,19 +75,19 @@ def our_indices(size: int, world_size: int) -> int:
 
 
 def torch_indices(size: int, world_size: int) -> int:
-    """Draw one rank's indices of an epoch: fewer can't be had; returns how many."""
+    """Draws the indices of one rank for an epoch, the smallest unit of this sampler; returns how many."""
     from torch.utils.data import DistributedSampler
 
     return len(list(DistributedSampler(range(size), world_size, world_size - 1, seed=0)))
 
 
 def measure(sampler: str, size: int, world_size: int) -> dict:
-    """One row, in this process."""
+    """Measures one row in this process."""
     batches, indices = {"Stream": (our_batches, our_indices), "DistributedSampler": (torch_batches, torch_indices)}[
         sampler
     ]
     if sampler == "DistributedSampler":
-        import torch.utils.data  # noqa: F401, before anything is counted
+        import torch.utils.data  # noqa: F401 (before measuring)
     before, began = peak_memory(), time.perf_counter()
     drawn = batches(size, world_size)
     next(drawn)
@@ -108,23 +107,23 @@ def measure(sampler: str, size: int, world_size: int) -> dict:
 
 
 def timed(function: Callable) -> tuple[float, object]:
-    """How many seconds a call takes, and what it returns."""
+    """Returns the seconds that a call takes, and its result."""
     began = time.perf_counter()
     result = function()
     return time.perf_counter() - began, result
 
 
 def peak_memory() -> float:
-    """The most memory that this process has had so far, in MiB."""
+    """Peak memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def cover(size: int, world_size: int, global_batch_size: int, max_micro_batch_size: int) -> dict:
-    """Play every rank of a run for two epochs, and count how often each sample was drawn in each.
+    """Simulates every rank of a run for two epochs, and counts how often each sample is drawn per epoch.
 
-    Where a rank's batch lies comes from its own `span`, micro-step by micro-step; the samples there are computed for all
-    ranks at once, and for some ranks once more as they compute them, alone. `exactly_once` is whether every sample was
-    drawn once an epoch, no more and no less, and those ranks drew the same alone.
+    The positions of a rank come from its own `span`, micro-step by micro-step. Their samples are computed for all ranks
+    at once, and for some ranks again on their own. `exactly_once`: every sample was drawn exactly once per epoch, and those
+    ranks drew the same on their own.
     """
     began = time.perf_counter()
     stream = Stream(size, global_batch_size, seed=0)
@@ -133,7 +132,7 @@ def cover(size: int, world_size: int, global_batch_size: int, max_micro_batch_si
     spans = np.array([plan.span(rank, micro_step) for rank in ranks for micro_step in micro_steps])
     lengths = np.diff(spans)[:, 0]
     starts = np.cumsum(lengths) - lengths
-    places = np.repeat(spans[:, 0] - starts, lengths) + np.arange(lengths.sum())  # of all ranks, one after the other
+    places = np.repeat(spans[:, 0] - starts, lengths) + np.arange(lengths.sum())  # of all ranks in order
     alone = {0, len(spans) - 1, *np.random.default_rng(0).integers(len(spans), size=64).tolist()}
     draws, same = np.zeros((EPOCHS, size), np.int32), True
     for step in range(stream.steps(EPOCHS)):
@@ -142,7 +141,7 @@ def cover(size: int, world_size: int, global_batch_size: int, max_micro_batch_si
         for part in alone:
             own = stream.indices(stream.positions(step, tuple(spans[part].tolist())))
             same &= np.array_equal(own, samples[starts[part] : starts[part] + lengths[part]])
-        for epoch in range(EPOCHS):  # the last batch reaches into another one
+        for epoch in range(EPOCHS):  # a batch may reach into the next epoch
             draws[epoch] += np.bincount(samples[positions // size == epoch], minlength=size)
     return {
         "samples": size,
@@ -157,20 +156,20 @@ def cover(size: int, world_size: int, global_batch_size: int, max_micro_batch_si
 
 
 def rows(quick: bool = False) -> Iterator[dict]:
-    """The rows of the first table, each measured in a process of its own."""
+    """Rows of the first table, each measured in its own process."""
     for row in QUICK if quick else ROWS:
         command = [sys.executable, __file__, "--row", json.dumps(row)]
         yield json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def coverage(quick: bool = False) -> Iterator[dict]:
-    """The rows of the second table."""
+    """Rows of the second table."""
     for run in QUICK_COVERED if quick else COVERED:
         yield cover(*run)
 
 
 def table(result: dict) -> list[Row]:
-    """The rows of the table of all benchmarks: the largest run of each, which are not the same."""
+    """Rows for the common table: the largest run of each sampler; these differ in size."""
     ours, theirs = (
         max(
             (row for row in result["rows"] if row["sampler"] == name),
@@ -196,19 +195,19 @@ def table(result: dict) -> list[Row]:
     ]
     drawn = float(all(run["exactly_once"] for run in result["coverage"]))
     what = f"share drawn exactly once, {covered['processes']:,} processes"
-    return [*rows, Row(what, "", drawn, "what is promised", 1.0, drawn, goal=1.0)]
+    return [*rows, Row(what, "", drawn, "the promise", 1.0, drawn, goal=1.0)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only see that it works: leave out what takes long")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file, too")
-    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)  # for the process of one row
+    parser.add_argument("--quick", action="store_true", help="only check that it works: without the long rows")
+    parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)  # internal: measure this row
     arguments = parser.parse_args()
     if arguments.row is not None:
         return print(json.dumps(measure(*arguments.row)))
 
-    print(f"the last rank, {SHARE} samples a batch; torch {version('torch')}, NumPy {np.__version__}")
+    print(f"the last rank, {SHARE} samples per batch; torch {version('torch')}, NumPy {np.__version__}")
     print("sampler             samples  processes   first batch   later batch    an index in bulk      memory")
     measured, covered = [], []
     for row in rows(arguments.quick):
@@ -219,7 +218,7 @@ def main() -> None:
         )
         measured.append(row)
     print(f"all ranks, {EPOCHS} epochs")
-    print("   samples  processes  global batch  micro-batches   steps   every sample once an epoch      time")
+    print("   samples  processes  global batch  micro-batches   steps  every sample once per epoch      time")
     for row in coverage(arguments.quick):
         sizes = f"{row['micro_steps']} x {' or '.join(map(str, row['micro_batch_sizes']))}"
         print(

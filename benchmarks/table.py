@@ -1,4 +1,4 @@
-"""How are measurements shown, so that those of all scripts make one table? Shared by the scripts beside it."""
+"""The table that all benchmarks share: one `Row` per comparison, and `show`, which prints them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Row:
-    """One comparison. `ratio` above 1: ours is better; from turns in one run where there are turns."""
+    """One comparison. `ratio` above 1 means that ours is better; it compares repetitions of one run if there are any."""
 
     what: str
     unit: str
@@ -14,13 +14,13 @@ class Row:
     peer: str
     theirs: float
     ratio: float
-    limit: float | None = None  # what nobody gets past, in the same unit
-    goal: float | None = None  # of the ratio
+    limit: float | None = None  # a bound for any implementation, in the same unit
+    goal: float | None = None  # for the ratio
 
 
 def show(rows: Iterable[Row]) -> None:
-    """Print them; a `!` marks a goal that is missed."""
-    print(f"{'':50}{'ours':>10}{'peer':>10}{'limit':>10}{'ratio':>9}{'goal':>8}  peer")
+    """Prints the rows; `!` marks a missed goal."""
+    print(f"{'':50}{'ours':>10}{'peer':>10}{'bound':>10}{'ratio':>9}{'goal':>8}  peer")
     for row in rows:
         goal = f"{row.goal:.3g}" if row.goal else ""
         missed = " " if not row.goal or row.ratio >= row.goal else "!"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from os import PathLike
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import yaml
 
@@ -126,7 +126,7 @@ def read_yaml(path: str | PathLike, most: int, switches: bool = True):
 class _Loader(yaml.SafeLoader):
     """Composes nodes, of which only the switches are told from text."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

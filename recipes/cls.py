@@ -10,7 +10,6 @@ the same command again on whatever hardware there is, and it goes on from the la
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -23,29 +22,29 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoints.resume import load_model
-from common.checkpoints.state import TrainingState
-from common.classification import mixing, plots, sources
+from common.classification import plots, sources
+from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
-from common.classification.device_transforms import erase, noise_table, vary_colours
+from common.classification.color_jitter import ColorJitter
 from common.classification.metrics import ClassificationCounts, Mistakes
+from common.classification.mixing import Mixing
+from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.fields import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, path_option
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.data_rows import data_rows
-from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
+from common.data.loader import evaluation_loader, worker_count
 from common.data.stream import Stream
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, main_process_first, rank, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
 from common.errors import Refused
-from common.randomness import key_of, seed_model
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, defaults, drop_path, timm_models
-from common.training.optimizer import Schedule, build_ema, build_optimizer, clip_gradients, set_learning_rate
-from common.training.warm_up import Trial
+from common.training.optimizer import Schedule, build_ema, build_optimizer, set_learning_rate
 
 
 @dataclass
@@ -65,6 +64,18 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 64
+    opt: str = "adamw"
+    lr: float = option(4e-3, photographs=1e-3)
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
+    crop_scale: float = option(0.7, photographs=0.35)
+    hflip: float = option(0.0, photographs=0.5)
+
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -93,30 +104,20 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported model, and print the results."""
 
 
-def build_data(config: Config, load=sources.load):
-    """Training and validation images, and the fingerprint of both, which all ranks must share."""
+def build_data(config: Config, weights=None):
+    """Training and validation images, and the fingerprint of both, which all ranks must share.
+
+    With `weights`, those of --eval_only, both are the images to evaluate these on.
+    """
     with main_process_first("reading the data", local=True):  # it may download and convert
-        train, val = load(
-            config.data,
-            seed=config.seed,
-            val_share=config.val_share,
-            split=config.split,
-            image_column=config.image_column,
-            label_column=config.label_column,
-            max_broken_share=config.max_broken_share,
-        )
+        train, val = sources.load(sources.Spec.of(config, weights))
         if train.multi_label and config.loss != "bce":
             raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
-def build_batch_norm(config: Config) -> str:
-    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
-    return "frozen" if config.freeze_backbone else config.batch_norm
-
-
-def build_model(config: Config, classes: Sequence[str]):
-    """The model (any nn.Module will do), its number of drop path layers, and what it wants to see."""
+def build_model(config: Config, classes: Sequence[str], device: torch.device):
+    """The model (any nn.Module will do), and what it wants to see."""
     with all_or_none("building the model"):
         model = timm_models.build_classifier(
             config.model,
@@ -135,16 +136,19 @@ def build_model(config: Config, classes: Sequence[str]):
             timm_models.checkpoint_gradients(model, config.model)
     if config.freeze_backbone:
         timm_models.freeze_backbone(model)
-    batch_norm.convert(model, build_batch_norm(config), group_size=config.norm_batch_size)
-    model.to(dtype=getattr(torch, config.dtype))
+    batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
+    drop_path.convert(model)
+    model.to(device, getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model, drop_path.convert(model), data_config
+    if config.compile:
+        model.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
+    return model, data_config
 
 
 def build_plan(config: Config, most: int) -> BatchPlan:
     """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
-    pair, norm = 2 if config.mixup or config.cutmix else 1, build_batch_norm(config)
+    pair, norm = 2 if config.mixup or config.cutmix else 1, batch_norm_of(config)
     group = config.norm_batch_size if norm == "group" else 1
     whole = f"--batch_norm {norm}" if norm in ("node", "global") else ""
     return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
@@ -156,28 +160,29 @@ def build_stream(config: Config, train: sources.Source) -> Stream:
     return Stream(len(train), config.global_batch_size, config.seed, config.repeats, weights)
 
 
-def build_inputs(config: Config, train: sources.Source, data_config: dict, device: torch.device):
-    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and inputs(batch) -> images and targets [B, K], varied."""
-    dtype, classes = getattr(torch, config.dtype), len(train.classes)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    mean, std = (
-        255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None] for key in ("mean", "std")
-    )
-    noise = noise_table(config.seed, data_config["input_size"], device, dtype) if config.random_erasing else None
+def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
+    """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
+    dtype, size, classes = getattr(torch, config.dtype), tuple(data_config["input_size"][1:]), len(train.classes)
+    normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
+    augmentations = []  # your own is one more line here: see common.classification.augmentation
+    if config.color_jitter:
+        augmentations.append(ColorJitter(config.seed, config.color_jitter))
+    augmentations.append(normalize)
+    if config.random_erasing:
+        augmentations.append(RandomErasing(config.seed, config.random_erasing, size, dtype, device))
+    if config.mixup or config.cutmix:
+        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, size))
 
-    def normalize(images):
-        return images.to(dtype, memory_format=layout, copy=True).sub_(mean).div_(std)
-
-    def inputs(batch):
+    def augment(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
         targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
-        images = batch.images if batch.colours is None else vary_colours(batch.images.to(dtype), batch.colours)
-        images = normalize(images)
-        images = images if batch.erasing is None else erase(images, batch.erasing, noise)
-        return (images, targets) if batch.mixing is None else mixing.blend(images, targets, batch.mixing)
+        images = batch.images if augmentations[0] is normalize else batch.images.to(dtype)
+        for augmentation, draws in zip(augmentations, batch.draws, strict=True):
+            images, targets = augmentation.apply(images, targets, draws)
+        return images, targets
 
-    return normalize, inputs
+    return augmentations, torch.compile(augment, dynamic=False) if config.compile else augment, normalize
 
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
@@ -191,13 +196,25 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
             return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights).mean(1)
         return -(targets * weights * logits.log_softmax(1)).sum(1)
 
-    return losses
+    return torch.compile(losses, dynamic=False) if config.compile else losses
+
+
+def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict, augmentations: list):
+    """Positions of the stream -> batches; data workers compute them."""
+    transform, layers = training_transform(config, data_config), drop_path.layers(model)
+    cache = open_cache(len(train), config.cache, config.cache_folder)
+    return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode)
 
 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
     """Batches of the validation set, `size` samples each on any layout."""
     samples = EvaluationSamples(val, evaluation_transform(data_config))
     return evaluation_loader(samples, size, worker_count(config.workers))
+
+
+def batch_norm_of(config: Config) -> str:
+    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
+    return "frozen" if config.freeze_backbone else config.batch_norm
 
 
 @torch.no_grad()
@@ -226,16 +243,28 @@ def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config)
     config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
-    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
-    model, _, data_config = build_model(config, names)
+    val, names, places = eval_only.read(config, origin, build_data)
+    model, data_config = build_model(config, names, accelerator.device)
     if origin.is_alone:
         with all_or_none("loading the weights"):
             load_model(model, Path(config.eval_only))
-    normalize, _ = build_inputs(config, val, data_config, accelerator.device)
+    *_, normalize = build_augmentation(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
     model, matched = eval_only.match(model, val, names, places)
-    results, _, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, matched)
+    results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
     eval_only.report(config, results, val.classes)
+
+
+def start_rows(config: Config, data, model, samples: TrainingSamples) -> dict[str, str]:
+    """What the start table says of data and model."""
+    return {
+        **data_rows(config.data, *data),
+        **timm_models.describe(config.model, model),
+        **defaults.describe(config),
+        "cache": str(samples.cache or "none"),
+        "input": " x ".join(map(str, samples.sizes["input_size"])),
+        "batch norm": batch_norm.describe(batch_norm_of(config), model),
+    }
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
@@ -252,98 +281,56 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator) as run:
+    with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, fingerprint = build_data(config)
-        stream = build_stream(config, train)
+        train, val, _ = data = build_data(config)
+        stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers, data_config = build_model(config, train.classes)
-        normalize, inputs = build_inputs(config, train, data_config, accelerator.device)
+        model, data_config = build_model(config, train.classes, accelerator.device)
+        augmentations, augment, normalize = build_augmentation(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
-        transform = training_transform(config, data_config)
-        cache = open_cache(len(train), config.cache, config.cache_folder)
-        samples = TrainingSamples(train, stream, transform, config.seed, config, drop_path_layers, cache, config.decode)
-
-        bare.to(accelerator.device)
-        optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
-        if config.compile:
-            bare.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
-            inputs, loss_fn = (torch.compile(function, dynamic=False) for function in (inputs, loss_fn))
+        samples = build_samples(config, train, stream, model, data_config, augmentations)
+        optimizer, ema = build_optimizer(config, model), build_ema(config, model)
 
         def losses_of(network, batch):
-            """The forward pass, of training and of what is tried before: one loss per sample, [B]."""
-            images, targets = inputs(batch)
-            drop_path.set_draws(bare, batch.drop_path)
+            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
+            images, targets = augment(batch)
             with accelerator.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)
 
-        trial = Trial(samples, losses_of, accelerator.device)
-        plan = run.fit(plan, bare, trial)
-        val_loader = build_val_loader(config, val, data_config, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial=trial)
-
-        run.describe(
-            {
-                **data_rows(config.data, train, val, fingerprint),
-                **timm_models.describe(config.model, bare),
-                **defaults.describe(config),
-                "cache": str(cache or "none"),
-                "input": " x ".join(map(str, data_config["input_size"])),
-                "layout": launch.describe(accelerator, config.dtype),
-                "batch": str(plan),
-                "batch norm": batch_norm.describe(build_batch_norm(config), bare),
-                "learning rate": f"{schedule.peak:.4g}, {config.schedule}, {config.opt}",
-                "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
-                "run folder": str(run.path),
-            },
-            train,
-            val,
-            input_size=data_config["input_size"],
+        # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
+        network, optimizer = run.prepare(
+            model,
+            optimizer,
+            ema,
+            plan=plan,
+            schedule=schedule,
+            samples=samples,
+            losses_of=losses_of,
+            data=data,
+            export=partial(timm_models.export, classes=val.classes, config=data_config, multi_label=val.multi_label),
+            rows=start_rows(config, data, model, samples),
         )
-        state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        best = partial(timm_models.export, ema.module if ema else bare, val.classes, data_config, val.multi_label)
-        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
-        loader = training_loader(samples, plan, first, last, worker_count(config.workers))
-        batches = Feed(loader, accelerator.device)
+        val_loader = build_val_loader(config, val, data_config, run.plan.max_micro_batch_size)
+        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
 
-        parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
-        bare.train()
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            losses, positions = [], []
-            for micro_step in range(plan.micro_steps):
-                batch = next(batches)
-                seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
-                is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    loss = losses_of(model, batch)
-                    accelerator.backward(loss.sum() * plan.loss_scale)
-                losses.append(loss.detach())
-                positions.append(batch.positions)
-
-            accelerator.unscale_gradients(optimizer)
-            grad_norm = clip_gradients(parameters, config.clip, config.clip_mode)
+            for batch in run.micro_batches():  # this rank's share of the global batch, on the device
+                losses = losses_of(network, batch)
+                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+            grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()
-            batch_norm.update_running_statistics(bare)
-            done = step + 1
-            if ema:
-                ema.update(bare, done)
-            run.observe(done, torch.cat(losses), torch.cat(positions), grad_norm, *batches.take())
+            run.end_step(grad_norm)
 
-            if run.evaluates(done):
-                run.settle()
-                results, counts, mistakes = evaluate(bare, val_loader, accelerator, normalize, val)
-                if ema:
-                    of_ema, counts, mistakes = evaluate(ema.module, val_loader, accelerator, normalize, val)
-                    results |= {f"ema_{key}": value for key, value in of_ema.items()}
-                if run.record(done, results, f"{'ema_' if ema else ''}{'f1' if val.multi_label else 'top1'}"):
-                    run.keep_best(results)
-                if run.ends(done):
+            if run.evaluates():
+                counts, mistakes = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
+                if run.ends():
                     draw(run, val, counts, mistakes)
-            if run.saves(done):
-                run.save(done)
+            if run.saves():
+                run.save()
 
 
 if __name__ == "__main__":

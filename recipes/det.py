@@ -10,7 +10,6 @@ start the same command again on whatever hardware there is, and it goes on from 
 This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
 """
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common.checkpoints.state import TrainingState
 from common.config.fields import MOST_EPOCHS, OptimizationConfig, RunConfig, option, path_option, whole_numbers
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
-from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
+from common.data.loader import evaluation_loader, worker_count
 from common.data.stream import Stream
 from common.detection import defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes
@@ -39,9 +37,8 @@ from common.detection.export import begin_with, export, load
 from common.detection.models import detectors
 from common.detection.transforms import BoxAugmentation, read_range
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, all_sum, main_process_first, rank, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
 from common.errors import Refused
-from common.randomness import key_of, seed_model
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, drop_path
@@ -49,11 +46,8 @@ from common.training.optimizer import (
     Schedule,
     build_ema,
     build_optimizer,
-    clip_gradients,
-    peak_learning_rate,
     set_learning_rate,
 )
-from common.training.warm_up import Trial
 
 
 @dataclass
@@ -69,12 +63,17 @@ class Config(OptimizationConfig, RunConfig):
     also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
-    global_batch_size: int = option(8, low=1, high=2**20)
-    """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
-    lr: float = option(2e-3, low=0, high=10**6, photographs=2e-4)
-    """Peak learning rate at the reference batch --lr_batch_size (photographs: 2e-4)."""
-    lr_batch_size: int = option(8, low=1)
-    """Global batch for which --lr is stated."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 8
+    opt: str = "adamw"
+    lr: float = option(2e-3, photographs=2e-4)
+    lr_batch_size: int = 8
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
+
     levels: str = option("3-4", photographs="3-7")
     """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (photographs: 3-7)."""
     width: int = option(64, low=32, high=4096, photographs=128)
@@ -126,24 +125,18 @@ class Config(OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint or exported detector, and print the results."""
 
 
-def build_data(config: Config, load=sources.load):
-    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share."""
+def build_data(config: Config, weights=None):
+    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share.
+
+    With `weights`, those of --eval_only, both are the images to evaluate these on.
+    """
     with main_process_first("reading the data", local=True):
-        train, val = load(
-            config.data,
-            seed=config.seed,
-            val_share=config.val_share,
-            split=config.split,
-            image_column=config.image_column,
-            objects_column=config.objects_column,
-            box_format=config.box_format,
-            masks=config.detector == "mask_rcnn",
-        )
+        train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
     return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
 
 
-def build_model(config: Config, classes: tuple[str, ...]):
-    """The detector, its number of drop path layers, and what it begins with."""
+def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
+    """The detector, and what it begins with."""
     levels = whole_numbers(config.levels, "-")
     if not levels or len(levels) != 2:
         raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
@@ -163,7 +156,10 @@ def build_model(config: Config, classes: tuple[str, ...]):
         )
         begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
-    return model.to(dtype=getattr(torch, config.dtype)), drop_path.convert(model), begins
+    drop_path.convert(model)
+    if config.compile:
+        model.backbone.compile()
+    return model.to(device, getattr(torch, config.dtype)), begins
 
 
 def build_plan(config: Config, most: int) -> BatchPlan:
@@ -224,8 +220,14 @@ def build_normalize(config: Config, model, device: torch.device):
     return lambda images: images.to(dtype).sub_(mean).div_(std), fill
 
 
-def build_val_loader(config: Config, samples: EvaluationScenes, size: int):
+def build_samples(config: Config, train: Annotated, stream: Stream, model, varied: BoxAugmentation, fill: tuple):
+    """Positions of the stream -> batches; data workers compute them."""
+    return TrainingScenes(train, stream, varied, model.stride, fill, config.seed, drop_path.layers(model))
+
+
+def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
     """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
+    samples = EvaluationScenes(val, plain, model.stride, fill)
     return evaluation_loader(samples, size, worker_count(config.workers))
 
 
@@ -252,16 +254,28 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config)
-    val, names, places = eval_only.read(config, origin, build_data, sources.load_part)
-    model, _, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names)
+    val, names, places = eval_only.read(config, origin, build_data)
+    model, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names, accelerator.device)
     with all_or_none("loading the weights"):
         load(model, Path(config.eval_only))
     _, plain = build_augmentation(config, build_stream(config, val), model.stride)
     normalize, fill = build_normalize(config, model, accelerator.device)
-    loader = build_val_loader(config, EvaluationScenes(val, plain, model.stride, fill), config.max_micro_batch_size)
+    loader = build_val_loader(config, val, plain, model, fill, config.max_micro_batch_size)
     model = detectors.Matched(model, places)
-    results, _ = evaluate(model.to(accelerator.device), loader, accelerator, normalize, val)
+    results, _ = evaluate(model, loader, accelerator, normalize, val)
     eval_only.report(config, results, val.classes)
+
+
+def start_rows(config: Config, data, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
+    """What the start table says of data and model."""
+    return {
+        **data_rows(config.data, *data, "boxes"),
+        "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in model.parameters()):,} parameters",
+        "begins with": begins,
+        **defaults.describe(config),
+        "batch norm": batch_norm.describe(config.batch_norm, model),
+        "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
+    }
 
 
 def draw(run: Run, val: Annotated, found: Detections) -> None:
@@ -279,101 +293,61 @@ def main() -> None:
     if config.eval_only:
         return evaluate_only(config, accelerator)
 
-    with Run(config, accelerator) as run:
+    with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, fingerprint = build_data(config)
-        stream = build_stream(config, train)
+        train, val, _ = data = build_data(config)
+        stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
-        bare, drop_path_layers, begins = build_model(config, train.classes)
-        normalize, fill = build_normalize(config, bare, accelerator.device)
-        varied, plain = build_augmentation(config, stream, bare.stride)
-        samples = TrainingScenes(train, stream, varied, bare.stride, fill, config.seed, drop_path_layers)
-        val_samples = EvaluationScenes(val, plain, bare.stride, fill)
+        model, begins = build_model(config, train.classes, accelerator.device)
+        normalize, fill = build_normalize(config, model, accelerator.device)
+        varied, plain = build_augmentation(config, stream, model.stride)
+        samples = build_samples(config, train, stream, model, varied, fill)
+        optimizer, ema = build_optimizer(config, model), build_ema(config, model)
 
-        bare.to(accelerator.device)
-        optimizer, ema = build_optimizer(config, bare), build_ema(config, bare)
-        if config.compile:
-            bare.backbone.compile()
+        def totals_of(batch):
+            """What losses are divided by, counted in a batch: known from its boxes, before anything is predicted."""
+            return model.counts(batch.targets, batch.images.shape[2:])
 
-        def counts_of(batches):
-            return sum(bare.counts(batch.targets, batch.images.shape[2:]) for batch in batches)
-
-        def losses_of(network, batch, totals=None):
-            """The forward pass, of training and of what is tried before: one loss per image [B], divided by `totals`."""
-            totals = counts_of([batch]) if totals is None else totals
-            drop_path.set_draws(bare, batch.drop_path)
+        def losses_of(network, batch):
+            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per image, [B]."""
             with accelerator.autocast():
-                losses, parts = network(normalize(batch.images), batch.targets, totals)
+                losses, parts = network(normalize(batch.images), batch.targets, batch.totals)
             run.log({f"train/loss_{name}": config.global_batch_size * part for name, part in parts.items()})
-            return losses
+            return config.global_batch_size * losses  # their mean over the global batch is the step's loss
 
-        trial = Trial(samples, losses_of, accelerator.device, whole_share=True)
-        plan = run.fit(plan, bare, trial)
-        val_loader = build_val_loader(config, val_samples, plan.max_micro_batch_size)
-        model, optimizer = run.wrap(bare, optimizer, trial=trial)
-
-        run.describe(
-            {
-                **data_rows(config.data, train, val, fingerprint, "boxes"),
-                "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in bare.parameters()):,} parameters",
-                "begins with": begins,
-                **defaults.describe(config),
-                "layout": launch.describe(accelerator, config.dtype),
-                "batch": str(plan),
-                "batch norm": batch_norm.describe(config.batch_norm, bare),
-                "learning rate": f"{peak_learning_rate(config):.4g}, {config.schedule}, {config.opt}",
-                "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
-                "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
-                "run folder": str(run.path),
-            },
-            train,
-            val,
+        # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
+        network, optimizer = run.prepare(
+            model,
+            optimizer,
+            ema,
+            plan=plan,
+            schedule=schedule,
+            samples=samples,
+            losses_of=losses_of,
+            totals_of=totals_of,
+            data=data,
+            export=partial(export, source=train, plain=plain),
+            rows=start_rows(config, data, model, begins, samples),
         )
-        state = TrainingState(bare, optimizer.optimizer, ema and ema.module, accelerator.scaler)
-        best = partial(export, ema.module if ema else bare, train, plain)
-        first, last = run.start(state, stream, schedule, fingerprint, best), run.last
-        loader = training_loader(samples, plan, first, last, worker_count(config.workers))
-        batches = Feed(loader, accelerator.device)
+        val_loader = build_val_loader(config, val, plain, model, fill, run.plan.max_micro_batch_size)
+        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
 
-        parameters = list(bare.parameters())  # once: to find them takes longer than to clip them
-        bare.train()
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            micro_batches = [next(batches) for _ in range(plan.micro_steps)]
-            # What losses are divided by, over the whole global batch: known from the boxes, before anything is predicted.
-            totals = all_sum(counts_of(micro_batches))
-            losses = []
-            for micro_step, batch in enumerate(micro_batches):
-                seed_model(key_of(config.seed, "dropout", step, micro_step, rank()), accelerator.device)
-                is_last = micro_step == plan.micro_steps - 1  # only its backward pass sends gradients
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    loss = losses_of(model, batch, totals)  # in sum over the global batch the step's
-                    accelerator.backward(loss.sum() * plan.world_size)
-                losses.append(loss.detach() * config.global_batch_size)
-
-            accelerator.unscale_gradients(optimizer)
-            grad_norm = clip_gradients(parameters, config.clip, config.clip_mode)
+            for batch in run.micro_batches():  # this rank's share of the global batch, on the device
+                losses = losses_of(network, batch)
+                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+            grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()
-            batch_norm.update_running_statistics(bare)
-            done = step + 1
-            if ema:
-                ema.update(bare, done)
-            positions = torch.cat([batch.positions for batch in micro_batches])
-            run.observe(done, torch.cat(losses), positions, grad_norm, *batches.take())
+            run.end_step(grad_norm)
 
-            if run.evaluates(done):
-                run.settle()
-                results, found = evaluate(bare, val_loader, accelerator, normalize, val)
-                if ema:
-                    of_ema, found = evaluate(ema.module, val_loader, accelerator, normalize, val)
-                    results |= {f"ema_{key}": value for key, value in of_ema.items()}
-                if run.record(done, results, f"{'ema_' if ema else ''}AP"):
-                    run.keep_best(results)
-                if run.ends(done):
+            if run.evaluates():
+                (found,) = run.evaluate(validate, leading="AP")
+                if run.ends():
                     draw(run, val, found)
-            if run.saves(done):
-                run.save(done)
+            if run.saves():
+                run.save()
 
 
 if __name__ == "__main__":

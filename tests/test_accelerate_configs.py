@@ -141,7 +141,7 @@ def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "layout"),
+    "config, flags, layout",
     [
         ("cpu", [], [1, 1, "1 process, cpu, fp32"]),
         ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32"]),

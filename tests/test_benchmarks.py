@@ -1,4 +1,4 @@
-"""Do the benchmarks run, and is what they show of the kind that is promised? (How fast it is, is no matter for a test.)"""
+"""Benchmarks: every script runs, and its results have the promised form. How fast it is does not matter to a test."""
 
 import importlib.util
 import json
@@ -58,23 +58,22 @@ def test_a_later_start_finds_what_the_first_one_found(launch: Launcher, tmp_path
 @pytest.mark.long
 def test_starts_are_measured_beside_the_bare_imports(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "startup.py", tmp_path / "startup.json")
-    assert printed.count("\n") == 8 and len(result["rows"]) == 5
-    bare, process, launched, shorter, help_ = result["rows"].values()
-    assert bare["ratio"] == 1 and help_["wall_s"] < min(process["wall_s"], bare["wall_s"]) / 2
-    assert all(0 < row["cpu_s"] and row["wall_s"] < 60 for row in (launched, shorter))
+    assert printed.count("\n") == 7 and len(result["rows"]) == 4
+    assert next(iter(result["rows"].values()))["ratio"] == 1
+    assert all(0 < row["cpu_s"] and 0 < row["wall_s"] < 60 for row in result["rows"].values())
 
 
 @pytest.mark.long
 def test_recipe_and_bare_loop_are_both_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "loop.py", tmp_path / "loop.json")
-    assert "ms a step" in printed and "µs a sample" in printed
+    assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results, [16, 8, 24])
 
 
 @pytest.mark.long
 def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "detection.py", tmp_path / "detection.json")
-    assert "ms a step" in printed and "µs a sample" in printed
+    assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results["loops"], [4, 2, 6])
     families = ["fcos", "retinanet", "faster_rcnn", "mask_rcnn"]
     families += ["rtdetr_v2", "dfine"] if importlib.util.find_spec("transformers") else []
@@ -125,7 +124,7 @@ def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Pa
 
 def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "checkpoint.py", tmp_path / "checkpoint.json")
-    assert printed.count("\n") == 7 and "beside the training" in printed and "everything waits" in printed
+    assert printed.count("\n") == 7 and "in the background" in printed and "training waits" in printed
     assert [row["beside"] for row in result["rows"]] == [True, False, False, True]
     assert result["ratio"] > 0 and all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])
 

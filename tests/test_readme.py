@@ -1,7 +1,8 @@
-"""Does everything that README.md tells a newcomer to type work, and are the pages it leads to true to the code?
+"""Everything that README.md tells a newcomer to type works, and the flags, files and links of the pages in docs/ exist.
 
-A block of bash or Python is run as it stands, from top to bottom in one terminal, unless a comment above it says what hardware
-or network it needs; such a block is only checked. What is different here from a newcomer's terminal is in `PRELUDE`.
+Blocks of bash and Python are run unchanged, from top to bottom in one terminal. A block that needs hardware or the network says
+so in a comment above it and is only parsed. A block that a comment attributes to a file must stand in that file. `PRELUDE` has
+the only differences from a newcomer's terminal.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ PROMISED = set(
     "config data model global_batch_size max_micro_batch_size epochs max_steps lr opt mixup batch_norm norm_batch_size "
     "dtype seed output_dir name resume checkpoint_every eval_every log_every workers tracker".split()
 )
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]+))?\)")  # to a file, to a heading of it, or to a heading of the page itself
 
 # Each launch is a few steps long, two more than the one before, so that what goes on has somewhere to go. The environment is
 # the one these tests run in: installing it is what `make test` did to get here.
@@ -51,17 +52,19 @@ make() {
 
 @dataclass
 class Block:
-    """A block of README.md: its language, its text, and what it needs ("" for nothing)."""
+    """A block of README.md: its language, its text, what it needs, and the file that it is taken from ("" for none)."""
 
     language: str
     text: str
     needs: str
+    file: str
 
 
 def blocks() -> list[Block]:
-    found = re.findall(r"(?:<!-- needs: (.+?) -->\n)?^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    pattern = r"(?:<!-- needs: (.+?) -->\n|<!-- from: (.+?) -->\n)?^```(\w*)\n(.*?)^```$"
+    found = re.findall(pattern, README, re.MULTILINE | re.DOTALL)
     assert 2 * len(found) == README.count("```"), "a block that is not understood here would go untested"
-    return [Block(language, text, needs) for needs, language, text in found]
+    return [Block(language, text, needs, file) for needs, file, language, text in found]
 
 
 @pytest.mark.smoke
@@ -69,6 +72,17 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
     assert {block.language for block in blocks()} == {"bash", "python"}
     assert any(block.needs for block in blocks())
     assert README.count("<!-- needs:") == sum(bool(block.needs) for block in blocks())
+    assert README.count("<!-- from:") == sum(bool(block.file) for block in blocks()) == 1
+
+
+@pytest.mark.smoke
+def test_the_loop_is_that_of_the_recipe() -> None:
+    """Its lines stand in the recipe in the same order and depth; comments may differ, and ... stands for the rest."""
+    [loop] = [block for block in blocks() if block.file]
+    shown = [line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."]
+    indent = " " * 8  # in `main`, inside `with Run(...)`
+    lines = iter(line.partition("  # ")[0] for line in (ROOT / loop.file).read_text().splitlines())
+    assert [line for line in shown if indent + line not in lines] == [], "not in the recipe, or in another order"
 
 
 @pytest.mark.smoke
@@ -87,13 +101,19 @@ def test_what_needs_hardware_is_a_command_that_exists(monkeypatch) -> None:
 @pytest.mark.smoke
 def test_what_is_linked_to_is_there() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    missing = [
-        f"{page.relative_to(ROOT)}: {target}"
-        for page in pages
-        for target in LINK.findall(page.read_text())
-        if not (page.parent / target).exists()
-    ]
+    missing = []
+    for page in pages:
+        for target, anchor in LINK.findall(page.read_text()):
+            file = page.parent / target if target else page
+            if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+                missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}".rstrip("#"))
     assert not missing
+
+
+def anchors(page: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.smoke
@@ -121,8 +141,13 @@ def test_every_flag_that_a_page_names_exists() -> None:
             text = "\n".join(re.findall(r"^\|.*\|(.+)\|$", text, re.MULTILINE))
         named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text)}
         assert named <= flags | of_launcher, f"{page}: {named - flags - of_launcher}"
-    table = between((ROOT / "docs" / "run_folder.md").read_text(), "## Flags that programs may rely on", "A switch is")
+    contract = (ROOT / "docs" / "run_folder.md").read_text()
+    table = between(contract, "## Flags that programs may rely on", "A switch is")
     assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
+    changeable = {
+        field.name for config in configs for field in dataclasses.fields(config) if field.metadata.get("may_change")
+    }
+    assert set(re.findall(r"--(\w+)", between(contract, "**What may change**", "Any other change"))) == changeable
 
 
 def between(text: str, first: str, last: str) -> str:
@@ -147,7 +172,7 @@ def repository(tmp_path) -> Path:
 
 @pytest.fixture
 def home(tmp_path) -> Path:
-    """A home with ~/flowers, a folder a class."""
+    """A home with ~/flowers: one subfolder per class."""
     pixels = np.random.default_rng(0).integers(0, 255, (3, 12, 64, 64, 3), dtype=np.uint8)
     for name, images in zip(("daisy", "rose", "tulip"), pixels, strict=True):
         folder = tmp_path / "home" / "flowers" / name
@@ -160,7 +185,7 @@ def home(tmp_path) -> Path:
 def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp_path) -> None:
     typed = [PRELUDE]
     for block in blocks():
-        if not block.needs:
+        if not (block.needs or block.file):
             python = f"python - << 'END'\n{block.text}END\n"
             typed.append(python if block.language == "python" else block.text.replace(ADDRESS, str(repository)))
     inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}

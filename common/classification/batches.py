@@ -1,18 +1,17 @@
-"""Batches of labelled images: what a training and an evaluation of a classifier get."""
+"""Batches of labelled images, as data workers make them for training and for evaluation."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from common.classification import device_decoding, mixing
+from common.classification import device_decoding
+from common.classification.augmentation import Augmentation
 from common.classification.device_decoding import Encoded, decoder
-from common.classification.device_transforms import draw_colours, draw_erasing
 from common.classification.transforms import TrainingTransform
-from common.config.fields import AugmentationConfig
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
@@ -22,26 +21,24 @@ from common.data.stream import Stream
 from common.randomness import key_of, mix, seed_generators
 from common.training import drop_path
 
-_NEIGHBOURS = 100  # how many broken images in a row are passed over before a black one stands in
+_NEIGHBOURS = 100  # after as many broken images in a row, a black one replaces them
 
 
 @dataclass
 class Batch(Movable):
     """A micro-batch of B samples."""
 
-    images: torch.Tensor  # uint8[B, 3, H, W], of training with the colours of a pixel together (channels_last)
+    images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
-    colours: torch.Tensor | None = None  # float32[B, 3], see common.classification.device_transforms.draw_colours
-    erasing: torch.Tensor | None = None  # float32[B, 6], see common.classification.device_transforms.draw_erasing
-    mixing: torch.Tensor | None = None  # float32[B / 2, 6], see common.classification.mixing.draw
+    draws: list[torch.Tensor] = field(default_factory=list)  # one for each augmentation, in order
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
-    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour stands in
+    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces a broken image
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    encoded: Encoded | None = None  # images that are not in `images` yet: the device decodes them
+    encoded: Encoded | None = None  # images that the device has yet to decode into `images`
 
     def complete(self) -> "Batch":
-        """The batch with all of its images, decoded on the device that it is on."""
+        """The batch with all of its images, decoded on its device."""
         if self.encoded is None:
             return self
         images, broken = decoder(self.images.device)(self.images, self.encoded)
@@ -50,13 +47,13 @@ class Batch(Movable):
 
 @dataclass
 class TrainingSamples(Dataset):
-    """Positions of the stream -> `Batch`; a pure function, whichever worker computes it."""
+    """Positions of the stream -> `Batch`: a pure function, so that it does not matter which worker computes it."""
 
     source: Source
     stream: Stream
-    transform: TrainingTransform
+    transform: TrainingTransform  # in the worker, an image at a time
     seed: int
-    varied: AugmentationConfig  # of which the transform does one part, and the device will do the other
+    augmentations: Sequence[Augmentation] = ()  # on the device; a worker draws their numbers
     drop_path_layers: int = 0
     cache: Cache | None = None
     decode: str = "worker"  # or "device"
@@ -64,6 +61,11 @@ class TrainingSamples(Dataset):
     def __post_init__(self) -> None:
         if self.decode == "device":
             device_decoding.check(self.transform, self.cache is not None)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """What the tracker's configuration says of the images."""
+        return {"input_size": (3, *self.transform.size)}
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
@@ -77,7 +79,7 @@ class TrainingSamples(Dataset):
         return batch
 
     def blank(self, count: int) -> Batch:
-        """`count` samples of noise with everything that a batch of this run has: a step of them needs a step's memory."""
+        """`count` samples of noise with everything that a batch of this run has: a step with them takes a step's memory."""
         if self.decode == "device":
             images = [device_decoding.noise()] * count
         else:
@@ -88,34 +90,28 @@ class TrainingSamples(Dataset):
     def _batch(
         self, images: list[torch.Tensor | device_decoding.Jpeg], labels: np.ndarray, positions: np.ndarray
     ) -> Batch:
-        """These images, and what is drawn for their positions."""
+        """A batch of these images, with the draws for their positions."""
         images, encoded = device_decoding.stack(images, self.transform)
-        batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), encoded=encoded)
-        varied, size = self.varied, self.transform.size
-        if varied.color_jitter:
-            batch.colours = torch.from_numpy(draw_colours(positions, self.seed, varied.color_jitter))
-        if varied.random_erasing:
-            batch.erasing = torch.from_numpy(draw_erasing(positions, self.seed, varied.random_erasing, *size))
-        if varied.mixup or varied.cutmix:
-            batch.mixing = torch.from_numpy(mixing.draw(positions, self.seed, varied.mixup, varied.cutmix, *size))
+        draws = [torch.from_numpy(augmentation.draw(positions)) for augmentation in self.augmentations]
+        batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), draws, encoded=encoded)
         if self.drop_path_layers:
             batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
         return batch
 
     def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | device_decoding.Jpeg, int]:
-        """The varied image at `index`, or its nearest readable neighbour above, and the index it really has."""
+        """The transformed image at `index`, or of the next index that can be read, and the index that was read."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                return self._varied(neighbour), neighbour
+                return self._transformed(neighbour), neighbour
             except BrokenImage as error:
-                if distance == 0:  # a broken neighbour counts when its own turn comes
+                if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")
         seed_generators(key)
         return self.transform(Picture(_black())), index
 
-    def _varied(self, index: int) -> torch.Tensor | device_decoding.Jpeg:
+    def _transformed(self, index: int) -> torch.Tensor | device_decoding.Jpeg:
         if self.decode == "device":
             return device_decoding.varied(self.transform, self._picture(index), self.source.name(index))
         return self.transform(self._picture(index))
@@ -128,7 +124,7 @@ class TrainingSamples(Dataset):
 
 @dataclass
 class EvaluationSamples(Dataset):
-    """Sample indices -> `Batch`; an image that can't be read is black, and marked."""
+    """Sample indices -> `Batch`. An image that can't be read is black and marked as not readable."""
 
     source: Source
     transform: Callable[[Image.Image], torch.Tensor]  # see common.classification.transforms.evaluation_transform

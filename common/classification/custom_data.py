@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.data.data_spec import DataSpec
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.partition import draws_of_paths, held_out
+from common.data.partition import draws_of
 from common.data.source import Source, fingerprint_of, spread
 from common.errors import Refused, printable
-from common.randomness import key_of, mix
+from common.randomness import mix
 
 _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its label"
 
@@ -75,17 +76,11 @@ class CustomSource(Source):
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes < 0)
 
-    def split(self, seed: int, share: float) -> tuple["CustomSource", "CustomSource"]:
-        """What is trained on and what is held out, by path, or for images by place."""
-        if self.paths is None:
-            draws = mix(np.arange(len(self)), key_of(seed, "held out"))
-        else:
-            draws = draws_of_paths(self.paths, seed)
-        strata = np.zeros(len(self), np.int64) if self.multi_label else self.labels
-        train, val = held_out(draws, strata, share)
-        return self._part(train), self._part(val)
+    def draws(self, key: int) -> np.ndarray:
+        """uint64[N] random numbers, each a function of `key` and of its path, or of an image's place."""
+        return mix(self.rows, key) if self.paths is None else draws_of(self.paths, key)
 
-    def _part(self, rows: np.ndarray) -> "CustomSource":
+    def part(self, rows: np.ndarray) -> "CustomSource":
         paths = None if self.paths is None else self.paths.take(pa.array(rows))
         return replace(self, paths=paths, sizes=self.sizes[rows], rows=self.rows[rows], labels=self.labels[rows])
 
@@ -96,36 +91,37 @@ class CustomSource(Source):
             return b""
 
 
-def parts_of(data: CustomDataset | Mapping[str, CustomDataset]) -> dict[str, CustomDataset]:
-    """The parts by name: a dict as it is, and a single object as the part to train on."""
+def load(spec: DataSpec, data: CustomDataset | Mapping[str, CustomDataset]) -> tuple[CustomSource, CustomSource]:
+    """(train, val), as `sources.load` returns them, of an object or of a dict of its parts.
+
+    Raises `Refused` for items and labels that are not as `CustomDataset` says.
+    """
     parts = dict(data) if isinstance(data, Mapping) else {"train": data}
     for part in parts.values():
         title = type(part).__name__
         if lacks := [name for name in ("__len__", "__getitem__", "classes") if not hasattr(part, name)]:
             raise Refused(
-                f"--data {title}: has no {' and no '.join(lacks)}; a data set of your own has __len__, __getitem__ -> "
+                f"--data {spec.data}: {title} has no {' and no '.join(lacks)}; a custom data set has __len__, __getitem__ -> "
                 "(image or path, label), and classes, the names of its classes"
             )
-    return parts
+    single = {name: type(part).__name__ for name, part in parts.items()}
+    labels = single if len(parts) == 1 else {name: name for name in parts}
+    sources = spec.read(labels, lambda name, first: _read(parts[name], first, 1 if spec.alone else 2))
+    return sources[0], sources[-1]
 
 
-def read(data: CustomDataset, first: Source | None, least: int) -> CustomSource:
-    """The source of one part, which has the classes of `first`, if there is one, and else at least `least`.
-
-    Raises `Refused` for items and labels that are not as `CustomDataset` says.
-    """
+def _read(data: CustomDataset, first: Source | None, least: int) -> CustomSource:
+    """The source of one part, which has the classes of `first`, if there is one, and else at least `least`."""
     title, classes = type(data).__name__, tuple(map(str, data.classes))
     if len({*classes}) < max(least, len(classes)):
-        raise Refused(
-            f"--data {title}: has the classes {', '.join(classes) or 'none'}; it needs {least} or more, named once"
-        )
+        raise Refused(f"{title} has the classes {', '.join(classes) or 'none'}; it needs {least} or more, named once")
     if first is not None and classes != first.classes:
         raise Refused(
-            f"--data {title}: has other classes to evaluate than to train on ({', '.join(classes)}, and "
+            f"{title} has other classes to evaluate than to train on ({', '.join(classes)}, and "
             f"{', '.join(first.classes)}); give both parts the same, in the same order"
         )
     if not len(data):
-        raise Refused(f"--data {title}: has no items; add some")
+        raise Refused(f"{title} has no items; add some")
     content, _ = _checked(title, 0, data[0])
     labels = getattr(data, "labels", getattr(data, "targets", None))
     root, paths, sizes = "", None, np.zeros(len(data), np.int64)
@@ -145,7 +141,7 @@ def _columns(title: str, data: CustomDataset) -> tuple[str, pa.LargeBinaryArray,
     for index in range(len(data)):
         content, label = _checked(title, index, data[index])
         if not isinstance(content, str):
-            raise Refused(f"--data {title}: item {index} is no path, as item 0 is; give paths only, or images only")
+            raise Refused(f"{title}: item {index} is no path, as item 0 is; give paths only, or images only")
         paths.append(os.path.abspath(os.path.expanduser(content)))
         labels.append(label)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -156,11 +152,11 @@ def _columns(title: str, data: CustomDataset) -> tuple[str, pa.LargeBinaryArray,
 def _checked(title: str, index: int, item: object) -> tuple[str | bytes | Image.Image, object]:
     """An item, its path as text."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise Refused(f"--data {title}: item {index} is a {type(item).__name__}; {_ITEM}")
+        raise Refused(f"{title}: item {index} is a {type(item).__name__}; {_ITEM}")
     content, label = item
     if not isinstance(content, (str, os.PathLike, bytes, Image.Image)):
         instead = "; an array becomes one by Image.fromarray, and no transform of your own is needed"
-        raise Refused(f"--data {title}: the image of item {index} is a {type(content).__name__}; {_ITEM}{instead}")
+        raise Refused(f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}{instead}")
     return os.fspath(content) if isinstance(content, os.PathLike) else content, label
 
 
@@ -175,20 +171,18 @@ def _labels(title: str, labels: Sequence, count: int, classes: tuple[str, ...]) 
     if column.dtype.kind == "U" and column.ndim == 1:
         ids = {name: number for number, name in enumerate(classes)}
         if unknown := sorted({*column.tolist()} - ids.keys()):
-            raise Refused(
-                f"--data {title}: has the label {unknown[0]}, which is none of its classes: {', '.join(classes)}"
-            )
+            raise Refused(f"{title} has the label {unknown[0]}, which is none of its classes: {', '.join(classes)}")
         column = np.array([ids[name] for name in column.tolist()])
     if column.shape == (count, len(classes)) and column.dtype.kind in "biu" and np.isin(column, (0, 1)).all():
         return column.astype(bool)
     if column.shape != (count,) or column.dtype.kind not in "iu":
         raise Refused(
-            f"--data {title}: the labels are {column.dtype} {list(column.shape)}; each of its {count} items has a class id, "
+            f"{title}: the labels are {column.dtype} {list(column.shape)}; each of its {count} items has a class id, "
             "a class name, or a 0 or 1 for each class"
         )
     if len(wrong := np.flatnonzero((column < 0) | (column >= len(classes)))):
         raise Refused(
-            f"--data {title}: item {wrong[0]} has the label {column[wrong[0]]}; its {len(classes)} classes are 0 to "
+            f"{title}: item {wrong[0]} has the label {column[wrong[0]]}; its {len(classes)} classes are 0 to "
             f"{len(classes) - 1}"
         )
     return column.astype(np.int64)

@@ -100,7 +100,7 @@ class ClassificationCounts:
         total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)
         return total
 
-    def results(self) -> dict[str, float | int | None | list[float | None]]:
+    def results(self) -> dict[str, float | int | list[float | None] | None]:
         """Fractions, and None where there is nothing to divide by.
 
         One label an image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.

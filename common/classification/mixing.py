@@ -1,56 +1,68 @@
-"""How do MixUp and CutMix blend a batch, the same on any layout?
+"""MixUp and CutMix: mix each image and its target with those of its partner.
 
-Positions 2i and 2i + 1 of the sample stream are partners: neighbours that every batch plan keeps together. What to do with
-a pair is drawn from its position by the data worker (`draw`), and done on the device (`blend`).
+Positions 2i and 2i + 1 of the sample stream are partners: neighbours that every batch plan keeps together (see `build_plan`
+in the recipe), so that pairs are the same on any layout.
+Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from common.classification.augmentation import Augmentation
 from common.randomness import key_of, uniforms
 
 # Columns of a pair's draw.
 _OUTSIDE, _TOP, _BOTTOM, _LEFT, _RIGHT, _TARGET = range(6)
 
 
-def draw(positions: np.ndarray, seed: int, mixup: float, cutmix: float, height: int, width: int) -> np.ndarray:
-    """What happens to each pair of `positions` (int64[2n], whole pairs): float32[n, 6], one row a pair.
+@dataclass
+class Mixing(Augmentation):
+    """MixUp, CutMix, or, if both are on, one of them for each pair at even odds."""
 
-    A row holds the weight of the own pixels outside a box, the box (top, bottom, left, right) in which the partner's pixels
-    stand, and the weight of the own target. `mixup` and `cutmix` are the alphas of their Beta distributions, 0 for off;
-    with both on each pair takes one at even odds.
-    Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019.
-    """
-    from scipy.special import betaincinv  # late: 0.1 s, and only who mixes needs it
+    seed: int
+    mixup: float  # alpha of the Beta distribution of the shares; 0: off
+    cutmix: float
+    size: tuple[int, int]  # height and width
 
-    pairs = positions[::2] // 2
-    choice, quantile, y, x = (uniforms(pairs, key_of(seed, "mixing", name)) for name in ("choice", "share", "y", "x"))
-    cut = choice < (0.5 if mixup and cutmix else float(cutmix > 0))
-    alpha = np.where(cut, cutmix, mixup)
-    share = betaincinv(alpha, alpha, quantile)  # Beta(alpha, alpha) by inversion
-    half = np.sqrt(1 - share) / 2
-    rows = np.zeros((len(pairs), 6), np.float32)
-    rows[:, _OUTSIDE] = np.where(cut, 1, share)
-    for first, last, centre, size in ((_TOP, _BOTTOM, y, height), (_LEFT, _RIGHT, x, width)):
-        rows[:, first] = cut * np.floor(np.clip(centre - half, 0, 1) * size)
-        rows[:, last] = cut * np.floor(np.clip(centre + half, 0, 1) * size)
-    area = (rows[:, _BOTTOM] - rows[:, _TOP]) * (rows[:, _RIGHT] - rows[:, _LEFT])
-    rows[:, _TARGET] = np.where(cut, 1 - area / (height * width), share)
-    return rows
+    def draw(self, positions: np.ndarray) -> np.ndarray:
+        """For each pair of `positions` (whole pairs): float32[B / 2, 6].
 
+        A row holds the weight of an image's own pixels outside a box, the box (top, bottom, left, right) that shows the
+        partner's pixels, and the weight of its own target.
+        """
+        from scipy.special import betaincinv  # takes 0.1 s to import, which only runs that mix need
 
-def blend(images: torch.Tensor, targets: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix images [B, C, H, W] and targets [B, K] with their partners', as draws [B / 2, 6] say; the same shapes come back."""
-    rows = draws.to(images.dtype).repeat_interleave(2, dim=0)[:, :, None, None]  # [B, 6, 1, 1]
-    y = torch.arange(images.shape[2], device=images.device)[:, None]
-    x = torch.arange(images.shape[3], device=images.device)[None, :]
-    in_box = (y >= rows[:, _TOP]) & (y < rows[:, _BOTTOM]) & (x >= rows[:, _LEFT]) & (x < rows[:, _RIGHT])  # [B, H, W]
-    own = torch.where(in_box[:, None], 0.0, rows[:, _OUTSIDE, None])  # [B, 1, H, W]
-    own_target = rows[:, _TARGET, :, 0].to(targets.dtype)  # [B, 1]
-    return (
-        images * own + _partners(images) * (1 - own),
-        targets * own_target + _partners(targets) * (1 - own_target),
-    )
+        pairs, (height, width) = positions[::2] // 2, self.size
+        choice, quantile, y, x = (
+            uniforms(pairs, key_of(self.seed, "mixing", name)) for name in ("choice", "share", "y", "x")
+        )
+        cut = choice < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
+        alpha = np.where(cut, self.cutmix, self.mixup)
+        share = betaincinv(alpha, alpha, quantile)  # Beta(alpha, alpha) by inversion
+        half = np.sqrt(1 - share) / 2
+        rows = np.zeros((len(pairs), 6), np.float32)
+        rows[:, _OUTSIDE] = np.where(cut, 1, share)
+        for first, last, centre, side in ((_TOP, _BOTTOM, y, height), (_LEFT, _RIGHT, x, width)):
+            rows[:, first] = cut * np.floor(np.clip(centre - half, 0, 1) * side)
+            rows[:, last] = cut * np.floor(np.clip(centre + half, 0, 1) * side)
+        area = (rows[:, _BOTTOM] - rows[:, _TOP]) * (rows[:, _RIGHT] - rows[:, _LEFT])
+        rows[:, _TARGET] = np.where(cut, 1 - area / (height * width), share)
+        return rows
+
+    def apply(self, images, targets, draws):
+        rows = draws.to(images.dtype).repeat_interleave(2, dim=0)[:, :, None, None]  # [B, 6, 1, 1]
+        y = torch.arange(images.shape[2], device=images.device)[:, None]
+        x = torch.arange(images.shape[3], device=images.device)[None, :]
+        in_rows = (y >= rows[:, _TOP]) & (y < rows[:, _BOTTOM])  # [B, H, 1]
+        in_columns = (x >= rows[:, _LEFT]) & (x < rows[:, _RIGHT])  # [B, 1, W]
+        own = torch.where((in_rows & in_columns)[:, None], 0.0, rows[:, _OUTSIDE, None])  # [B, 1, H, W]
+        own_target = rows[:, _TARGET, :, 0].to(targets.dtype)  # [B, 1]
+        return (
+            images * own + _partners(images) * (1 - own),
+            targets * own_target + _partners(targets) * (1 - own_target),
+        )
 
 
 def _partners(batch: torch.Tensor) -> torch.Tensor:

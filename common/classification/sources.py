@@ -1,4 +1,4 @@
-"""Which images and labels does `--data` mean, and which of them are held out for evaluation?
+"""Sources of labelled images: reads what `--data` names, and holds out a share for evaluation.
 
 A source holds columns (NumPy, Arrow, memory-mapped files), never a Python object a row: reading those would copy their
 memory pages into every loader worker, bit by bit, until the machine is full.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,15 +18,14 @@ import pyarrow as pa
 from common.classification import custom_data
 from common.classification.custom_data import CustomDataset
 from common.config.parsing import nearest_path
-from common.data import partition
+from common.data import data_spec, partition
+from common.data.data_spec import DataSpec
 from common.data.digits import load_digits
-from common.data.huggingface import Table, TableParts, table_opener
+from common.data.huggingface import TableParts
 from common.data.images import SUFFIXES
-from common.data.partition import Piece, draws_of_paths, held_out
 from common.data.source import Source, fingerprint_of, refuse_broken
 from common.errors import Refused, printable
 from common.files import walk
-from common.randomness import key_of, mix
 
 _SHARDS = re.compile(r"\.(tar|tgz)(\.\w+)?$|::|://|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
 _NOT_YET = (
@@ -34,128 +34,69 @@ _NOT_YET = (
 )
 
 
-def load(
-    data: str | CustomDataset | Mapping[str, CustomDataset],
-    *,
-    seed: int,
-    val_share: float,
-    split: str = "",
-    image_column: str = "",
-    label_column: str = "",
-    max_broken_share: float = 1.0,
-) -> tuple[Source, Source]:
-    """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
+@dataclass(frozen=True)
+class Spec(DataSpec):
+    """Which labelled images a run reads."""
+
+    label_column: str = ""
+    max_broken_share: float = 1.0
+
+    table_fields = ("image_column", "label_column")
+
+    def check(self, source: Source) -> None:
+        refuse_broken(self.data, source, self.max_broken_share)
+
+    def strata(self, source: Source) -> np.ndarray | None:
+        return None if source.multi_label else source.labels
+
+
+def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None) -> tuple[Source, Source]:
+    """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
     - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with one subfolder per class;
     - an image folder with one subfolder per class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
-    - a CSV file of paths and labels, or a pattern of them;
-    - an object of your own as `CustomDataset` says, or a dict of them by part: {"train": ..., "val": ...}.
+    - a CSV file of paths and labels, or a pattern of them.
+
+    Data of another form are read by a `custom` data set of your own, or by one for each part: {"train": ..., "val": ...}.
 
     Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
-    `split` names the part to evaluate on, as in `partition.choose`. Where the data has no part to validate on, `val_share` of
+    `split` names the part to evaluate on, as in `partition.choose`. If the data has no part to validate on, `val_share` of
     each class is held out, chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its
-    class to the other side. The fifth held out of `digits` is fixed, so that its results compare across seeds and settings.
+    class to the other side. The held-out fifth of `digits` is fixed, so that its results compare across seeds and settings.
 
-    Raises `Refused` for what can't be found, read, or trained on, and where more than `max_broken_share` of the files of a
+    With `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found there.
+
+    Raises `Refused` for what can't be found, read, or trained on, and if more than `max_broken_share` of the files of a
     part are missing.
     """
-    choice = partial(partition.choose, _title(data), split=split)
-    train, val = _read(data, choice, 2, seed, val_share, image_column, label_column, max_broken_share)
-    return train, val
+    if custom is not None:
+        return custom_data.load(spec, custom)
+    if _SHARDS.search(spec.data):
+        raise Refused(f"--data {spec.data}: {_NOT_YET}")
+    least = 1 if spec.alone else 2  # classes
+
+    def table(opener: Callable[[], dict[str, Any]]):
+        parts = TableParts(spec.data, opener, spec.image_column, spec.label_column, least)
+        return parts.labels, parts.read
+
+    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least))
 
 
-def load_part(
-    data: str | CustomDataset | Mapping[str, CustomDataset],
-    *,
-    split: str,
-    seed: int,
-    val_share: float,
-    held_out: bool = False,
-    image_column: str = "",
-    label_column: str = "",
-    max_broken_share: float = 1.0,
-) -> Source:
-    """The images of one part, chosen as in `partition.choose_part`, for an evaluation, with the classes that are found there.
-
-    `data` and the others are as in `load`: with its `seed` and `val_share`, `held_out` says that a model was trained on this
-    data by `load`, without the held-out share; other data without parts are evaluated whole.
-    """
-    choice = partial(partition.choose_part, _title(data), split=split, held_out=held_out)
-    (part,) = _read(data, choice, 1, seed, val_share, image_column, label_column, max_broken_share)
-    return part
-
-
-def _title(data: str | CustomDataset | Mapping[str, CustomDataset]) -> str:
-    """The data in words."""
-    if isinstance(data, Mapping):
-        return ", ".join(dict.fromkeys(type(part).__name__ for part in data.values()))
-    return data if isinstance(data, str) else type(data).__name__
-
-
-def _read(
-    data: str | CustomDataset | Mapping[str, CustomDataset],
-    choice: Callable[[Mapping[str, str]], tuple[Piece, ...]],
-    least: int,
-    seed: int,
-    val_share: float,
-    image_column: str,
-    label_column: str,
-    max_broken_share: float,
-) -> tuple[Source, ...]:
-    """A source for each piece that `choice` takes of the parts that there are; the first has `least` classes or more."""
-    custom = None if isinstance(data, str) else custom_data.parts_of(data)
-    data = _title(data)
-    path = Path(data).expanduser()
-    if _SHARDS.search(data):
-        raise Refused(f"--data {data}: {_NOT_YET}")
-    try:
-        if data != "digits" and not custom and (opener := table_opener(data)):
-            table = TableParts(data, opener, image_column, label_column, least)
-            labels, read, hold_out = table.labels, table.read, partial(_split_rows, seed=seed, share=val_share)
-        elif image_column or label_column:
-            raise Refused(f"--data {data}: is no table, so leave out --image_column and --label_column")
-        elif custom:
-            labels = dict.fromkeys(custom, data) if len(custom) == 1 else {name: name for name in custom}
-            read = lambda name, first: custom_data.read(custom[name], first, least)  # noqa: E731
-            hold_out = partial(custom_data.CustomSource.split, seed=seed, share=val_share)
-        elif data == "digits":
-            digits = dict(zip(("train", "val"), load_digits(), strict=True))
-            labels = {name: part.origin for name, part in digits.items()}
-            read, hold_out = lambda name, _: digits[name], None  # noqa: E731
-        elif path.is_dir():
-            root = Path(os.path.abspath(path))
-            folders = _part_folders(root)
-            labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
-            read = lambda name, first: _read_folder(folders[name], first, least)  # noqa: E731
-            hold_out = partial(_split_files, seed=seed, share=val_share)
-        else:
-            found = "a file of a kind that is not known" if path.exists() else "nothing is there"
-            raise Refused(
-                f"--data {data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
-                f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(path)}"
-            )
-
-        def checked(name: str, first: Source | None) -> Source:
-            source = read(name, first)
-            refuse_broken(data, source, max_broken_share)
-            return source
-
-        return partition.read_pieces(choice(labels), checked, hold_out, labels, val_share)
-    except PermissionError as error:
-        raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
-    except OSError as error:
-        raise Refused(f"--data {data}: {error.filename or path} can't be read: {error.strerror or error}") from error
-
-
-def _split_rows(table: Table, seed: int, share: float) -> tuple[Table, Table]:
-    draws = mix(np.arange(len(table)), key_of(seed, "held out"))
-    strata = np.zeros(len(table), np.int64) if table.multi_label else table.labels
-    train, val = held_out(draws, strata, share)
-    return table.part(train), table.part(val)
+def _load_folder(spec: Spec, least: int, path: Path) -> tuple["Folder", ...]:
+    if not path.is_dir():
+        found = "a file of a kind that is not known" if path.exists() else "nothing is there"
+        raise Refused(
+            f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
+            f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(path)}"
+        )
+    root = Path(os.path.abspath(path))
+    folders = _part_folders(root)
+    labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
+    return spec.read(labels, lambda name, first: _read_folder(folders[name], first, least))
 
 
 # ---- folders
@@ -187,6 +128,10 @@ class Folder(Source):
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes < 0)
 
+    def draws(self, key: int) -> np.ndarray:
+        """uint64[N] random numbers, each a function of its image's path and `key` alone."""
+        return partition.draws_of(self.paths, key)
+
     def part(self, rows: np.ndarray) -> "Folder":
         paths = self.paths.take(pa.array(rows))
         return replace(self, paths=paths, sizes=self.sizes[rows], labels=self.labels[rows])
@@ -196,7 +141,7 @@ def _part_folders(root: Path) -> dict[str, Path]:
     """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
     folders = _subfolders(root)
     kinds = {name: partition.kind_of(name) for name in folders if partition.kind_of(name)}
-    if len({*kinds.values()}) > 1 or kinds and len(kinds) == len(folders):
+    if len({*kinds.values()}) > 1 or (kinds and len(kinds) == len(folders)):
         return {name: root / name for name in folders}
     for name in kinds:  # also the name of a class: a train is a vehicle
         inside = {*_subfolders(root / name)}
@@ -218,11 +163,6 @@ def _read_folder(folder: Path, first: Folder | None, least: int) -> Folder:
     if len(part) == 0:
         raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first.root}")
     return part
-
-
-def _split_files(everything: Folder, seed: int, share: float) -> tuple[Folder, Folder]:
-    train, val = held_out(draws_of_paths(everything.paths, seed), everything.labels, share)
-    return everything.part(train), everything.part(val)
 
 
 def _subfolders(folder: Path) -> list[str]:

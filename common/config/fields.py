@@ -30,6 +30,13 @@ def path_option(default: str, *, may_change=False, photographs=None):
     return option(default, may_change=may_change, check=_wrong_with_path, photographs=photographs)
 
 
+def field_names(config_class: type) -> list[str]:
+    """The fields of a configuration, the recipe's own first, in the order in which the recipe has them."""
+    return list(
+        dict.fromkeys([*config_class.__annotations__, *(field.name for field in dataclasses.fields(config_class))])
+    )
+
+
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
     """The numbers in a text, such as "640,672"; none if it is anything else."""
     parts = [part.strip() for part in text.split(separator)]
@@ -63,8 +70,32 @@ def _wrong_with_profile(text: str) -> str:
     return ""
 
 
+class SharedFields:
+    """Base of the dataclasses of fields that recipes share.
+
+    A recipe may state such a field again, to show the default that it has: `epochs: float = 10.0`, without a docstring. Limits,
+    `may_change` and the help text stay those of the shared field; `photographs` does not.
+    """
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls).get("__annotations__", {}):
+            bases = (getattr(base, "__dataclass_fields__", {}) for base in cls.__mro__[1:])
+            shared = next((fields[name] for fields in bases if name in fields), None)
+            if shared is None:
+                continue
+            stated = vars(cls)[name]
+            own = stated.metadata if isinstance(stated, dataclasses.Field) else {}
+            default = stated.default if isinstance(stated, dataclasses.Field) else stated
+            metadata = shared.metadata | {
+                key: value for key, value in own.items() if value is not None and value is not False
+            }
+            metadata |= {"photographs": own.get("photographs")}
+            setattr(cls, name, dataclasses.field(default=default, metadata=metadata))
+
+
 @dataclass
-class RunConfig:
+class RunConfig(SharedFields):
     """What every recipe needs to know about a run: on which part of the data, how long, how spread, where to, how often."""
 
     val_share: float = option(0.2, low=0, high=1)
@@ -127,21 +158,21 @@ class RunConfig:
 
 
 @dataclass
-class OptimizationConfig:
+class OptimizationConfig(SharedFields):
     """How weights move: optimizer, learning rate, clipping, averaging."""
 
     opt: str = "adamw"
     """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
-    lr: float = option(4e-3, low=0, high=10**6, photographs=1e-3)
-    """Peak learning rate at the reference batch --lr_batch_size (photographs: 1e-3)."""
+    lr: float = option(4e-3, low=0, high=10**6)
+    """Peak learning rate at the reference batch --lr_batch_size."""
     lr_batch_size: int = option(64, low=1)
     """Global batch for which --lr is stated."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Course of the learning rate after the warm-up."""
-    warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS, photographs=1.0)
-    """Linear warm-up from zero, in epochs (photographs: 1)."""
+    warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
+    """Linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Where cosine and linear end, as a share of the peak."""
     step_epochs: str = "30"
@@ -165,13 +196,13 @@ class OptimizationConfig:
 
 
 @dataclass
-class AugmentationConfig:
+class AugmentationConfig(SharedFields):
     """How a training image is varied; each choice is a pure function of the seed and the sample's position."""
 
-    crop_scale: float = option(0.7, low=0, high=1, photographs=0.35)
-    """Least area of a random crop as a share of the image (photographs: 0.35, ImageNet: 0.08; 1: cropped to a ratio only)."""
-    hflip: float = option(0.0, low=0, high=1, photographs=0.5)
-    """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
+    crop_scale: float = option(0.7, low=0, high=1)
+    """Least area of a random crop as a share of the image (ImageNet: 0.08; 1: cropped to a ratio only)."""
+    hflip: float = option(0.0, low=0, high=1)
+    """Probability of a left-right mirror image (digits and text: 0)."""
     vflip: float = option(0.0, low=0, high=1)
     """Probability of an upside-down image."""
     color_jitter: float = option(0.0, low=0, high=10)
@@ -189,7 +220,7 @@ class AugmentationConfig:
 
 
 @dataclass
-class ReadingConfig:
+class ReadingConfig(SharedFields):
     """How training images are read. All but the place changes pixels, so it is part of the run."""
 
     cache: int = option(0, low=0, high=10**6)

@@ -39,7 +39,7 @@ class Origin:
             if key not in config:
                 parts += [f"without --{key} {value} of the run, a flag that is not known here"] if self.run else []
             elif config[key] != value and key not in unsaid:
-                theirs = value if value or self.run and value != "" else "none" if self.run else "its own"
+                theirs = value if value or (self.run and value != "") else "none" if self.run else "its own"
                 parts.append(f"--{key} {config[key]}, where {had} {theirs}")
         return "; ".join(parts)
 

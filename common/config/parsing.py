@@ -22,6 +22,7 @@ from typing import NoReturn, TypeVar
 import tyro
 import yaml
 
+from common.config.fields import field_names
 from common.config.origin import OF_DATA, read_origin
 from common.config.synonyms import hint, other_recipe
 from common.durable import replace_file
@@ -84,8 +85,8 @@ def _checked(config: C) -> C:
 
 def save(config, path: Path) -> None:
     """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
-    own = type(config).__annotations__
-    everything = sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in own)
+    values = dataclasses.asdict(config)
+    everything = [(name, values[name]) for name in field_names(type(config))]
     # Line ends of Unicode, which YAML keeps only if they are escaped.
     plain = not re.search("[\x85\u2028\u2029]", "".join(str(value) for _, value in everything))
     replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode())
@@ -261,11 +262,10 @@ class _ConfigFlag:
 
 def _help(config_class: type, default, program: str) -> NoReturn:
     """Print the flags, the recipe's own first, with the values they have without and end; one process a machine prints."""
-    own, fields = config_class.__annotations__, config_class.__dataclass_fields__
+    fields = config_class.__dataclass_fields__
     shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
-    shown.__dataclass_fields__ = _ConfigFlag.__dataclass_fields__ | dict(
-        sorted(fields.items(), key=lambda item: item[0] not in own)
-    )
+    ordered = {name: fields[name] for name in field_names(config_class)}
+    shown.__dataclass_fields__ = _ConfigFlag.__dataclass_fields__ | ordered
     default = shown(**dataclasses.asdict(default)) if default else None
     others = os.environ.get("LOCAL_RANK", "0") != "0"
     try:

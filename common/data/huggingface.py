@@ -23,6 +23,7 @@ from common.data.partition import kind_of, start_of
 from common.data.source import Source, fingerprint_of
 from common.errors import Refused, printable
 from common.files import check_regular, sizes_of
+from common.randomness import mix
 
 if TYPE_CHECKING:
     import datasets  # imported late below: it takes a second, and most runs don't need it
@@ -85,6 +86,10 @@ class Table(Source):
         if self.sizes is not None:  # else a path is where the bytes once came from
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
         return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).to_numpy()[self.rows])
+
+    def draws(self, key: int) -> np.ndarray:
+        """uint64[N] random numbers, each a function of its row and `key` alone."""
+        return mix(self.rows, key)
 
     def part(self, rows: np.ndarray) -> "Table":
         sizes = None if self.sizes is None else self.sizes[rows]

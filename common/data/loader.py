@@ -205,13 +205,13 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = Da
     )
 
 
-def _begin_worker(handover: Handover, worker: int) -> None:
+def _begin_worker(handover: Handover, _worker: int) -> None:
     data_workers.begin(handover.far.fileno())
     # What can't be handed over (no memory, too few file descriptors) Python would drop, and training wait for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
 
 
-def _die_of(error: BaseException, batch: object) -> None:
+def _die_of(error: BaseException, _batch: object) -> None:
     print(
         f"data worker {os.getpid()} can't hand over a batch ({error}): raise the limit of open files (ulimit -n), or take "
         "fewer --workers",

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.errors import Refused
-from common.randomness import key_of, mix
+from common.randomness import mix
 
 S = TypeVar("S")
 
@@ -115,27 +115,29 @@ def read_pieces(
     return tuple(sources)
 
 
-def held_out(draws: np.ndarray, strata: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+def draws_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
+    """uint64[N] random numbers, each a function of its path and `key` alone."""
+    hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in paths)
+    return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
+
+
+def held_out(draws: np.ndarray, strata: np.ndarray | None, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows held out, each in order: of every stratum its `share` with the smallest draws.
 
-    `draws` uint64[N], `strata` int64[N]. A stratum keeps at least one row to train on.
+    `draws` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
     """
     if not 0 < share < 1:
         raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
+    of = "{} images" if strata is None else "at most {} images a class"
+    strata = np.zeros(len(draws), np.int64) if strata is None else strata
     counts = np.bincount(strata)
     by_stratum = np.lexsort((draws, strata))
     place = np.empty(len(draws), np.int64)  # of each row among its stratum, by draw
     place[by_stratum] = np.arange(len(draws)) - np.repeat(np.cumsum(counts) - counts, counts)
     out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
     if not out.any():
-        raise Refused(f"--val_share {share} of at most {counts.max()} images a class holds out none; raise it")
+        raise Refused(f"--val_share {share} of {of.format(counts.max())} holds out none; raise it")
     return np.flatnonzero(~out), np.flatnonzero(out)
-
-
-def draws_of_paths(paths: Iterable[pa.LargeBinaryScalar], seed: int) -> np.ndarray:
-    """uint64[N] draws for `held_out`, each a function of `seed` and its path alone."""
-    hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in paths)
-    return mix(np.frombuffer(b"".join(hashes), "<u8"), key_of(seed, "held out"))
 
 
 def describe(data: str, source) -> str:

@@ -38,6 +38,7 @@ class DetectionBatch(Movable):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
+    totals: torch.Tensor | None = None  # what losses are divided by, over the global batch
 
 
 @dataclass
@@ -57,10 +58,10 @@ class TrainingScenes(Dataset):
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             parts = [self._read(index, position, broken)]
-            for lot in self.augmentation.partners(position).tolist():
-                parts.append(
-                    self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])
-                )  # broken: counts in its turn
+            parts += [
+                self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])  # broken: counts in its turn
+                for lot in self.augmentation.partners(position).tolist()
+            ]
             samples.append(self.augmentation(parts, position, self.fill))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)

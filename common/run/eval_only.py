@@ -21,18 +21,13 @@ def begin(config) -> Origin:
     return origin
 
 
-def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> tuple:
-    """The data to evaluate on, the names of the model's classes, and which of these those of the data are.
+def read(config, origin: Origin, build_data: Callable) -> tuple:
+    """The data to evaluate on, the names of the model's classes, and the model's class id of each class of the data.
 
-    `build_data(config, load)` is the recipe's, `load_part` that of its sources. Logs which part of the data is evaluated.
+    `build_data(config, origin)` is the recipe's. Logs which part of the data is evaluated.
     Raises `Refused` for classes that the model does not know.
     """
-
-    def load(*data, **options):  # one part, where training has two
-        held_out = origin.trained_on(config.data) and not origin.config.get("split")
-        return 2 * [load_part(*data, held_out=held_out, **options)]
-
-    _, val, _ = build_data(config, load)
+    _, val, _ = build_data(config, origin)
     places = origin.places(val.classes, config.data)
     launch.say(f"{partition.describe(config.data, val)}, {origin.matched(val.classes)}")
     return val, origin.classes or val.classes, places

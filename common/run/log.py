@@ -118,7 +118,7 @@ class RunLog:
             self._bar.set_postfix_str(", ".join(parts))
         now, step = time.perf_counter(), row["step"]
         evaluated = any(key.startswith("eval/") for key in row)
-        if evaluated or self._bar is None and (now - self._said_at >= _LINE_SECONDS or step == self._total):
+        if evaluated or (self._bar is None and (now - self._said_at >= _LINE_SECONDS or step == self._total)):
             self._said_at = now
             self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
 

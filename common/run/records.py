@@ -40,7 +40,7 @@ def check_names(names: Iterable[str]) -> None:
     """Raise `Refused` unless all `names` are free for numbers of one's own."""
     for name in names:
         part, _, rest = str(name).partition("/")
-        if part in OWN_PARTS or part == "train" and rest in OWN_NAMES:
+        if part in OWN_PARTS or (part == "train" and rest in OWN_NAMES):
             raise Refused(
                 f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
             )
@@ -53,7 +53,7 @@ class Records:
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
         self._config, self._path, self._folder = config, path, folder
-        self.journal = RunLog(folder)
+        self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss = 0.0
 
@@ -79,7 +79,7 @@ class Records:
 
         `said` is the status.json that was found.
         """
-        say, progress, step = self.journal.say, self.progress, self.progress.step
+        say, progress, step = self.log.say, self.progress, self.progress.step
         before, now = found.record["total_steps"], self._schedule.total_steps
         is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
         if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
@@ -113,11 +113,11 @@ class Records:
         """Give all ranks the totals that a checkpoint had, and count on from them; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
         config = self._config
-        self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.journal.say)
+        self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
 
     def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
-        """What `Run.describe` does."""
-        self.journal.table({name: value for name, value in rows.items() if value})
+        """Print the start table: `rows` that have a value."""
+        self.log.table({name: value for name, value in rows.items() if value})
         self._classes = list(train.classes)
         self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
@@ -139,11 +139,11 @@ class Records:
             config=dataclasses.asdict(config) | self._of_start(facts),
             run_id=folder.read("tracker.json").get("id"),
             sent_up_to=stood if self.progress.step else 0,
-            say=self.journal.say,
+            say=self.log.say,
         )
         self._facts, self._tracker_id = facts, tracker.run_id
         folder.write("tracker.json", {"id": tracker.run_id})
-        self.journal.open(tracker, self.progress.step, total_steps)
+        self.log.open(tracker, self.progress.step, total_steps)
 
     def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
         """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
@@ -155,7 +155,7 @@ class Records:
                 rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
                 raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
         if report.step % self._config.log_every == 0 or evaluated:
-            self.journal.note(report.step, self._row(report))
+            self.log.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str) -> bool:
         """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
@@ -164,8 +164,8 @@ class Records:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
             if self._config.dry_run:
                 raise Refused(text)
-            self.journal.say(text)  # a run may get over it; if not, the loss of a later step stops it
-        self.journal.note(step, numbers)
+            self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
+        self.log.note(step, numbers)
         return self.progress.judge(step, numbers, f"eval/{leading}")
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
@@ -175,13 +175,13 @@ class Records:
             try:
                 boxed_images = function(*arguments, path)
                 if letters := fonts.missing():
-                    self.journal.say(
+                    self.log.say(
                         f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
                         "Noto Sans CJK (Debian: fonts-noto-cjk)"
                     )
-                self.journal.pictures(self.progress.step, {name: path}, boxed_images)
+                self.log.pictures(self.progress.step, {name: path}, boxed_images)
             except Exception as error:  # a picture is not worth a run
-                self.journal.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+                self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
         """What a checkpoint keeps beside tensors."""

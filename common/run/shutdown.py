@@ -23,7 +23,7 @@ class Shutdown:
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
         self._config, self._path, self._folder = config, path, folder
-        self._records, self._log, self._writer = records, records.journal, writer
+        self._records, self._log, self._writer = records, records.log, writer
 
     def leave_no_trace(self) -> None:
         """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""

@@ -101,8 +101,10 @@ class StepReports:
         numbers = [loss, grad_norm.to(loss.dtype)]
         if self.scaler:  # a factor of one: `get_scale` would wait for the device
             numbers.append(self.scaler.scale(torch.ones_like(loss)))
-        for total in self._sums.values():  # one on the host becomes an argument: to copy it would wait for the device
-            numbers.append(total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype))
+        numbers += [  # one on the host becomes an argument: to copy it would wait for the device
+            total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype)
+            for total in self._sums.values()
+        ]
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
         posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by, self._counts)
         self._sums, self._counts = {}, {}

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from common.config.fields import field_names
 from common.training import timm_models
 
 
@@ -29,8 +30,8 @@ def describe(config, suit: Callable[..., dict] = suited) -> dict[str, str]:
     chosen = {name: value for name, value in suit(config).items() if getattr(config, name) == value}
     if not chosen:
         return {}
-    recipes_first = sorted(chosen.items(), key=lambda item: item[0] not in type(config).__annotations__)
-    rows = {"defaults": f"for photographs: {', '.join(f'{name} {value}' for name, value in recipes_first)}"}
+    listed = ", ".join(f"{name} {chosen[name]}" for name in field_names(type(config)) if name in chosen)
+    rows = {"defaults": f"for photographs: {listed}"}
     if not (config.pretrained or getattr(config, "init", "") or Path(config.model).is_dir()):
         rows["pretrained"] = "no; --pretrained downloads weights to begin with, which need fewer photographs"
     return rows

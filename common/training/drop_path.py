@@ -58,6 +58,11 @@ def convert(model: nn.Module) -> int:
     return len(places)
 
 
+def layers(model: nn.Module) -> int:
+    """How many layers of a converted model drop paths."""
+    return sum(isinstance(module, PositionalDropPath) for module in model.modules())
+
+
 def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
     """Uniform numbers in [0, 1] of samples by their positions in the stream: int64[n] -> float32[layers, n].
 

@@ -342,7 +342,8 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
     if not is_main():
         return
     if not is_of_timm(model):
-        return _check_logits(model, config["input_size"])
+        _check_logits(model, config["input_size"])
+        return
     model = _without_zeros(model)
     with tempfile.TemporaryDirectory() as folder:
         _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))

@@ -1,18 +1,13 @@
-"""How does a wrapped model get into the state in which an uninterrupted run would be?"""
+"""DDP's warm-up: brings a wrapped model into the state in which an uninterrupted run would have it."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from common.data.batch_plan import BatchPlan
-from common.data.loader import Feed, Movable
 from common.distributed import determinism
 from common.distributed.collectives import is_lost_peer
 from common.errors import Refused
-from common.randomness import seed_model
 from common.training import batch_norm
 
 # What torch and its libraries say when memory is used up. Without memory for a workspace, cuDNN says that it finds no
@@ -23,33 +18,6 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
-
-
-class Samples(Protocol):
-    """What a trial needs to know of a recipe's training samples."""
-
-    def blank(self, count: int) -> Movable:
-        """`count` samples of noise with everything that a batch of the run has, as large as any."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A step's forward and backward pass on noise: the same function as in training, on as much as a real batch has."""
-
-    samples: Samples
-    losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor]  # (model, batch) -> losses [B]
-    device: torch.device
-    whole_share: bool = False  # whether all micro-batches of a step are on the device before the first forward
-
-    def __call__(self, model: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
-        """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`: the same in every call."""
-        seed_model(0, self.device)
-        count = plan.micro_steps if self.whole_share else 1
-        feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self.device)
-        batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
-        losses = self.losses_of(model, batches[0])
-        check_losses(losses, plan.micro_batch_sizes[0])
-        (losses.sum() * scale).backward()
 
 
 def check_losses(losses: torch.Tensor, samples: int) -> None:
@@ -101,7 +69,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is how a device, a library on it, or torch on the host says that it has no memory left."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    return known or (isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error))))
 
 
 def first_line(error: BaseException) -> str:

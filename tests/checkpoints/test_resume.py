@@ -58,7 +58,7 @@ def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
 
     assert chosen_by("loss = 1") == chosen_by("loss   =  1  # words") == []
     with pytest.raises(
-        Refused, match="was made by another source of hard.py.*--name.*--allow_changed_source.*put the source back"
+        Refused, match=r"was made by another source of hard.py.*--name.*--allow_changed_source.*put the source back"
     ):
         chosen_by("loss = 2")
     said = chosen_by("loss = 2", allowed=True)

@@ -235,9 +235,10 @@ def test_a_failure_at_any_point_leaves_the_old_ones_and_no_draft(
     def fail(*_, **__):
         raise error
 
-    with monkeypatch.context() as patch, pytest.raises(type(error)):
+    with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
-        save(tmp_path, 3)
+        with pytest.raises(type(error)):
+            save(tmp_path, 3)
     assert content(tmp_path) == before
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 

@@ -78,5 +78,5 @@ def test_sampling_weights_draw_classes_as_often_as_they_say() -> None:
 
 
 def test_sampling_by_class_is_refused_for_multi_label_data() -> None:
-    with pytest.raises(Refused, match="--sampling balanced: .* use --class_weights balanced"):
+    with pytest.raises(Refused, match=r"--sampling balanced: .* use --class_weights balanced"):
         sample_weights("balanced", np.ones((3, 2), bool), 2)

@@ -1,4 +1,4 @@
-"""Batches are a pure function of positions, whoever loads them; broken images are replaced; workers never hang a run."""
+"""A batch is a pure function of its positions in any process. Broken images are replaced. Workers never hang a run."""
 
 import os
 import pickle
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import torch
 from PIL import Image
 
 from common.classification.batches import Batch, EvaluationSamples, TrainingSamples
+from common.classification.color_jitter import ColorJitter
+from common.classification.mixing import Mixing
+from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.fields import AugmentationConfig
 from common.data import loader
@@ -40,7 +44,12 @@ DATA = {
     "std": (0.2, 0.2, 0.2),
     "crop_pct": 1.0,
 }
-VARIED = AugmentationConfig(0.4, 0.5, 0.5, 0.3, "rand-m9-n2-p1.0-mstd0.5", 0.5, mixup=0.2, cutmix=1.0)
+VARIED = AugmentationConfig(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
+AUGMENTATIONS = [
+    ColorJitter(5, 0.3),
+    RandomErasing(5, 0.5, (16, 16), torch.float32, torch.device("cpu")),
+    Mixing(5, 0.2, 1.0, (16, 16)),
+]
 
 
 @dataclass
@@ -74,18 +83,26 @@ class Numbers:
 
 def samples(source: Numbers, batch: int = 12, config: AugmentationConfig = VARIED, **options) -> TrainingSamples:
     stream = Stream(len(source), batch, seed=5)
-    return TrainingSamples(source, stream, training_transform(config, DATA), 5, config, **options)
+    return TrainingSamples(source, stream, training_transform(config, DATA), 5, AUGMENTATIONS, **options)
+
+
+def parts(batch: Batch) -> Iterator:
+    """All that a batch holds, with each part of its lists."""
+    for each in fields(Batch):
+        value = getattr(batch, each.name)
+        yield from value if isinstance(value, list) else [value]
 
 
 def same(one: Batch, other: Batch) -> bool:
-    pairs = [(getattr(one, each.name), getattr(other, each.name)) for each in fields(Batch)]
+    pairs = zip(parts(one), parts(other), strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def each_sample(batch: Batch) -> dict[int, bytes]:
-    """Position -> all that the batch says of it."""
-    parts = [batch.images.flatten(1), batch.labels[:, None], batch.mixing.repeat_interleave(2, 0), batch.drop_path.T]
-    parts += [batch.colours, batch.erasing]
+    """Position -> all that the batch holds for it."""
+    colours, erasing, mixing = batch.draws
+    parts = [batch.images.flatten(1), batch.labels[:, None], mixing.repeat_interleave(2, 0), batch.drop_path.T]
+    parts += [colours, erasing]
     return {
         position: b"".join(part[place].numpy().tobytes() for part in parts)
         for place, position in enumerate(batch.positions.tolist())
@@ -122,8 +139,8 @@ def test_workers_deliver_bit_equal_batches_in_order() -> None:
     assert len(batches[0]) == 12 and all(map(same, *batches))
     first = batches[0][0]
     assert first.images.shape == (6, 3, 16, 16) and first.images.dtype == torch.uint8
-    assert first.mixing.shape == (3, 6) and first.drop_path.shape == (3, 6) and first.readable is None
-    assert first.colours.shape == (6, 3) and first.erasing.shape == (6, 6)
+    assert [draws.shape for draws in first.draws] == [(6, 3), (6, 6), (3, 6)]
+    assert first.drop_path.shape == (3, 6) and first.readable is None
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
 
 
@@ -144,14 +161,14 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
         not torch.equal(first.images[first.labels == label], later.images[later.labels == label]) for label in range(12)
     ]
     assert all(changed)
-    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), 6, VARIED)
+    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), 6)
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
 def test_a_broken_image_is_replaced_by_its_neighbour_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
     stream, transform, positions = Stream(20, 20, seed=5), training_transform(VARIED, DATA), np.arange(20)
-    batch = TrainingSamples(source, stream, transform, 5, VARIED).__getitems__(positions)
+    batch = TrainingSamples(source, stream, transform, 5).__getitems__(positions)
     drawn = stream.indices(np.arange(20)).tolist()
     stands_in = {5: 8, 6: 8, 7: 8, 19: 0}
     shown = [stands_in.get(index, index) for index in drawn]
@@ -176,7 +193,7 @@ def test_evaluation_marks_what_it_could_not_read() -> None:
     assert batch.readable.tolist() == [index not in source.broken for index in range(1, 10)]
     assert batch.positions.tolist() == batch.labels.tolist() == list(range(1, 10))
     assert batch.broken == ("numbers[2]: torn", "numbers[9]: torn")
-    assert (batch.images[~batch.readable] == 0).all() and batch.mixing is batch.drop_path is None
+    assert (batch.images[~batch.readable] == 0).all() and batch.draws == [] and batch.drop_path is None
 
 
 @pytest.mark.parametrize("size, batch", [(1, 4), (10, 3), (13, 4), (16, 4), (5, 100)])
@@ -192,7 +209,7 @@ def test_ranks_evaluate_every_sample_once_in_the_same_batches(
             batched = evaluation_loader(EvaluationSamples(Numbers(size), evaluation_transform(DATA)), batch, 0)
             batches += [each.positions.tolist() for each in batched]
         layouts.append(sorted(batches))
-    assert sum(layouts[0], []) == list(range(size))
+    assert [position for batch in layouts[0] for position in batch] == list(range(size))
     assert layouts == [layouts[0]] * 4
 
 
@@ -214,8 +231,7 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
 def test_a_batch_goes_to_the_device_whole() -> None:
     batch = next(iter(training_loader(samples(Numbers(12), **LAYERS), BatchPlan(12, 1, 12, 2), 0, 1, 0)))
     moved = batch.to(torch.device("meta"))
-    values = [getattr(moved, each.name) for each in fields(Batch)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [part for part in parts(moved) if isinstance(part, torch.Tensor)]
     assert len(tensors) == 7 and all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.broken == batch.broken and batch.images.device.type == "cpu"
 
@@ -224,8 +240,9 @@ def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
     """Each file is a handshake of two processes, and as many of them as there are batches ahead are open at a time."""
     batch = samples(Numbers(400), 60, **LAYERS).__getitems__(np.arange(60))
     batch.readable = torch.ones(60, dtype=torch.bool)
-    parts = batch.__getstate__()
-    assert batch.images.nbytes <= 2**16 and not any(isinstance(part, torch.Tensor) for part in parts.values())
+    sent = batch.__getstate__()
+    assert batch.images.nbytes <= 2**16 and not any(isinstance(part, torch.Tensor) for part in sent.values())
+    assert all(isinstance(draws, np.ndarray) for draws in sent["draws"])
     batch.images = torch.zeros(60, 3, 32, 32, dtype=torch.uint8)
     assert [name for name, part in batch.__getstate__().items() if isinstance(part, torch.Tensor)] == ["images"]
     there = pickle.loads(pickle.dumps(batch))
@@ -273,7 +290,7 @@ def test_a_signal_to_everyone_leaves_the_workers_at_work_and_a_killed_worker_is_
             worker.send_signal(number)
     following = [next(batches) for _ in range(20)]
     assert following[0].positions[0] == 24 and not torch.equal(first.positions, following[-1].positions)
-    with pytest.raises((RuntimeError, OSError)):  # the latter where it dies as it hands a batch over
+    with pytest.raises((RuntimeError, OSError)):  # noqa: PT012 (the latter where it dies as it hands a batch over)
         workers[0].kill()  # torch may raise as soon as it hears of it
         for _ in range(50):
             next(batches)

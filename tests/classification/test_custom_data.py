@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.classification.sources import load, load_part
+from common.classification.sources import Spec, load
 from common.data.images import BrokenImage
+from common.data.source import Source
 from common.errors import Refused
 
 
@@ -61,13 +62,18 @@ def files(tmp_path: Path) -> list[tuple[Path, int]]:
 
 
 def read(data: object, seed: int = 0, **options) -> tuple:
-    return load(data, seed=seed, val_share=0.25, **options)
+    return load(Spec("shells", seed=seed, val_share=0.25, **options), data)
+
+
+def read_part(data: object, **options) -> Source:
+    """What `--eval_only` reads."""
+    return read(data, alone=True, **options)[1]
 
 
 def refusal(data: object, **options) -> str:
     with pytest.raises(Refused) as refused:
         read(data, **options)
-    assert "\n" not in str(refused.value) and str(refused.value).startswith("--data")
+    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
@@ -130,15 +136,15 @@ def test_parts_are_told_by_name(files: list) -> None:
     train, val = read(parts)
     assert (len(train), len(val), train.origin, val.origin) == (15, 5, "train", "valid; test: for --split test")
     assert len(read(parts, split="test")[1]) == 2
-    assert len(load_part(parts, split="test", seed=0, val_share=0.25)) == 2
+    assert len(read_part(parts, split="test")) == 2
     parts["valid"].classes = ("limpet", "cockle")
     assert "other classes to evaluate than to train on" in refusal(parts)
 
 
 def test_an_evaluation_finds_what_training_held_out(files: list) -> None:
-    held_out = load_part(Shells(files), split="", seed=0, val_share=0.25, held_out=True)
+    held_out = read_part(Shells(files), held_out=True)
     assert everything(held_out) == everything(read(Shells(files))[1])
-    assert len(load_part(Shells(files), split="", seed=0, val_share=0.25)) == 20
+    assert len(read_part(Shells(files))) == 20
 
 
 def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
@@ -164,16 +170,16 @@ def test_an_item_that_can_not_be_read_is_a_broken_image() -> None:
                 raise OSError("torn")
             return super().__getitem__(index)
 
-    source = load_part(Torn([(image(1), index % 2) for index in range(20)]), split="", seed=0, val_share=0.2)
+    source = read_part(Torn([(image(1), index % 2) for index in range(20)]))
     with pytest.raises(BrokenImage, match="torn"):
         source.image(7)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    "data, said",
     [
-        (7, "int: has no __len__ and no __getitem__ and no classes; a data set of your own has"),
-        (Shells([], "ab"), "Shells: has no items"),
+        (7, "int has no __len__ and no __getitem__ and no classes; a custom data set has"),
+        (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
         (Shells([(image(0), 0)], "aa"), "has the classes a, a"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
@@ -190,12 +196,8 @@ def test_an_item_that_can_not_be_read_is_a_broken_image() -> None:
         ),
         (Shells([(image(0), [0, 1]), (image(0), [0])]), "the labels are"),
         (Shells([("a.png", 0), (image(0), 1)]), "item 1 is no path, as item 0 is"),
-        (Shells([("a.png", 0), ("b.png", 1)] * 4), "Shells: 8 of 8 images are missing, the first is .*/a.png"),
+        (Shells([("a.png", 0), ("b.png", 1)] * 4), "--data shells: 8 of 8 images are missing, the first is .*/a.png"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_line(data: object, said: str) -> None:
     assert re.search(said, refusal(data))
-
-
-def test_columns_of_tables_are_not_for_custom_data(files: list) -> None:
-    assert "is no table" in refusal(Shells(files), label_column="kind")

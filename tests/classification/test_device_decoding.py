@@ -98,7 +98,7 @@ class Files:
 
 def samples(files: dict[str, bytes], decode: str, config: AugmentationConfig = VARIED, **data) -> TrainingSamples:
     transform = training_transform(config, DATA | data)
-    return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, config, decode=decode)
+    return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, decode=decode)
 
 
 def batches(
@@ -164,7 +164,7 @@ def test_a_broken_jpeg_is_black_and_named_with_the_reason_the_worker_gives(devic
     *seen, broken = batches(files, "device", device)
     reasons = {}
     for name, data in BROKEN.items():
-        with pytest.raises(BrokenImage) as error:
+        with pytest.raises(BrokenImage) as error:  # noqa: PT012 (either line may)
             picture = Picture(data)
             picture.region(0, 0, picture.height, picture.width, (8, 8), "bilinear")
         reasons[name] = f"{name}: {error.value}"
@@ -244,9 +244,9 @@ def test_images_come_back_in_their_places() -> None:
 
 
 def test_what_needs_pixels_in_the_worker_is_refused() -> None:
-    with pytest.raises(Refused, match="--decode device: a policy .*leave out --augment, or take --decode worker"):
+    with pytest.raises(Refused, match=r"--decode device: a policy .*leave out --augment, or take --decode worker"):
         samples(USUAL, "device", replace(VARIED, augment="rand-m5-n1"))
     cache = open_cache(len(USUAL), 32, "")
     transform = training_transform(VARIED, DATA)
-    with pytest.raises(Refused, match="--decode device: --cache keeps .*leave out one of them"):
-        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, VARIED, cache=cache, decode="device")
+    with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
+        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, cache=cache, decode="device")

@@ -1,4 +1,4 @@
-"""MixUp and CutMix follow their papers and timm, pair neighbours of the stream, and are the same for any split of it."""
+"""MixUp and CutMix follow their papers and timm, mix neighbours of the stream, and do not depend on how a batch is split."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data import mixup as timm_mixup
 
-from common.classification.mixing import blend, draw
+from common.classification.mixing import Mixing
 
 SIZE = 24, 40
 OUTSIDE, TOP, BOTTOM, LEFT, RIGHT, TARGET = range(6)
@@ -27,13 +27,14 @@ def batch(count: int, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=50)
 def test_a_batch_is_mixed_the_same_however_it_is_split(alphas, seed: int, first: int, pairs: int, data) -> None:
     positions = np.arange(2 * first, 2 * (first + pairs))
-    draws = draw(positions, seed, *alphas, *SIZE)
+    mixing = Mixing(seed, *alphas, SIZE)
+    draws = mixing.draw(positions)
     images, targets = batch(len(positions))
-    whole = blend(images, targets, torch.from_numpy(draws))
+    whole = mixing.apply(images, targets, torch.from_numpy(draws))
     cut = 2 * data.draw(st.integers(0, pairs))
     for part in (slice(0, cut), slice(cut, None)):
-        part_draws = torch.from_numpy(draw(positions[part], seed, *alphas, *SIZE))
-        for mine, theirs in zip(blend(images[part], targets[part], part_draws), whole, strict=True):
+        part_draws = torch.from_numpy(mixing.draw(positions[part]))
+        for mine, theirs in zip(mixing.apply(images[part], targets[part], part_draws), whole, strict=True):
             assert torch.equal(mine, theirs[part])
     assert np.isfinite(draws).all()
     assert torch.allclose(whole[1].sum(1), torch.ones(len(positions), dtype=torch.float64))
@@ -57,9 +58,10 @@ def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> t
 
 @pytest.mark.parametrize("alphas", [(0.4, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_a_pair_becomes_what_timm_would_make_of_it(alphas: tuple[float, float]) -> None:
-    draws = draw(np.arange(80), 1, *alphas, *SIZE)
+    mixing = Mixing(1, *alphas, SIZE)
+    draws = mixing.draw(np.arange(80))
     images, targets = batch(80)
-    mixed, soft = blend(images, targets, torch.from_numpy(draws))
+    mixed, soft = mixing.apply(images, targets, torch.from_numpy(draws))
     for pair, row in enumerate(draws):
         here = slice(2 * pair, 2 * pair + 2)
         expected, expected_soft = timm_pair(images[here], targets[here], row)
@@ -69,18 +71,30 @@ def test_a_pair_becomes_what_timm_would_make_of_it(alphas: tuple[float, float]) 
 
 def test_the_weight_of_a_target_is_the_share_of_its_pixels() -> None:
     count = 400
-    draws = draw(np.arange(count), 5, 0.0, 1.0, *SIZE)
+    cutmix = Mixing(5, 0.0, 1.0, SIZE)
+    draws = torch.from_numpy(cutmix.draw(np.arange(count)))
     own = torch.arange(count, dtype=torch.float64)[:, None, None, None].expand(count, 3, *SIZE)
-    mixed, soft = blend(own, torch.eye(count, dtype=torch.float64), torch.from_numpy(draws))
+    mixed, soft = cutmix.apply(own, torch.eye(count, dtype=torch.float64), draws)
     for place in range(count):
         mine = (mixed[place, 0] == place).double().mean()
         assert soft[place, place].item() == pytest.approx(mine.item(), abs=1e-7)
         assert soft[place, place ^ 1].item() == pytest.approx(1 - mine.item(), abs=1e-7)
 
 
+def test_draws_stay_what_they_have_always_been() -> None:
+    """Else a run that is resumed after an update would continue with other pairs."""
+    expected = [
+        [0.7915179, 0, 0, 0, 0, 0.7915179],
+        [1, 8, 32, 2, 23, 0.34375],
+        [0.22685713, 0, 0, 0, 0, 0.22685713],
+        [1, 13, 32, 0, 16, 0.6041666],
+    ]
+    assert np.array_equal(Mixing(3, 0.2, 1.0, (32, 24)).draw(np.arange(8)), np.array(expected, np.float32))
+
+
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_mixup_shares_follow_their_beta_distribution(alpha: float) -> None:
-    draws = draw(np.arange(20_000), 3, alpha, 0.0, *SIZE)
+    draws = Mixing(3, alpha, 0.0, SIZE).draw(np.arange(20_000))
     assert (draws[:, OUTSIDE] == draws[:, TARGET]).all() and (draws[:, TOP : RIGHT + 1] == 0).all()
     assert scipy.stats.kstest(draws[:, TARGET], scipy.stats.beta(alpha, alpha).cdf).pvalue > 1e-3
     assert draws[:, TARGET].var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
@@ -89,7 +103,7 @@ def test_mixup_shares_follow_their_beta_distribution(alpha: float) -> None:
 def test_cutmix_boxes_follow_the_paper() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     height, width = 200, 200
-    draws = draw(np.arange(20_000), 3, 0.0, 1.0, height, width)
+    draws = Mixing(3, 0.0, 1.0, (height, width)).draw(np.arange(20_000))
     assert (draws[:, OUTSIDE] == 1).all()
     top, bottom, left, right = draws[:, TOP : RIGHT + 1].T
     inside = (top > 0) & (bottom < height) & (left > 0) & (right < width)
@@ -103,13 +117,13 @@ def test_cutmix_boxes_follow_the_paper() -> None:
 
 
 def test_with_both_on_each_pair_takes_one_at_even_odds() -> None:
-    draws = draw(np.arange(20_000), 9, 0.5, 1.0, *SIZE)
+    draws = Mixing(9, 0.5, 1.0, SIZE).draw(np.arange(20_000))
     cut = (draws[:, OUTSIDE] == 1) & (draws[:, BOTTOM] > 0)
     assert abs(cut.mean() - 0.5) < 4 * 0.5 / 10_000**0.5
 
 
 def test_runs_of_other_seeds_and_other_pairs_mix_otherwise() -> None:
-    draws = [draw(np.arange(200), seed, 0.5, 1.0, *SIZE) for seed in (0, 1)]
+    draws = [Mixing(seed, 0.5, 1.0, SIZE).draw(np.arange(200)) for seed in (0, 1)]
     assert (draws[0][:, TARGET] != draws[1][:, TARGET]).mean() > 0.9
     assert len(np.unique(draws[0], axis=0)) == 100
 
@@ -118,5 +132,6 @@ def test_runs_of_other_seeds_and_other_pairs_mix_otherwise() -> None:
 def test_types_and_memory_layout_of_the_batch_stay(dtype: torch.dtype) -> None:
     images, targets = batch(8)
     images = images.to(dtype, memory_format=torch.channels_last)
-    mixed, soft = blend(images, targets.to(dtype), torch.from_numpy(draw(np.arange(8), 0, 0.5, 1.0, *SIZE)))
+    mixing = Mixing(0, 0.5, 1.0, SIZE)
+    mixed, soft = mixing.apply(images, targets.to(dtype), torch.from_numpy(mixing.draw(np.arange(8))))
     assert mixed.dtype == soft.dtype == dtype and mixed.is_contiguous(memory_format=torch.channels_last)

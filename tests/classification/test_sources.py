@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from common.classification.sources import load, load_part
+from common.classification.sources import Spec, load
 from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
@@ -32,7 +32,7 @@ def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
 
 
 def read(data, seed=0, val_share=0.25, **columns):
-    return load(str(data), seed=seed, val_share=val_share, **columns)
+    return load(Spec(str(data), seed=seed, val_share=val_share, **columns))
 
 
 def refusal(data, **options) -> str:
@@ -107,7 +107,7 @@ def test_train_and_val_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "test"),
+    "train, val, test",
     [
         ("train", "val", "test"),
         ("Train", "Val", "Test"),
@@ -173,7 +173,8 @@ def test_parts_are_never_taken_for_classes(tmp_path):
 
 
 def part(data, split="", seed=0, val_share=0.25, **options):
-    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+    source, _ = load(Spec(str(data), seed, val_share, split, alone=True, **options))
+    return source
 
 
 def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp_path):
@@ -186,7 +187,7 @@ def test_a_flat_folder_is_evaluated_whole_unless_the_model_was_trained_on_it(tmp
     assert names(part(tmp_path, "train", held_out=True), tmp_path) == names(trained, tmp_path)
     for held_out in (False, True):
         assert len(part(tmp_path, "all", held_out=held_out)) == 20
-    with pytest.raises(Refused, match="--split test: --data .* has no such part; there is train"):
+    with pytest.raises(Refused, match=r"--split test: --data .* has no such part; there is train"):
         part(tmp_path, "test")
 
 
@@ -644,7 +645,7 @@ def numbers(source) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "classes"),
+    "text, classes",
     [
         ("file,kind\n*images/{n}.png,{'abc'[n % 3]}", ("a", "b", "c")),
         ("Image Name , Kind\n*images/{n}.png , {'abc'[n % 3]}", ("a", "b", "c")),
@@ -789,7 +790,7 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("data", "name", "config"),
+    "data, name, config",
     [
         ("owner/name", "owner/name", None),
         ("beans", "beans", None),

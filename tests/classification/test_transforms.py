@@ -160,7 +160,7 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int]) -> None:
 def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken(size: tuple[int, int]) -> None:
     """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB."""
     image = Image.new("RGB", size)
-    with bounded(10, 256), pytest.raises(BrokenImage, match="would be enlarged to .*, the limit is 89478485"):
+    with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):
         evaluation_transform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})(image)
 
 

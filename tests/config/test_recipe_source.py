@@ -46,7 +46,7 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it_that_it_imports(tmp_path
         "far": "",
     }
     read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", **files)
-    assert list(read)[0] == "hard.py"
+    assert next(iter(read)) == "hard.py"
     assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
     assert read["losses/focal.py"] == LOSS
     assert recipe_source.stem() == "hard" and recipe_source.started() == tmp_path / "hard.py"

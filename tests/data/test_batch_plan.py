@@ -1,5 +1,6 @@
 """Any global batch is cut into equal numbers of whole, non-empty, contiguous micro-batches, or refused with a way out."""
 
+import itertools
 import re
 
 import numpy as np
@@ -29,9 +30,9 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     size, world_size, limit, unit = arguments
     spans = [[plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in spans}) == 1  # collectives stay in phase
-    flat = sum(spans, [])
+    flat = [span for of_rank in spans for span in of_rank]
     assert flat[0][0] == 0 and flat[-1][1] == size
-    assert all(before[1] == after[0] for before, after in zip(flat, flat[1:], strict=False))  # contiguous, in order
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(flat))  # contiguous, in order
     sizes = [high - low for low, high in flat]
     assert 0 < min(sizes) and max(sizes) <= limit
     assert all(low % unit == 0 and high % unit == 0 for low, high in flat)  # whole pairs, whole norm groups

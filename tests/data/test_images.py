@@ -276,7 +276,7 @@ def test_any_flipped_byte_gives_an_image_or_broken_but_nothing_else():
 
 def test_a_bomb_is_refused_from_its_header_with_the_value_and_the_limit():
     bomb = png(20_000, 20_000, 8, 2, b"")  # would decode to 1.2 GB, and Pillow itself refuses it
-    with pytest.raises(BrokenImage, match="400000000 pixels.* limit of 178956970"):
+    with pytest.raises(BrokenImage, match=r"400000000 pixels.* limit of 178956970"):
         open_rgb(bomb)
     suspicious = png(10_000, 10_000, 8, 2, b"")  # Pillow would only warn
     with warnings.catch_warnings():

@@ -52,19 +52,19 @@ def image(root: Path, put: Place) -> None:
 
 def parquet(root: Path, put: Place) -> None:
     put(root / "data.parquet")
-    sources.load(str(root / "data.parquet"), seed=0, val_share=0.2)
+    sources.load(sources.Spec(str(root / "data.parquet"), seed=0, val_share=0.2))
 
 
 def csv(root: Path, put: Place) -> None:
     put(root / "data.csv")
-    sources.load(str(root / "data.csv"), seed=0, val_share=0.2)
+    sources.load(sources.Spec(str(root / "data.csv"), seed=0, val_share=0.2))
 
 
 def saved_data_set(root: Path, put: Place) -> None:
     datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
     (root / "saved/data-00000-of-00001.arrow").unlink()
     put(root / "saved/data-00000-of-00001.arrow")
-    sources.load(str(root / "saved"), seed=0, val_share=0.2)
+    sources.load(sources.Spec(str(root / "saved"), seed=0, val_share=0.2))
 
 
 def weights_of_a_model(root: Path, put: Place) -> None:
@@ -113,7 +113,7 @@ def pictures(folder: Path, *names: str) -> None:
 
 def coco(root: Path, put: Place) -> None:
     put(root / "train.json")
-    detection.load(str(root), seed=0, val_share=0.2)
+    detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
 
 
 def voc(file: str) -> Callable[[Path, Place], None]:
@@ -122,7 +122,7 @@ def voc(file: str) -> Callable[[Path, Place], None]:
             (root / name).mkdir(parents=True)
         pictures(root / "JPEGImages", "1.png")
         put(root / file)
-        detection.load(str(root), seed=0, val_share=0.2)
+        detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
 
     return read
 
@@ -136,7 +136,7 @@ def yolo(file: str) -> Callable[[Path, Place], None]:
                 f"names: [a]\ntrain: {'list.txt' if file == 'list.txt' else 'images/train'}"
             )
         put(root / file)
-        detection.load(str(root), seed=0, val_share=0.2)
+        detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
 
     return read
 

@@ -121,9 +121,7 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
     result = vary(augmentation, position, own, [painted((41 + n, 200 - 40 * n), 1) for n in range(4)])
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
-    whole = build(**{"short_sides": WAYS[way].get("short_sides", (64,))}).sizes(np.array([position]), np.array([size]))[
-        0
-    ]
+    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).sizes(np.array([position]), np.array([size]))[0]
     assert (bound <= whole).all() and bound.max() <= 120
     if way in ("plain", "short sides", "mirror", "mosaic"):
         assert (np.array(result.image.shape[:0:-1]) == bound).all()

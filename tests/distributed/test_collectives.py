@@ -153,7 +153,7 @@ def test_not_a_number_is_never_lost_in_a_reduction(processes: Processes) -> None
 
 
 def reduce_different_names() -> str:
-    with pytest.raises(ValueError, match="loss|top1") as raised:
+    with pytest.raises(ValueError, match=r"loss|top1") as raised:
         collectives.reduce_dict({"lr": 1.0, "loss": 1.0} if collectives.rank() != 1 else {"lr": 1.0, "top1": 1.0})
     return str(raised.value)
 

@@ -29,7 +29,7 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
 
 
 @pytest.mark.parametrize(
-    ("environ", "accelerators", "world_size"),
+    "environ, accelerators, world_size",
     [
         ({}, 0, 1),  # plain python
         ({}, 8, 1),
@@ -48,7 +48,7 @@ def test_a_launch_that_gets_its_world_passes(environ: dict[str, str], accelerato
 
 
 @pytest.mark.parametrize(
-    ("environ", "accelerators", "said"),
+    "environ, accelerators, said",
     [
         (ONE, 0, "cpu.yaml"),
         (TWO, 0, "multi_cpu.yaml"),
@@ -76,7 +76,7 @@ def test_a_launch_that_would_train_something_else_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("environ", "processes", "machines", "said"),
+    "environ, processes, machines, said",
     [
         (TWO_NODES, 3, 2, "launched for 3 processes on 2 machines, but on this one 1 started"),
         # MULTI_CPU without mpirun, or --cpu
@@ -116,7 +116,7 @@ def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkey
     assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
     assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
     assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
-    with pytest.raises(Refused, match="knows the main machine first as 127.0.1.1"):
+    with pytest.raises(Refused, match=r"knows the main machine first as 127.0.1.1"):
         chosen(MASTER_ADDR="first")
     assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
 

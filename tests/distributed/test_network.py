@@ -68,7 +68,7 @@ def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
     assert rendezvous._own_address("second", most=2) == "second"
     assert rendezvous._own_address("first", most=2) == "10.0.0.1", "a name that is a loopback on its own machine alone"
     monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
-    with pytest.raises(SystemExit, match="own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
+    with pytest.raises(SystemExit, match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
         rendezvous._own_address("first", most=2)
 
 
@@ -91,6 +91,6 @@ def test_it_is_said_why_nobody_is_reached() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"):
             await_listener("127.0.0.1", port, patience=0)
-    with pytest.raises(Refused, match="the name no.such.name.invalid is not known on this machine"):
+    with pytest.raises(Refused, match=r"the name no.such.name.invalid is not known on this machine"):
         await_listener("no.such.name.invalid", 1, patience=0)
     assert "host:1 can't be reached (timed out)" in trouble("host", 1, TimeoutError("timed out"))

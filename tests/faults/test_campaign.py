@@ -43,11 +43,10 @@ def test_a_run_that_differs_or_leaves_something_would_be_seen(forks, tmp_path, m
             campaign.assert_nothing_is_left()
         (campaign.scratch / stray).unlink()
     monkeypatch.setattr(faults, "GONE_WITH_S", 0.0)
-    with (tmp_path / "campaign" / "out").open("w") as out:
-        with subprocess.Popen(["sleep", "600"], stdout=out) as stray:
-            with pytest.raises(AssertionError, match="left behind"):
-                campaign.assert_nothing_is_left()
-            stray.kill()
+    with (tmp_path / "campaign" / "out").open("w") as out, subprocess.Popen(["sleep", "600"], stdout=out) as stray:
+        with pytest.raises(AssertionError, match="left behind"):
+            campaign.assert_nothing_is_left()
+        stray.kill()
     name = f"/dev/shm/{campaign.scratch.name}-{os.getpid()}"
     Path(name).touch()
     with pytest.raises(AssertionError, match="left behind"):

@@ -41,15 +41,16 @@ def at_step(step: int, act: Callable) -> None:
     from common.run.run import Run
 
     without_pictures(0)
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_act(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_act(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         if done == step:
             run._writer.wait()
             act(run)
 
-    Run.observe = observe_and_act
+    Run.end_step = end_and_act
 
 
 def die(run) -> None:

@@ -26,14 +26,15 @@ def write_draws(folder: Path, stop_after: int, rank: int) -> None:
 
     without_pictures(rank)
     os.environ[DRAWS] = str(folder)
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_ask(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_ask(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         if rank == 0 and done == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Run.observe = observe_and_ask
+    Run.end_step = end_and_ask
 
 
 def draws_in(folder: Path) -> Counter:

@@ -52,16 +52,17 @@ def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
 
     launch.FIRST_WORD_S = 0  # no launcher ends the others here
     without_pictures(0)
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_lose(run: Run, done: int, *rest) -> None:
+    def end_and_lose(run: Run, grad_norm) -> None:
+        done = run.step + 1
         if rank == 0 and done == step:
             run._writer.wait()
             lose(run.path)
-        os.write(1, f"observes {done}\n".encode())
-        observe(run, done, *rest)
+        os.write(1, f"ends {done}\n".encode())
+        end_step(run, grad_norm)
 
-    Run.observe = observe_and_lose
+    Run.end_step = end_and_lose
 
 
 @pytest.mark.parametrize("lose", [delete, rename, replace])
@@ -73,7 +74,7 @@ def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks,
     ]
     for end in ends:
         assert end.code == 2 and "finished" not in end.stdout, end
-        assert f"observes {LOST_AT}\n" in end.stdout and f"observes {LOST_AT + 3}\n" not in end.stdout, end.stdout
+        assert f"ends {LOST_AT}\n" in end.stdout and f"ends {LOST_AT + 3}\n" not in end.stdout, end.stdout
     said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
     assert said.startswith(f"{folder} {SAID}") and said.count("\n") == 1, ends[0].stderr
     assert "Traceback" not in ends[0].stderr, ends[0].stderr

@@ -224,7 +224,7 @@ def test_a_killed_process_takes_its_workers_along_and_the_others_end_at_once(for
         other = ranks[1 - victim].end(GONE_S)
         _, alive = psutil.wait_procs(family, max(0.1, began + GONE_S - time.monotonic()))
         assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], victim
-        assert other.code == 1 and "lost another process" in other.stderr or victim == 0, other.stderr
+        assert (other.code == 1 and "lost another process" in other.stderr) or victim == 0, other.stderr
         found = status(tmp_path / str(victim))
         assert (found["status"], found["cause"]) == ("resumable", "the loss of another process"), victim
 

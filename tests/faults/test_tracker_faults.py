@@ -34,10 +34,11 @@ def note_the_start(folder: Path, environment: dict[str, str], kill: bool, rank: 
     without_pictures(rank)
     os.environ.update(environment)
     tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
-    began, observe = time.perf_counter(), Run.observe
+    began, end_step = time.perf_counter(), Run.end_step
 
-    def observe_and_note(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_note(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         if done == 1:
             (folder / "seconds").write_text(str(time.perf_counter() - began))
         if done == 5 and kill:
@@ -48,7 +49,7 @@ def note_the_start(folder: Path, environment: dict[str, str], kill: bool, rank: 
             for service in services:
                 service.kill()
 
-    Run.observe = observe_and_note
+    Run.end_step = end_and_note
 
 
 class Malicious:

@@ -1,4 +1,4 @@
-"""What only real GPUs show: a check a row. Each returns what it measured, or raises `Failed`, or `NotRun`."""
+"""The checks of `make gpu`, one per row. Each returns what it measured, or raises `Failed` or `NotRun`."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ OPTIONS = "--augment rand-m5-n1 --random_erasing 0.25 --color_jitter 0.3 --mixup
 VARIED = f"{OPTIONS} --ema_decay 0.9 --clip 1".split()
 NO_PAUSE = "--eval_every 1000 --checkpoint_every 1000".split()
 EXPECTED = {"cls": ("digits", "top1", 0.98), "det": ("det_digits", "AP50", 0.9)}  # as the presets say
-DEMO_PROCESSES = {"cls": 16, "det": 2}  # at most, as in the Makefile: of a group of batch norm each has one
-EXACT = 1e-8  # share by which losses and weights in float64 may differ
+DEMO_PROCESSES = {"cls": 16, "det": 2}  # at most, as in the Makefile: each process needs a batch norm group of its own
+EXACT = 1e-8  # relative difference that losses and weights in float64 may have
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row: its name, what makes it, and how many seconds that may take."""
+    """A row of the table: its name, the function that makes it, and its time limit in seconds."""
 
     name: str
     make: Callable[[Machine], str]
@@ -33,7 +33,7 @@ class Check:
 
 
 def demo(recipe: str, precision: str, machine: Machine) -> str:
-    """The demo's preset on all GPUs that it can have, in a precision; its result against what the preset says to expect."""
+    """The demo's preset, on as many GPUs as it can use, reaches the result that the preset promises."""
     needs(precision in machine.facts["precisions"], f"the GPU has no {precision}")
     preset, key, expected = EXPECTED[recipe]
     gpus = min(machine.gpus, DEMO_PROCESSES[recipe])
@@ -46,7 +46,7 @@ def demo(recipe: str, precision: str, machine: Machine) -> str:
 
 
 def layout(recipe: str, machine: Machine) -> str:
-    """In float64 one GPU, with small micro-batches too, a CPU, and all GPUs together train the same."""
+    """In float64 one GPU, one GPU with smaller micro-batches, a CPU and all GPUs together train the same."""
     batch, group, gpus = {"cls": (64, 4, 16), "det": (8, 2, 4)}[recipe]
     words = ["--dtype", "float64", "--batch_norm", "group", "--norm_batch_size", group, "--global_batch_size", batch]
     words += ["--max_steps", steps(machine, 20), "--eval_every", steps(machine, 20), "--clip", 1, "--ema_decay", 0.9]
@@ -64,7 +64,7 @@ def layout(recipe: str, machine: Machine) -> str:
 
 
 def nccl(machine: Machine) -> str:
-    """All GPUs with statistics over all of them, and with each of the ways to send less, over NCCL."""
+    """All GPUs over NCCL train what one trains, with batch norm over all of them; each gradient compression trains."""
     needs(machine.gpus > 1, "one GPU")
     gpus, words = min(machine.gpus, 16), ["--max_steps", steps(machine, 20), *NO_PAUSE, "--global_batch_size", 64]
     exact = [*words, "--dtype", "float64", "--batch_norm", "global", *VARIED]
@@ -77,7 +77,7 @@ def nccl(machine: Machine) -> str:
 
 
 def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
-    """fp16 on all GPUs, all processes killed (SIGKILL) between two checkpoints, and started again: as if undisturbed."""
+    """fp16 on all GPUs: killed (SIGKILL) between two checkpoints and started again, a run ends as if undisturbed."""
     flag = ["--deterministic"] * deterministic
     needs(
         not deterministic or "--deterministic" in machine.python(f"recipes/{recipe}.py", "--help"),
@@ -87,34 +87,34 @@ def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
     words += VARIED if recipe == "cls" else ["--ema_decay", 0.9]
     options = {"recipe": recipe, "precision": "fp16", "gpus": min(machine.gpus, DEMO_PROCESSES[recipe])}
     undisturbed = machine.start(*words, **options)
-    whole = undisturbed.end() if options["gpus"] > 1 else None  # jobs of several GPUs take turns
+    whole = undisturbed.end() if options["gpus"] > 1 else None  # runs on several GPUs take turns
     killed = machine.start(*words, **options, name=f"killed_{recipe}{deterministic:d}", env={"HOLD_AT": "8"})
     kill(killed)
     whole = whole or undisturbed.end()
     went_on = machine.train(*words, **options, name=killed.folder.name)
-    require("going on from step 5 of 16" in went_on.stdout, "it did not go on from its checkpoint of step 5")
+    require("going on from step 5 of 16" in went_on.stdout, "it did not resume from its checkpoint of step 5")
     bits = all(identical(whole.tensors(file), went_on.tensors(file)) for file in ("model", "ema", "optimizer"))
     rows = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (whole, went_on)]
     if bits and rows[0] == rows[1]:
         return "the same bits"
     text = same(whole, went_on, np.inf if deterministic else 0.1)
     require(not deterministic, f"not the same bits: {text}")
-    return f"not the same bits, as may be without --deterministic: {text}"
+    return f"not the same bits, which needs --deterministic: {text}"
 
 
 def waits(recipe: str, precision: str, machine: Machine) -> str:
-    """How often the host waits for the GPU in a step."""
+    """The host never waits for the GPU in a step."""
     run = machine.train(
         "--max_steps", 12, *NO_PAUSE, *(VARIED if recipe == "cls" else []), recipe=recipe, precision=precision
     )
     often = len(run.seen["waits"]) / 5
-    text = f"{often:g} in a step" + ": " * bool(often) + ", ".join(sorted(set(run.seen["waits"])))
+    text = f"{often:g} per step" + ": " * bool(often) + ", ".join(sorted(set(run.seen["waits"])))
     require(often == 0, f"{text}; expected 0")
     return text
 
 
 def decoded_pixels(machine: Machine) -> str:
-    """JPEGs of all kinds that nvJPEG decodes against those that the CPU decodes."""
+    """nvJPEG decodes JPEGs of all kinds to nearly the CPU's pixels."""
     seen = json.loads(machine.python("tests/gpu/decoded.py"))
     text = "; ".join(f"{name} {seen[name]:.3g} of 255, at most {seen[f'{name} allowed']}" for name in ("most", "mean"))
     require(all(seen[name] <= seen[f"{name} allowed"] for name in ("most", "mean")), text)
@@ -122,9 +122,9 @@ def decoded_pixels(machine: Machine) -> str:
 
 
 def decoded_training(machine: Machine) -> str:
-    """Digits as JPEGs, decoded by the GPU and by data workers: both learn them."""
+    """A model learns the digits as JPEGs, decoded by the GPU and by data workers."""
     folder = machine.scratch / "jpegs"
-    for part, source in zip(("train", "val"), sources.load("digits", seed=0, val_share=0.2), strict=True):
+    for part, source in zip(("train", "val"), sources.load(sources.Spec("digits", seed=0, val_share=0.2)), strict=True):
         for number in range(len(source)):
             file = folder / part / source.classes[source.labels[number]] / f"{number}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def decoded_training(machine: Machine) -> str:
 
 
 def overflow(optimizer: str, machine: Machine) -> str:
-    """fp16 with a loss scale that overflows in the first steps: they are skipped, the scale falls, and training goes on."""
+    """fp16: steps that overflow are skipped, the loss scale falls, and training continues."""
     lr = {"adamw": 4e-3, "momentum": 0.05}[optimizer]
     words = ["--opt", optimizer, "--lr", lr, "--max_steps", steps(machine, 60, 16), *NO_PAUSE]
     run = machine.train(*words, precision="fp16", env={"FIRST_SCALE": str(2.0**24)})
@@ -153,21 +153,21 @@ def overflow(optimizer: str, machine: Machine) -> str:
 
 
 def memory_words(machine: Machine) -> list:
-    """A run that takes memory, and trains the same in any micro-batch."""
+    """Flags of a run that needs much memory, and trains the same with any micro-batch."""
     side, batch = (64, 32) if machine.quick else (192, 128)
     words = ["--image_size", side, "--global_batch_size", batch, "--max_micro_batch_size", batch, "--dtype", "float64"]
     return [*words, "--batch_norm", "frozen", "--max_steps", 8, "--checkpoint_every", 3, "--eval_every", 1000]
 
 
 def with_all_memory(machine: Machine) -> Trained:
-    """That run with all of the GPU's memory; made once."""
+    """That run with all of the GPU's memory, made once and kept."""
     if "memory" not in machine.kept:
         machine.kept["memory"] = machine.train(*memory_words(machine))
     return machine.kept["memory"]
 
 
 def memory(machine: Machine) -> str:
-    """No step takes more memory than the trial of its micro-batch did."""
+    """No step takes more memory than the search for the micro-batch did."""
     seen = with_all_memory(machine).seen
     text = f"{seen['steps_gib']:.3f} GiB at the peak, {seen['trial_gib']:.3f} in the trial, {seen['held_gib'][0]:.3f} before it"
     require(seen["held_gib"][0] < seen["steps_gib"] <= 1.02 * seen["trial_gib"], text)
@@ -175,7 +175,7 @@ def memory(machine: Machine) -> str:
 
 
 def out_of_memory(step: int, machine: Machine) -> str:
-    """A GPU with too little memory left, from the start or from a step on: smaller micro-batches, and the same training."""
+    """With too little memory, from the start or from a step on, micro-batches get smaller and training stays the same."""
     whole = with_all_memory(machine)
     peak = whole.seen["steps_gib" if step else "trial_gib"]
     needed = peak - whole.seen["held_gib"][step > 0]
@@ -186,7 +186,7 @@ def out_of_memory(step: int, machine: Machine) -> str:
 
 
 def compiled(machine: Machine) -> str:
-    """--compile against eager: losses, graphs and seconds."""
+    """With --compile a run trains what it trains without; counts graphs and seconds of compiling."""
     words = ["--max_steps", steps(machine, 20), *NO_PAUSE, *VARIED, "--dtype", "float64"]
     eager, run = machine.train(*words), machine.train(*words, "--compile")
     longer = run.seen["first_step_s"] - eager.seen["first_step_s"]
@@ -196,7 +196,7 @@ def compiled(machine: Machine) -> str:
 
 
 def speed(machine: Machine) -> str:
-    """benchmarks/gpu.py in its short form, with its goals."""
+    """benchmarks/gpu.py --brief meets its goals."""
     file = machine.scratch / "speed.json"
     size = ["--quick", "--eager"] if machine.quick else ["--brief", "--seconds", machine.check_until - time.monotonic()]
     machine.python("benchmarks/gpu.py", *size, "--output", file)
@@ -248,7 +248,7 @@ def finite(losses: np.ndarray) -> np.ndarray:
 
 
 def apart(one: np.ndarray, other: np.ndarray, limit: float) -> float:
-    """The largest difference of losses, as a share of them. Raises `Failed` where it is larger than the limit."""
+    """The largest relative difference of losses. Raises `Failed` if it exceeds the limit."""
     require(one.shape == other.shape, f"{len(one)} and {len(other)} steps")
     off = float((np.abs(finite(one) - finite(other)) / np.abs(one)).max())
     require(off <= limit, f"losses {off:.1e} apart, at most {limit:g}")
@@ -256,7 +256,7 @@ def apart(one: np.ndarray, other: np.ndarray, limit: float) -> float:
 
 
 def same(one: Trained, other: Trained, limit: float) -> str:
-    """How far apart losses and weights are. Raises `Failed` for more than the limit."""
+    """Text with the relative differences of losses and weights. Raises `Failed` if one exceeds the limit."""
     losses = apart(one.column("train/loss"), other.column("train/loss"), limit)
     nothing = {name: torch.zeros_like(tensor) for name, tensor in one.tensors().items()}
     weights = distance(one.tensors(), other.tensors(), nothing)
@@ -265,17 +265,17 @@ def same(one: Trained, other: Trained, limit: float) -> str:
 
 
 def all_or_none(*launched: Launched) -> list[Trained]:
-    """Runs that were started at once."""
+    """Waits for runs that were started together."""
     return [run.end() for run in launched]
 
 
 def kill(held: Launched) -> None:
-    """SIGKILL to all processes of a run as soon as it stands still where HOLD_AT says, its launcher last."""
+    """Sends SIGKILL to all processes of a run, its launcher last, as soon as it pauses at the step HOLD_AT."""
     process, sign = psutil.Process(held.started.process.pid), held.folder.with_suffix(".held")
     while not sign.exists():
         if held.started.process.poll() is not None or time.monotonic() > held.until:
             held.end()
-            raise Failed("it was not to end by itself")
+            raise Failed("it ended before it could be killed")
         time.sleep(0.01)
     family = [process, *process.children(recursive=True)]
     for each in family[::-1]:

@@ -1,4 +1,4 @@
-"""Prints how far the pixels of JPEGs that the first GPU decodes are from the CPU's, and how far they may be, as JSON."""
+"""Prints as JSON how far pixels that the first GPU decodes are from the CPU's, and the limits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Prints what of a machine a report of its GPUs needs, as JSON. It is a process of its own: the checks get whole GPUs."""
+"""Prints the facts of a machine for the report of `make gpu`, as JSON. A process of its own: the checks get whole GPUs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The machine that is checked: what it has, and how recipes are started on it and end, each within its time."""
+"""The machine under test: its facts, and how recipes are started on it and waited for, each within its time limit."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tests.harness import end_with_stacks
 from tests.recipes.conftest import Outcome
 
 SUFFIX = {"fp32": "", "bf16": "_bf16", "fp16": "_fp16"}  # of the files in accelerate_configs/
-# Errors in what a process wrote; a launcher that reports its processes' end, or a process that lost another, is no cause.
+# Lines with errors. A launcher that reports the end of its processes, or a process that lost another, is not the cause.
 _CAUSE = re.compile(
     r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception|Refused)\b|\w+\.py: |Fatal Python error).*)$", re.M
 )
@@ -28,7 +28,7 @@ _NO_CAUSE = ("ChildFailedError", "CalledProcessError", "lost another process", "
 
 
 class Failed(Exception):
-    """What is wrong, in a line; `evidence` is what the process wrote last."""
+    """A check failed. The message is one line; `evidence` is the last output of the process."""
 
     def __init__(self, cause: str, evidence: str = ""):
         super().__init__(cause)
@@ -36,37 +36,37 @@ class Failed(Exception):
 
 
 class NotRun(Exception):
-    """Why a check can't be made on this machine."""
+    """A check can't run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Trained(Outcome):
-    """A run that ended well, and what tests/gpu/observed.py saw of its main process."""
+    """A run that succeeded, and what tests/gpu/observed.py measured in its main process."""
 
     seen: dict = field(default_factory=dict)
 
     def result(self, key: str) -> float:
-        """The last evaluation's `key`."""
+        """The value of `key` in the last evaluation."""
         return self.column(f"eval/{key}")[-1]
 
 
 @dataclass
 class Launched:
-    """A recipe on its way."""
+    """A recipe that was started."""
 
     started: Started
     folder: Path
     until: float  # time.monotonic()
 
     def end(self) -> Trained:
-        """Wait for a good end. Raises `Failed` for another one, or for none in time."""
+        """Waits for success. Raises `Failed` for an error, or if the run does not end in time."""
         output = finish(self.started, self.until)
         seen = self.folder.with_suffix(".json")
         return Trained("ok", "", output, 0.0, self.folder, json.loads(seen.read_text()) if seen.exists() else {})
 
 
 def finish(started: Started, until: float) -> str:
-    """What the process printed, once it has ended well. Raises `Failed` for another end, or for none by `until`."""
+    """Waits for success and returns the output. Raises `Failed` for an error, or if it does not end by `until`."""
     left, process = max(0.0, until - time.monotonic()), started.process
     try:
         process.wait(left)
@@ -82,7 +82,7 @@ def finish(started: Started, until: float) -> str:
 
 
 def place_of(stacks: str) -> str:
-    """Where the recipe itself was, not its data workers: file and line of the project."""
+    """File and line of the project where the recipe itself (not a data worker) is, from the stacks of its threads."""
     for stack in stacks.split("\n\n"):
         frames = re.findall(r'File ".*?((?:recipes|common)/[\w/]+\.py)", line (\d+)', stack)
         if "_worker_loop" not in stack and any(file.startswith("recipes/") for file, _ in frames):
@@ -91,7 +91,7 @@ def place_of(stacks: str) -> str:
 
 
 def cause_of(errors: str, code: int) -> str:
-    """The line of a process's standard error that says why it ended with `code`."""
+    """The line of standard error that tells why a process ended with `code`."""
     told = [line for line in _CAUSE.findall(errors) if not any(part in line for part in _NO_CAUSE)]
     if told:
         return told[-1]
@@ -101,9 +101,9 @@ def cause_of(errors: str, code: int) -> str:
 
 @dataclass
 class Machine:
-    """GPUs, and how long everything may take.
+    """The GPUs, and the time limit for everything.
 
-    `through` is a script, with its words, that runs each script: for devices that need one. `quick`: only see that it works.
+    `through`: a script (and its arguments) that runs each script, for pretended GPUs. `quick`: only check that it works.
     """
 
     scratch: Path
@@ -117,7 +117,7 @@ class Machine:
             (self.scratch / name).mkdir(parents=True)
         self.launcher = Launcher(self.scratch / "home")
         self.check_until = self.until
-        self.kept: dict[str, Trained] = {}  # runs that more than one check looks at
+        self.kept: dict[str, Trained] = {}  # runs that several checks use
         self._count, self._started = 0, []
 
     @property
@@ -125,7 +125,7 @@ class Machine:
         return len(self.facts["gpus"])
 
     def python(self, script: str, *words: object) -> str:
-        """What `python script words` prints."""
+        """Runs `python script words` and returns its output."""
         return finish(self._start(self.launcher.start_python, *self.through, script, *words), self.check_until)
 
     def start(
@@ -137,9 +137,9 @@ class Machine:
         name: str = "",
         env: dict | None = None,
     ) -> Launched:
-        """`recipes/<recipe>.py` on that many GPUs (0: the CPU), in a run folder of its own, a row a step and no tracker.
+        """Starts `recipes/<recipe>.py` on that many GPUs (0: the CPU), logging every step, without a tracker.
 
-        The same `name` is the same run.
+        The run gets its own folder; the same `name` continues the same run.
         """
         self._count += 1
         folder = self.scratch / "runs" / (name or f"run{self._count}")
@@ -157,14 +157,14 @@ class Machine:
         )
 
     def train(self, *words: object, **options) -> Trained:
-        """`start` a run and wait for its good end."""
+        """Starts a run and waits for success."""
         return self.start(*words, **options).end()
 
     def _start(
         self, start: Callable[..., Started], *words: object, env: Mapping = MappingProxyType({}), **options
     ) -> Started:
-        """In a group of its own: what Ctrl-C ends is for `end_all` to say."""
-        cache = self.scratch / "compiled"  # what an earlier time compiled would hide how long it takes
+        """Starts a process in its own process group, so that Ctrl-C leaves ending it to `end_all`."""
+        cache = self.scratch / "compiled"  # earlier compiled code would hide the time of compiling
         own = {"TORCHINDUCTOR_CACHE_DIR": cache / "inductor", "TRITON_CACHE_DIR": cache / "triton"}
         own |= {"VISION_RECIPES_CACHE": os.devnull}
         self._started.append(
@@ -173,7 +173,7 @@ class Machine:
         return self._started[-1]
 
     def end_all(self) -> None:
-        """Kill what still runs of all that was started, launchers first: they must not start others."""
+        """Kills all started processes that still run, launchers first, so that they start no others."""
         for started in self._started:
             if started.process.poll() is None:
                 process = psutil.Process(started.process.pid)
@@ -184,7 +184,7 @@ class Machine:
 
 
 def private(text: str) -> str:
-    """`text` without what is nobody's business: folders, the user's and the machine's name."""
+    """`text` without private parts: folders, user name and host name."""
     text = re.sub(r"(?<![\w.-])(?:/[\w.@+-]+)+/(?=[\w.@+-])", "", text)
     for name in {os.environ.get("USER", ""), Path.home().name, os.uname().nodename}:
         text = re.sub(rf"\b{re.escape(name)}\b", "...", text) if len(name) > 2 else text

@@ -1,16 +1,18 @@
-"""The recipe as it is, and what it did on the GPU.
+"""Runs a recipe unchanged, and measures what it does on the GPU.
 
     accelerate launch ... tests/gpu/observed.py recipes/cls.py words
 
-The main process writes to the file that OBSERVED names, in the environment:
+The main process writes a JSON object to the file named by the environment variable OBSERVED:
 
-    {"trial_gib", "steps_gib": memory at the peak of the trial of a micro-batch, and of all steps; "held_gib": what of it was
-     taken before each of both, "waits": where the host waited for the device in the steps 6 to 10, "graphs": how many
-     torch.compile made, "first_step_s": until the first step was made}
+- "trial_gib", "steps_gib": peak memory of the search for the micro-batch, and of all steps
+- "held_gib": memory in use before each of both
+- "waits": places where the host waited for the device in the steps 6 to 10
+- "graphs": number of graphs that torch.compile made
+- "first_step_s": seconds until the first step was made
 
-Three variables make it hard for the run. HOLD_AT is a step after which it stands still, to be killed; its last checkpoint is
-written then, and the file OBSERVED, ending in .held, says so. FIRST_SCALE is the loss scale to begin with. ROOM, such as
-0:1.5 or 5:1.5, takes all of the GPU's memory but that many GiB, before the trial (0) or that step.
+Three more variables disturb the run. HOLD_AT=STEP pauses it after that step, once its last checkpoint is written, so that it
+can be killed; the file OBSERVED with the suffix .held marks the pause. FIRST_SCALE is the initial loss scale. ROOM=STEP:GIB
+(0:1.5) takes all of the GPU's memory but that many GiB, before the search (0) or before that step.
 """
 
 import json
@@ -24,18 +26,19 @@ from pathlib import Path
 import torch
 
 from common.distributed import launch
+from common.run import micro_batch
 from common.run.run import Run
 from tests.recipes.several import load
 
 OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}
 GIB = 2**30
-WATCHED = range(6, 11)  # steps; what is made once has been made
+WATCHED = range(6, 11)  # steps after all one-time work
 began, seen, ballast = time.monotonic(), {"waits": []}, []
 step_of_room, room = (float(part) for part in os.environ.get("ROOM", "-1:0").split(":"))
 
 
 def leave(gib: float) -> None:
-    """Take all of the GPU's memory but this."""
+    """Takes all of the GPU's memory but `gib`."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     ballast.append(torch.empty(max(0, int(free - gib * GIB)), dtype=torch.uint8, device="cuda"))
@@ -51,7 +54,7 @@ def held() -> float:
     return (torch.cuda.memory_allocated() - sum(map(len, ballast))) / GIB
 
 
-start, fit, steps, observe = launch.start, Run.fit, Run.steps, Run.observe
+start, fit, steps, end_step = launch.start, micro_batch.fit, Run.steps, Run.end_step
 
 
 def started(*arguments, **options):
@@ -61,13 +64,13 @@ def started(*arguments, **options):
     return accelerator
 
 
-def fitted(run, *arguments):
-    if run.accelerator.device.type != "cuda":
-        return fit(run, *arguments)
+def fitted(*arguments):
+    if not torch.cuda.is_initialized():
+        return fit(*arguments)
     if step_of_room == 0:
         leave(room)
     seen["held_gib"] = [held()]
-    plan = fit(run, *arguments)
+    plan = fit(*arguments)
     seen["trial_gib"] = peak()
     return plan
 
@@ -86,12 +89,12 @@ def watched_steps(run):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def observed(run, step, *rest):
-    observe(run, step, *rest)
+def ended(run, grad_norm):
+    end_step(run, grad_norm)
     seen.setdefault("first_step_s", time.monotonic() - began)
     if run.accelerator.device.type == "cuda":
         seen["steps_gib"] = peak()
-    if step == int(os.environ.get("HOLD_AT", 0)):
+    if run.step == int(os.environ.get("HOLD_AT", 0)):
         run._writer.wait()
         if os.environ.get("RANK", "0") == "0":
             Path(os.environ["OBSERVED"]).with_suffix(".held").touch()
@@ -110,7 +113,7 @@ def warned(message, category, filename, lineno, *rest) -> None:
 
 def main() -> None:
     recipe = load(Path(sys.argv[0]))
-    launch.start, Run.fit, Run.steps, Run.observe = started, fitted, watched_steps, observed
+    launch.start, micro_batch.fit, Run.steps, Run.end_step = started, fitted, watched_steps, ended
     try:
         recipe.main()
     finally:

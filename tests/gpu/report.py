@@ -1,10 +1,10 @@
-"""`make gpu`: what only real GPUs show, in a table, and in a file to attach to a report.
+"""`make gpu`: runs the checks that need real GPUs, prints a table, and writes a file that can be attached to a report.
 
     python -m tests.gpu [--only NAME ...] [--quick] [--seconds 720] [--output build/gpu.json] [--through SCRIPT]
 
-A row is printed as soon as it is there: ok, FAILED with its cause, or not run with what the machine lacks. Each check starts
-the recipes in processes of their own and has a time limit, so that one that crashes or hangs is a row as well. The exit code
-is 0 if no row is FAILED, 1 if one is, 2 if there is no GPU, and 130 after Ctrl-C, which ends all processes.
+Each row is printed when its check ends: ok, FAILED with the cause, or not run with what the machine lacks. Each check starts
+the recipes in separate processes and has a time limit, so that a crash or a hang is a row as well. The exit code is 0 if no row
+is FAILED, 1 if one is, 2 if there is no GPU, and 130 after Ctrl-C, which ends all processes.
 """
 
 import argparse
@@ -20,20 +20,22 @@ from pathlib import Path
 from tests.gpu.checks import CHECKS, Check
 from tests.gpu.machine import Failed, Machine, NotRun, private
 
-LINES = 60  # of what a failed process wrote last that the file has
+LINES = 60  # of a failed process's output that the file keeps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain one of these words")
     parser.add_argument(
-        "--quick", action="store_true", help="only see that it works: few steps, no goals of results and speed"
+        "--quick", action="store_true", help="only check that it works: few steps, results and speed are ignored"
     )
     parser.add_argument(
-        "--seconds", type=float, default=720, help="limit of the whole; those of the checks grow with it"
+        "--seconds", type=float, default=720, help="time limit of everything; those of the checks grow with it"
     )
-    parser.add_argument("--output", type=Path, default=Path("build/gpu.json"), help="the file")
-    parser.add_argument("--through", nargs="+", default=[], metavar="SCRIPT", help="a script that runs each script")
+    parser.add_argument("--output", type=Path, default=Path("build/gpu.json"), help="file for the report")
+    parser.add_argument(
+        "--through", nargs="+", default=[], metavar="SCRIPT", help="script that runs every script (pretended GPUs)"
+    )
     arguments = parser.parse_args()
     checks = [c for c in CHECKS if not arguments.only or any(word in c.name for word in arguments.only)]
     if not checks:
@@ -54,7 +56,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one must leave nothing behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleanup
         machine.end_all()
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -70,7 +72,7 @@ def describe(facts: dict) -> str:
 
 
 def report(machine: Machine, checks: list[Check], slower: float, output: Path) -> int:
-    """Run the checks, print and write the rows; the exit code."""
+    """Runs the checks, prints and writes the rows; returns the exit code."""
     rows, began, wide = [], time.monotonic(), max(len(check.name) for check in checks)
     for check in checks:
         row = make(replace(check, seconds=slower * check.seconds), machine)
@@ -87,18 +89,18 @@ def report(machine: Machine, checks: list[Check], slower: float, output: Path) -
 
 
 def make(check: Check, machine: Machine) -> dict:
-    """The row of a check, whatever becomes of it."""
+    """Runs a check and returns its row, whatever happens."""
     began, evidence = time.monotonic(), ""
     machine.check_until = min(began + check.seconds, machine.until)
     try:
         if began >= machine.until:
-            raise Failed("not begun: the time for the whole was over")
+            raise Failed("not started: the time limit of everything has passed")
         state, told = "ok", check.make(machine)
     except NotRun as reason:
         state, told = "not run", str(reason)
     except Failed as failure:
         state, told, evidence = "FAILED", str(failure), failure.evidence
-    except Exception as error:  # what a run left is not as it should be
+    except Exception as error:  # the files of a run are not as expected
         state, told = "FAILED", f"{type(error).__name__}: {error}"
     finally:
         machine.end_all()

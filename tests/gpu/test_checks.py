@@ -1,7 +1,7 @@
-"""Is each check of `make gpu` able to fail, and is whatever becomes of a process a row with its cause?
+"""`make gpu`: each check can fail, and any end of a process becomes a row with its cause.
 
-Checks get runs that were not made: good ones, and ones that are wrong in one thing. That they pass on runs that were made is
-shown on pretended GPUs, in tests/pretended_gpu/test_command.py.
+The checks get canned runs: good ones, and ones that are wrong in one thing. tests/pretended_gpu/test_command.py shows on
+pretended GPUs that they pass on real runs.
 """
 
 import json
@@ -37,7 +37,7 @@ def speeds(*ratios: float) -> dict:
 
 @dataclass
 class Canned:
-    """A run that was not made: what it leaves behind."""
+    """The files and numbers of a run that was never made."""
 
     folder: Path
     loss: tuple[float, ...] = FALLING
@@ -62,7 +62,7 @@ class Canned:
 
 
 class CannedMachine(Machine):
-    """Of its runs, those whose numbers `wrong` has are as it says there, all others as `right`."""
+    """A machine whose runs are canned: run number n is as `wrong[n]` says, all others as `right`."""
 
     def __init__(self, scratch: Path, right: dict, wrong: dict, printed: object = None, **facts):
         super().__init__(scratch, time.monotonic() + 60)
@@ -84,7 +84,7 @@ NOT_FINITE, OFF = (
 )
 GOOD = {"resume": RESUMED, "fp16 overflow": SCALED}
 PRINTED = {"pixels": PIXELS, "speed": speeds(0.99, 2.1)}
-# Of the checks with these words in their name: number of the run that is wrong, what is wrong with it, what is told.
+# Words in the name of the check, number of the run that is wrong, what is wrong with it, expected text of the row.
 WRONG = [
     ("demo", 1, NOT_FINITE, "losses are not finite from row 10 on"),
     ("demo", 1, {"result": 0.85}, "0.8500, expected 0.9"),
@@ -92,12 +92,12 @@ WRONG = [
     ("layout", 4, {"weight": 1.001}, "weights 1.0e-03 apart, at most 1e-08"),
     ("nccl", 2, OFF, "losses 1.0e-07 apart"),
     *(("nccl", number, NOT_FINITE, "not finite") for number in (3, 4, 5, 6)),
-    ("resume", 3, {"stdout": ""}, "did not go on from its checkpoint"),
+    ("resume", 3, {"stdout": ""}, "did not resume from its checkpoint"),
     ("resume", 3, {"loss": FALLING[:15]}, "20 and 15 steps"),
     ("resume", 3, {"weight": 1.2}, "weights 2.0e-01"),
     ("--deterministic", 3, {"weight": 1 + 1e-15}, "not the same bits: losses 0e+00, weights 1e-15 apart"),
     ("--deterministic", 3, OFF, "not the same bits: losses 1e-07"),
-    ("host waits", 1, {"seen": {"waits": 10 * ["health.py:80"]}}, "2 in a step: health.py:80; expected 0"),
+    ("host waits", 1, {"seen": {"waits": 10 * ["health.py:80"]}}, "2 per step: health.py:80; expected 0"),
     ("device: training", 1, {"result": 0.9}, "top1 0.9000, decoded by workers 0.9900"),
     ("device: training", 1, {"loss": (3.0, *FALLING)}, "the first losses are 23% apart"),
     ("overflow", 1, NOT_FINITE, "not finite"),
@@ -136,7 +136,7 @@ def test_a_check_of_good_runs_passes(check: Check, tmp_path: Path) -> None:
     assert row["state"] == "ok" and row["told"], row
 
 
-@pytest.mark.parametrize(("words", "number", "wrong", "told"), WRONG)
+@pytest.mark.parametrize("words, number, wrong, told", WRONG)
 def test_a_check_of_a_run_with_one_thing_wrong_fails(
     words: str, number: int, wrong: dict, told: str, tmp_path: Path
 ) -> None:
@@ -167,11 +167,11 @@ def test_whatever_goes_wrong_in_a_check_is_a_row(tmp_path: Path) -> None:
     row = make(Check("broken", without_rows, 9), machine)
     assert row["state"] == "FAILED" and "FileNotFoundError: " in row["told"] and str(tmp_path.parent) not in row["told"]
     machine.until = time.monotonic()
-    assert make(CHECKS[0], machine)["told"] == "not begun: the time for the whole was over"
+    assert make(CHECKS[0], machine)["told"] == "not started: the time limit of everything has passed"
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    "program, told",
     [
         (
             "raise RuntimeError('CUDA error: an illegal memory access')",
@@ -204,9 +204,9 @@ recipes/cls.py FAILED
 
 
 def test_a_run_that_hangs_says_where_it_was_not_where_its_data_workers_were() -> None:
-    launched = '  File "/x/recipes/cls.py", line 318 in main\n  File "/x/common/launch.py", line 110 in run'
-    worker = '  File "/x/worker.py", line 335 in _worker_loop\n  File "/x/common/data_workers.py", line 46 in run'
-    inner = '  File "/x/torch/autograd.py", line 1 in backward\n  File "/x/common/exactness.py", line 53 in describe'
+    launched = '  File "/x/recipes/cls.py", line 318 in main\n  File "/x/common/distributed/launch.py", line 110 in run'
+    worker = '  File "/x/worker.py", line 335 in _worker_loop\n  File "/x/common/data/workers.py", line 46 in run'
+    inner = '  File "/x/torch/autograd.py", line 1 in backward\n  File "/x/common/training/exactness.py", line 53 in describe'
     stacks = (
         f"Thread 1\n{worker}\n{launched}",
         "Thread 2\n  File threading.py",

@@ -1,4 +1,4 @@
-"""Compares each mode of batch norm on two pretended GPUs with the CPU, and counts what it launches. For test_batch_norm.py."""
+"""Compares each mode of batch norm on two pretended GPUs with the CPU, and counts kernel launches. For test_batch_norm.py."""
 
 import ctypes
 import json
@@ -36,7 +36,7 @@ def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
 
 
 def compare(mode: str, dtype: str, shape: str, channels_last: bool) -> float:
-    """The largest difference between GPU and CPU, as a share of the largest number."""
+    """The largest difference between GPU and CPU, relative to the largest value."""
     kind, count = getattr(torch, dtype), (6, 4)[dist.get_rank()]
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = (torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5).to(kind)
@@ -55,7 +55,7 @@ def compare(mode: str, dtype: str, shape: str, channels_last: bool) -> float:
 
 
 def cost(mode: str, groups: int, channels_last: bool) -> dict:
-    """Kernels that forward and backward launch, and the most bytes beside input and gradient, as a multiple of the input's."""
+    """Kernel launches of forward and backward, and peak memory beyond input and gradient, in units of the input's size."""
     count, kind = 32, torch.bfloat16
     layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
     x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda()

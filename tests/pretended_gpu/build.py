@@ -1,4 +1,4 @@
-"""Builds the runtime: what is written here in C, and stubs for every other function that torch asks of NVIDIA's libraries."""
+"""Builds the library that pretends GPUs: the C files of this folder, and stubs for NVIDIA's other functions that torch uses."""
 
 import fcntl
 import hashlib
@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SITE = Path(torch.__file__).parents[1]  # torchvision and NVIDIA's packages stand beside torch
+SITE = Path(torch.__file__).parents[1]  # also holds torchvision and NVIDIA's packages
 SOURCES = ("runtime.c", "nccl.c", "libraries.c")
 ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|nvjpeg)")
-OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # of CUDA itself and of NCCL; the others compute
+OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # CUDA itself and NCCL; the other libraries compute
 REAL = re.compile(r"Version|GetError|GetLastError|Property")  # need no device
-# Functions of the runtime, the driver and NCCL that do nothing. Others, if they are called, are missed.
+# Functions of the runtime, the driver and NCCL whose stubs may do nothing. A call of any other is an error.
 HARMLESS = re.compile(r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem")
-# Functions of the libraries that compute nothing. The others are kernels.
+# Functions of the libraries that compute nothing. All others count as kernels.
 PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|^nvjpeg|MakePlan")
 STUBS = "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
 
 
 def why_not() -> str:
-    """What keeps this machine from pretending GPUs, empty if nothing does."""
+    """The reason why this machine can't pretend GPUs; empty if it can."""
     if platform.system() != "Linux":
-        return "GPUs are pretended on Linux alone"
+        return "GPUs can only be pretended on Linux"
     if not torch.version.cuda:
         return f"torch {torch.__version__} is not a build for CUDA"
     if torch.cuda.is_available():
@@ -39,9 +39,9 @@ def why_not() -> str:
 
 
 def build() -> dict[str, str]:
-    """The environment in which torch's CUDA build sees the pretended GPUs.
+    """Builds the library if needed; returns the environment in which torch's CUDA build sees pretended GPUs.
 
-    What was built for these sources and this torch is kept in the folder for temporary files, for all processes of this user.
+    The library is kept in the temporary folder, for all processes of this user, these sources and this torch.
     """
     headers = _headers(SITE)
     parts = [(HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")]
@@ -57,7 +57,7 @@ def build() -> dict[str, str]:
     built, nvrtc = folder / "libcuda.so", next(SITE.glob("nvidia/*/lib/libnvrtc.so.*")).name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():  # it gets its name last
+        if not built.exists():  # written last
             _compile(headers, folder, nvrtc)
     return {
         "PYTHONPATH": str(HERE.parents[1]),
@@ -68,7 +68,7 @@ def build() -> dict[str, str]:
 
 
 def _headers(site: Path) -> Path | None:
-    """Where torch's wheels put CUDA's headers: nvidia/cu13/include, or nvidia/cuda_runtime/include before CUDA 13."""
+    """CUDA's headers in torch's wheels: nvidia/cu13/include, before CUDA 13 nvidia/cuda_runtime/include."""
     return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
 
 
@@ -88,11 +88,11 @@ def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
     flags = ["-O3", "-march=native", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
     sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
     _gcc(*flags, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", *sources, "-ldl", "-lpthread")
-    # torch looks for NVRTC by the name of its file, and for functions in that file alone.
+    # torch finds NVRTC by the name of its file, and its functions only there.
     (folder / "versions").write_text(f"{nvrtc} {{ *; }};")
     versions = f"-Wl,-soname,{nvrtc},--version-script={folder / 'versions'}"
     _gcc(*flags, versions, "-o", folder / nvrtc, HERE / "nvrtc.c")
-    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # as the linker of Triton asks for it
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's linker uses
 
 
 def _gcc(*words: object) -> None:
@@ -102,7 +102,7 @@ def _gcc(*words: object) -> None:
 
 
 def _stub(name: str) -> str:
-    """A function that succeeds, or fails loudly if it has something to do. What is written by hand takes its place."""
+    """A weak function that succeeds, or reports an error if it would have to compute. Hand-written ones replace it."""
     start = f"__attribute__((weak)) int {name}"
     if OWN.match(name) and not HARMLESS.search(name):
         return f'{start}() {{ return pretended_missing("{name}"); }}\n'

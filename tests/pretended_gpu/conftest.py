@@ -1,4 +1,4 @@
-"""How do tests run a recipe on GPUs that are pretended?"""
+"""Fixtures that run recipes on pretended GPUs."""
 
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -19,14 +19,14 @@ class Gpus:
     def start(
         self, config: str, script: str | Path, *words: object, devices: int = 1, gib: object = 16, env=None, **options
     ) -> Started:
-        """`accelerate launch` of `script` on `devices` GPUs of `gib` GiB each ("16,0.35": the first, and all others)."""
+        """Starts `script` with `accelerate launch` on `devices` GPUs of `gib` GiB each ("16,0.35": the first; all others)."""
         flags = [*options.pop("flags", ()), *(("--num_processes", devices) if devices > 1 else ())]
         env = self.environment | {"PRETENDED_GPUS": str(devices), "PRETENDED_GIB": str(gib)} | (env or {})
         run = ROOT / "tests" / "pretended_gpu" / "run.py"
         return self.launch.start(config, run, script, *words, flags=flags, env=env, **options)
 
     def __call__(self, *arguments: object, timeout: float = 300, **options) -> str:
-        """`start`, wait for the end, which must be a good one; returns what was printed."""
+        """Starts a script, waits for its end and expects success; returns its output."""
         done = self.start(*arguments, **options).finish(timeout)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
@@ -34,7 +34,7 @@ class Gpus:
         return done.stdout
 
     def python(self, text: str, folder: Path) -> CompletedProcess[str]:
-        """Run a program that is given as `text`, in one process on one GPU; its file lies in `folder`."""
+        """Runs the program `text` in one process on one GPU; writes it to `folder`."""
         script = folder / "script.py"
         script.write_text(text)
         return self.launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=self.environment).finish()
@@ -42,7 +42,7 @@ class Gpus:
 
 @pytest.fixture(scope="session")
 def gpus(launch: Launcher) -> Gpus:
-    """`gpus("multi_gpu", "recipes/cls.py", *words, devices=2)`: a run on pretended GPUs that ends well."""
+    """`gpus("multi_gpu", "recipes/cls.py", *words, devices=2)` runs a recipe on pretended GPUs and expects success."""
     if reason := why_not():
         pytest.skip(reason)
     return Gpus(launch, build())
@@ -50,7 +50,7 @@ def gpus(launch: Launcher) -> Gpus:
 
 @pytest.fixture(scope="session")
 def run_on_gpus(run_several, gpus: Gpus):  # noqa: F811
-    """`run_several(devices, cases)` of tests/recipes/conftest.py, on as many pretended GPUs."""
+    """`run_several(devices, cases)` of tests/recipes/conftest.py, on pretended GPUs."""
 
     def run(devices: int, cases, *, config: str = "", **options):
         def launch(*arguments, timeout, **more):

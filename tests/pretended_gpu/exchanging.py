@@ -1,8 +1,9 @@
-"""What does NCCL give each of three ranks? Every call that torch makes of it, beside what it must give.
+r"""Makes every call that torch makes of NCCL on three ranks, and checks the results. For test_runtime.py.
 
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 3 tests/pretended_gpu/run.py <this file>
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 3 \
+        tests/pretended_gpu/run.py tests/pretended_gpu/exchanging.py COUNT
 
-Its word is how many numbers one exchange has. In the end rank 2 is killed.
+COUNT is how many numbers one exchange has. At the end rank 2 is killed.
 """
 
 import os
@@ -14,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)  # their new names are not known to older torch
+warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)  # older torch lacks the new names
 count = int(sys.argv[1])
 rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
@@ -23,7 +24,7 @@ size = dist.get_world_size()
 
 
 def numbers(of: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Those of a rank: small whole numbers, exact in every type."""
+    """The numbers of a rank: small integers, exact in every type."""
     return (torch.arange(count, device=device) % 5 + of + 1).to(dtype)
 
 
@@ -80,12 +81,12 @@ if rank == 1:
 dist.scatter(got := torch.empty_like(summed), parts if rank == 0 else None, src=0)
 expect(got, everyone[0] + rank, "scatter")
 following, before = (rank + 1) % size, (rank - 1) % size
-letters = [dist.P2POp(dist.isend, numbers(rank), following), dist.P2POp(dist.irecv, got, before)]
-for letter in dist.batch_isend_irecv(letters):
-    letter.wait()
-expect(got, everyone[before], "a ring of letters")
+messages = [dist.P2POp(dist.isend, numbers(rank), following), dist.P2POp(dist.irecv, got, before)]
+for message in dist.batch_isend_irecv(messages):
+    message.wait()
+expect(got, everyone[before], "sends around a ring")
 
-pair = dist.split_group(split_ranks=[[0, 2], [1]])  # of NCCL's own
+pair = dist.split_group(split_ranks=[[0, 2], [1]])  # NCCL's own split
 dist.all_reduce(mine := numbers(rank), group=pair)
 expect(mine, everyone[1] if rank == 1 else everyone[0] + everyone[2], "a group that was split off")
 last = dist.new_group([1, 2])
@@ -100,7 +101,7 @@ with dist._coalescing_manager(device=device):
 expect(several[0], summed, "several at once")
 expect(several[1], summed + size, "the second of several")
 
-# A collective goes on beside the program, and who waits for its stream waits for it.
+# A collective runs in the background, and waiting for its stream waits for it.
 dist.all_gather_object(processes := [None] * size, os.getpid())
 
 
@@ -110,16 +111,16 @@ def until_stopped() -> None:
 
 
 if rank == 2:
-    os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has looked
+    os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has checked
 work = dist.all_reduce(mine := numbers(rank), async_op=True)
 if rank == 0:
     until_stopped()
     assert not work.is_completed(), "a collective that lacks a rank is not done"
     os.kill(processes[2], signal.SIGCONT)
 work.wait()
-expect(mine, summed, "one that was waited for")
+expect(mine, summed, "an asynchronous collective")
 
-# Of a rank that hangs or dies the others learn nothing, but they can leave it.
+# The others are not told of a rank that hangs or dies, but they can abort.
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
 work = dist.all_reduce(mine, async_op=True)

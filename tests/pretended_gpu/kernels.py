@@ -1,9 +1,9 @@
-"""Kernels for the GPU that the runtime pretends: whatever torch launches on it, the CPU computes in its memory.
+"""Kernels of the pretended GPU: whatever torch launches on it, the CPU computes in the same memory.
 
-`with Kernels():` around a program. torch itself does all the rest, as on a GPU: dispatch, shapes, allocation, streams,
-autograd, DDP. Each operator on a CUDA tensor first runs as it is, which launches kernels that do nothing, and allocates what
-it returns; then the CPU computes the same operator on the same memory, and what it returns is copied there. An operator that
-the CPU has no kernel for stands in `INSTEAD`; one that is missing there too raises, as does a difference in shape.
+Use `with Kernels():` around a program. torch does everything else as on a GPU: dispatch, shapes, allocation, streams, autograd,
+DDP. Each operator on a CUDA tensor first runs unchanged, which launches kernels that do nothing and allocates the results; then
+the CPU computes the same operator on the same memory, and its results are copied there. `INSTEAD` has the operators that the
+CPU has no kernel for. An operator that is missing there too raises an error, and so does a difference in shape.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 runtime = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
 runtime.pretended_settle.argtypes = [ctypes.c_void_p]
 
-# Of these torch needs no kernel, or just reads memory that is already right.
+# Operators that need no kernel, or only read memory that is already right.
 NO_KERNEL = {
     "_fused_sdp_choice",
     "_has_compatible_shallow_copy_type",
@@ -41,11 +41,11 @@ NO_KERNEL = {
     "record_stream",
 }
 HALF = (torch.float16, torch.bfloat16)
-TRACED = (FakeTensor, FunctionalTensor)  # they have no memory: torch.compile only looks at what would be computed
+TRACED = (FakeTensor, FunctionalTensor)  # tensors without memory, with which torch.compile traces a program
 
 
 class NoKernel(Exception):
-    """The CPU can't compute an operator of the GPU: nothing may go on with numbers that were never written."""
+    """The CPU can't compute an operator of the GPU, so that its results were never written."""
 
 
 def is_traced(values: object) -> bool:
@@ -69,7 +69,7 @@ def host(x: torch.Tensor) -> torch.Tensor:
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same numbers on a device, by no copy that the runtime hears of."""
+    """A copy of a CPU tensor on a device, made without a copy that the runtime counts."""
     result = torch.empty_like(x, device=device)
     host(result).copy_(x)
     return result
@@ -81,7 +81,7 @@ def widened(x: Any) -> Any:
 
 @contextlib.contextmanager
 def announced():
-    """Around an operator that is computed here: the kernels that it launches on this thread needn't do anything."""
+    """Tells the runtime that the CPU computes what this thread launches within the block, so its kernels may do nothing."""
     runtime.pretended_compute(1)
     try:
         yield
@@ -90,14 +90,14 @@ def announced():
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fills memory that is not written yet with NaN, as a block that is used again has what was there before."""
+    """Fills uninitialised memory with NaN: a reused block of the allocator still has its old values."""
     storage = tensor.untyped_storage()
     if is_cuda(tensor) and storage.nbytes():
         ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
 
 
 def unknown() -> int:
-    """How many kernels and functions of the runtime were asked for that nobody computes."""
+    """Number of calls of kernels and runtime functions that nothing computes."""
     return ctypes.c_ulong.in_dll(runtime, "pretended_unknown").value
 
 
@@ -110,7 +110,7 @@ class Kernels(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would compile nothing
+        return True  # otherwise torch.compile compiles nothing
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -118,7 +118,7 @@ class Kernels(TorchDispatchMode):
         if device is None or is_traced((args, kwargs)):
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        # What NCCL still does on this stream comes before what is computed here.
+        # NCCL's work that is queued on this stream comes first.
         runtime.pretended_settle(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
         if is_without_kernel(func):
             result = func(*args, **kwargs)
@@ -126,12 +126,12 @@ class Kernels(TorchDispatchMode):
                 poison(result)
             return result
         if func.namespace == "c10d":
-            with self:  # which also sees the copies that a collective makes
+            with self:  # also for the copies that a collective makes
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = self.without_masks(*args)
         elif has_unknown_shape(func, kwargs):
-            # The host waits for the device, which knows the shape (or the answer) once it has computed.
+            # The shape (or the answer) depends on values: the host waits for the device.
             torch.cuda.current_stream(device).synchronize()
             result = compute(func, args, kwargs)
             return tree.tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result)
@@ -144,9 +144,9 @@ class Kernels(TorchDispatchMode):
         return results
 
     def without_masks(self, x, indices, *rest):
-        """What CUDA does with masks among indices: wait until it is known how many places they have."""
+        """Replaces masks among indices by their positions. As on CUDA, the host waits until their number is known."""
         if rest and not any(rest[1:]) and is_one_number(rest[0]) and sum(map(is_tensor, indices)) == 1:
-            return x, indices, *rest  # filled under the mask
+            return x, indices, *rest  # a fill under a mask needs no positions
         result = []
         for index in indices:
             if is_mask(index):
@@ -189,7 +189,7 @@ def has_unknown_shape(func, kwargs: dict) -> bool:
 
 
 def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
-    """A seed for an operator that draws: of the state in which it finds the device's generator, which it moves on itself."""
+    """Seed for an operator that draws random numbers, from the state of the device's generator before it draws."""
     given = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = given[0] if given else torch.cuda.default_generators[index]
@@ -197,14 +197,14 @@ def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
 
 
 def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
-    """What `func` returns on the CPU, which writes into the memory of CUDA tensors where `func` writes into its arguments."""
+    """Runs `func` on the CPU, on the memory of its CUDA tensors; in-place operators write there."""
     memory = tree.tree_map(lambda x: host(x) if is_cuda(x) else on_cpu(x), (tuple(args), kwargs))
     state = None if seed is None else torch.default_generator.get_state()
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         return instead(func)(*memory[0], **memory[1])
-    except RuntimeError as error:  # the CPU may have this one in single and double precision only
+    except RuntimeError as error:  # some CPU kernels exist only in single and double precision
         wide = tree.tree_map(widened, memory)
         if all(x is y for x, y in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)):
             raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
@@ -223,12 +223,12 @@ def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
 
 def on_cpu(x: Any) -> Any:
     if isinstance(x, torch.Generator):
-        return None  # `drawn_from` has made a seed of it
+        return None  # replaced by the seed of `drawn_from`
     return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
 def fill(func, results: Any, computed: Any) -> None:
-    """Into the memory of what the device returned, what the CPU did; None in `computed` for what nobody reads."""
+    """Copies the CPU's results into the memory of the device's results; None in `computed`: nobody reads that one."""
     results, computed = ([x] if is_tensor(x) else list(x or ()) for x in (results, computed))
     results, computed = (tree.tree_leaves(x, is_leaf=lambda x: x is None) for x in (results, computed))
     for empty, full in zip(results, computed, strict=True):
@@ -241,7 +241,7 @@ def fill(func, results: Any, computed: Any) -> None:
             memory.copy_(full)
 
 
-# ---- Operators that the CPU has no kernel for, by name: what it computes instead
+# ---- What the CPU computes in place of operators for which it has no kernel, by name
 
 
 INSTEAD: dict[str, Callable] = {}
@@ -257,7 +257,7 @@ def kernel(function: Callable) -> Callable:
 
 
 def per_channel(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[C] -> [1, C, 1 ...], to go with `like` [N, C, ...]."""
+    """[C] -> [1, C, 1 ...], for broadcasting with `like` [N, C, ...]."""
     return x.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -405,12 +405,8 @@ def _scaled_dot_product_efficient_attention(
 ):
     refuse_dropout(dropout)
     p, _, _ = attention(*map(widened, (query, key, bias)), is_causal, scale)
-    return (
-        p @ widened(value),
-        None,
-        None,
-        None,
-    )  # of the sums there are more than queries; the backward pass has its own
+    # The log-sum-exp has a padded shape; the backward pass computes its own.
+    return p @ widened(value), None, None, None
 
 
 @kernel
@@ -424,20 +420,20 @@ def _scaled_dot_product_efficient_attention_backward(
 
 @kernel
 def decode_jpegs_cuda(encoded, mode, device):
-    """By libjpeg, where a GPU has nvJPEG: the two differ by a few levels in smooth colours."""
+    """Decodes with libjpeg in place of nvJPEG; the two differ by a few levels in smooth colours."""
     return [torch.ops.image.decode_jpeg(data, mode, False) for data in encoded]
 
 
-@announced()  # Inductor tries and times kernels while it compiles
+@announced()  # Inductor times kernels while it compiles
 def compiler(wrapper, model, inputs):
-    """`torch.compile`: Inductor and Triton compile for the GPU, and the operators of the same graph are what is computed."""
+    """`torch.compile`: Inductor and Triton compile for the GPU, but the operators of the same graph are computed."""
     from torch._inductor import compile_fx
     from torch._inductor.constant_folding import ConstantFolder
 
     compile_graph, fold = compile_fx._compile_fx_inner, ConstantFolder.run
 
     def folded(folder):
-        with Kernels():  # Inductor computes constants on the device, and has switched all modes off
+        with Kernels():  # Inductor computes constants on the device with all modes off
             return fold(folder)
 
     @announced()
@@ -447,7 +443,7 @@ def compiler(wrapper, model, inputs):
 
         def call(arguments):
             taken = list(arguments)
-            arguments.clear()  # as compiled code does, so that memory is free as early
+            arguments.clear()  # as compiled code does, to free memory early
             return operators(*taken)
 
         call._boxed_call = True
@@ -455,7 +451,7 @@ def compiler(wrapper, model, inputs):
 
     if not hasattr(compile_fx, "pretended"):
         compile_fx.pretended, compile_fx._compile_fx_inner, ConstantFolder.run = True, compiled, folded
-        functorch.enable_autograd_cache = False  # it would keep Inductor's code
+        functorch.enable_autograd_cache = False  # it would use Inductor's code from earlier runs
     return compile_with_inductor(wrapper, model, inputs)
 
 
@@ -463,7 +459,7 @@ compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
 
 
 def setup() -> None:
-    """What the runtime can't pretend: cuDNN's graphs, of which its attention is made, and compiled kernels."""
+    """Replaces what the runtime can't pretend: compiled kernels, and cuDNN's attention, which is made of its graphs."""
     runtime.pretended_strict()
     torch._TorchCompileInductorWrapper.__call__ = compiler
     torch.backends.cuda.enable_cudnn_sdp(False)

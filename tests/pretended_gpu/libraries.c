@@ -1,5 +1,5 @@
-/* Functions of NVIDIA's libraries that have something to say beside success. Those that compute are in stubs.c, which build.py
-   writes: kernels.py computes the operator that calls them. */
+/* Functions of NVIDIA's libraries that must return more than success. Those that compute are in stubs.c, written by build.py:
+   kernels.py computes the operator that calls them. */
 #include "pretended.h"
 
 /* ---- cuBLAS */
@@ -61,7 +61,7 @@ int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int 
   return 0;
 }
 
-/* ---- nvJPEG: reads headers */
+/* ---- nvJPEG: only reads headers */
 int nvjpegGetImageInfo(void *handle, const unsigned char *data, size_t size, int *components, int *subsampling, int *widths,
                        int *heights) {
   for (size_t at = 2; at + 9 < size && data[at] == 0xff;) {

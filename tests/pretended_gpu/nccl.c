@@ -1,8 +1,8 @@
 /* NCCL between the processes of this machine (or of several network namespaces on it), through shared memory.
 
-   As with NCCL, a call returns at once and its work goes on beside the program, in the order of the stream: here in a thread of the
-   communicator. A process that dies leaves the others waiting, until somebody aborts the communicator. The memory has no name: its
-   file lives in the process that made the communicator's id, where the others open it, and ends with the last of them. */
+   As with NCCL, a call returns at once and its work runs in the background, in the order of the stream: here in a thread of the
+   communicator. If a process dies, the others wait until they abort the communicator. The shared memory is a file without a name in the
+   process that created the communicator's id; the others open it there, and it is freed with the last of them. */
 #include "pretended.h"
 #include <fcntl.h>
 #include <limits.h>
@@ -18,19 +18,19 @@ enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECEIVE 
 static const size_t width[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 static const char *const calls[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter"};
 
-enum { CHUNK = 4 << 20, LETTER = 256 << 10 }; /* bytes that go by at once in a collective, and from one rank to another */
+enum { CHUNK = 4 << 20, LETTER = 256 << 10 }; /* bytes per round of a collective, and per message (letter) between two ranks */
 
-/* What one rank shows the others: what it is asked for, and how it is split. */
+/* What one rank shows the others: its current call, and its arguments of a split. */
 typedef struct {
   int call, type, op, root;
   size_t count;
   int color, key, process, file;
 } card;
-typedef struct { /* from one rank to another */
+typedef struct { /* state of the messages from one rank to another */
   atomic_uint written, read;
   size_t size;
 } box;
-typedef struct { /* the shared memory; behind it stand cards, boxes, the ranks' chunks, and letters */
+typedef struct { /* start of the shared memory; cards, boxes, the ranks' chunks, and letters follow */
   atomic_uint arrived, turn;
 } meeting;
 
@@ -41,7 +41,7 @@ typedef struct job {
   const char *from;
   char *to;
   double factor; /* each rank's numbers are multiplied by it */
-  int in_group;  /* further jobs of its group follow */
+  int in_group;  /* more jobs of its group follow */
   cudaStream_t stream;
   unsigned long number;
   struct comm *comm;
@@ -68,12 +68,12 @@ typedef struct comm {
 
 /* ---- meeting */
 static void futex_wait(atomic_uint *word, unsigned seen) {
-  struct timespec patience = {0, 20000000}; /* to look whether it was aborted */
+  struct timespec patience = {0, 20000000}; /* checks for an abort */
   syscall(SYS_futex, word, FUTEX_WAIT, seen, &patience, NULL, 0);
 }
 static void futex_wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-/* All ranks come here, or the communicator was aborted: whether they came. */
+/* A barrier. Returns 1 once all ranks have arrived, 0 if the communicator was aborted. */
 static int meet(comm *c) {
   unsigned turn = atomic_load(&c->meeting->turn);
   if (atomic_fetch_add(&c->meeting->arrived, 1) + 1 == (unsigned)c->size) {
@@ -89,7 +89,7 @@ static int meet(comm *c) {
   return 1;
 }
 
-/* ---- arithmetic, in the type of the tensor and from rank to rank, as NCCL's rings round */
+/* ---- arithmetic, in the type of the tensor and rank by rank, which rounds as NCCL's rings do */
 static unsigned bits_of(float value) {
   unsigned bits;
   memcpy(&bits, &value, 4);
@@ -106,7 +106,7 @@ static unsigned short to_bfloat(float value) {
   int is_nan = (bits & 0x7fffffff) > 0x7f800000;
   return is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-/* By bits: compilers make vectors of this, and none of their own type. */
+/* On bits: compilers vectorise this, but not their own half precision type. */
 static float from_half(unsigned short half) {
   unsigned finite = bits_of(of_bits((half & 0x7fffu) << 13) * 0x1p112f); /* the exponents differ by 112 */
   unsigned is_special = (half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;      /* infinity or NaN */
@@ -115,7 +115,7 @@ static float from_half(unsigned short half) {
 static unsigned short to_half(float value) {
   unsigned bits = bits_of(value), size = bits & 0x7fffffff;
   unsigned normal = (size + 0xc8000fff + (size >> 13 & 1)) >> 13;
-  unsigned small = bits_of(of_bits(size) + 0.5f) - 0x3f000000; /* 0.5 has the last place of these */
+  unsigned small = bits_of(of_bits(size) + 0.5f) - 0x3f000000; /* subnormals: their last place is that of 0.5 */
   unsigned finite = size < 0x38800000 ? small : normal;
   unsigned special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
   return (size >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
@@ -173,7 +173,6 @@ static void scale(void *out, const void *in, size_t count, int type, double fact
   }
 }
 
-/* ---- collectives */
 static void divide(void *out, size_t count, int type, int divisor) {
   switch (type) {
 #define DO(number, name) case number: divide_##name(out, count, divisor); break;
@@ -185,7 +184,7 @@ static void divide(void *out, size_t count, int type, int divisor) {
 /* ---- collectives */
 static char *chunk(comm *c, int rank) { return c->chunks + (size_t)rank * CHUNK; }
 
-/* Into `to`: `bytes` of the chunks of all ranks, from byte `from` on, reduced. */
+/* Reduces `bytes` of the chunks of all ranks, from byte `from` on, into `to`. */
 static void reduce(comm *c, job *j, char *to, size_t from, size_t bytes) {
   size_t count = bytes / width[j->is.type];
   memcpy(to, chunk(c, 0) + from, bytes);
@@ -193,14 +192,14 @@ static void reduce(comm *c, job *j, char *to, size_t from, size_t bytes) {
   if (j->is.op == AVG) divide(to, count, j->is.type, c->size);
 }
 
-/* What of `bytes` from `at` on belongs to `rank`, if each has `part`: its length, and where it begins. */
+/* The part of bytes [at, at + bytes) that belongs to `rank` if each rank has `part` bytes: its length and its beginning. */
 static size_t share(size_t at, size_t bytes, size_t part, int rank, size_t *begin) {
   size_t from = part * rank > at ? part * rank : at, to = part * (rank + 1) < at + bytes ? part * (rank + 1) : at + bytes;
   *begin = from;
   return to > from ? to - from : 0;
 }
 
-/* Each rank's bytes go by in chunks, and each takes from them what it gets. */
+/* Each rank writes its bytes in chunks, and each reads its result from them. */
 static void collective(comm *c, job *j) {
   c->cards[c->rank] = j->is;
   if (!meet(c)) return;
@@ -221,7 +220,7 @@ static void collective(comm *c, job *j) {
     if (!meet(c)) return;
     switch (j->is.call) {
       case REDUCE:
-        if (c->rank != j->is.root) break; /* else as: */
+        if (c->rank != j->is.root) break; /* the root does the same as: */
       case ALL_REDUCE: reduce(c, j, j->to + at, 0, size); break;
       case BROADCAST:
         if (j->to != j->from || !sends) memcpy(j->to + at, chunk(c, j->is.root), size);
@@ -237,13 +236,13 @@ static void collective(comm *c, job *j) {
   }
 }
 
-/* What ranks send each other in a group, each letter as soon as there is room for it: all at once, or two would wait for each other. */
+/* Sends and receives of a group, each message as soon as there is room. They run together, since two ranks could deadlock in order. */
 static void exchange(comm *c, job *jobs) {
   for (int left = 1; left;) {
     left = 0;
     int moved = 0;
     for (job *j = jobs; j; j = j->in_group ? j->next : NULL) {
-      size_t size = j->is.count; /* bytes that are left */
+      size_t size = j->is.count; /* bytes left */
       if (!size) continue;
       left = 1;
       int is_send = j->is.call == SEND, pair = is_send ? c->rank * c->size + j->is.root : j->is.root * c->size + c->rank;
@@ -279,11 +278,11 @@ static void *work(void *communicator) {
   while (1) {
     while (!c->first && !c->closing) pthread_cond_wait(&c->changed, &c->lock);
     if (!c->first) break;
-    job *j = c->first, *end = j; /* a group of letters is one job */
+    job *j = c->first, *end = j; /* a group of sends and receives is one job */
     while (end->in_group) end = end->next;
     pthread_mutex_unlock(&c->lock);
     pretended_turn(j->stream, j->number);
-    if (!c->aborted && !c->error) j->is.call < SEND ? collective(c, j) : exchange(c, j); /* else it is left undone */
+    if (!c->aborted && !c->error) j->is.call < SEND ? collective(c, j) : exchange(c, j); /* after an error or abort it is skipped */
     pretended_end(j->stream, j->number);
     pthread_mutex_lock(&c->lock);
     job *after = c->first = end->next;
@@ -306,7 +305,7 @@ static void wait_for_all(comm *c) {
 /* ---- communicators */
 static size_t whole_pages(size_t bytes) { return (bytes + 4095) & ~4095ul; }
 
-/* A file without a name, which others open as process and file number say. */
+/* A file without a name, which other processes open by process and file number. */
 static int nameless(void) { return memfd_create("pretended-nccl", MFD_CLOEXEC); }
 
 static int join(comm **made, int size, int process, int file, int rank) {
@@ -324,7 +323,7 @@ static int join(comm **made, int size, int process, int file, int rank) {
   c->size = size;
   cudaGetDevice(&c->device);
   c->bytes = letters + (size_t)size * size * LETTER;
-  int sized = ftruncate(opened, c->bytes); /* by each to the same: memory is taken as it is written */
+  int sized = ftruncate(opened, c->bytes); /* every rank sets the same size; pages are provided as they are written */
   c->memory = mmap(NULL, c->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
   close(opened);
   if (sized || c->memory == MAP_FAILED) return SYSTEM_ERROR;
@@ -358,9 +357,9 @@ int ncclCommInitRank(comm **made, int size, unique_id id, int rank) {
   return ncclCommInitRankScalable(made, size, rank, 1, &id, NULL);
 }
 
-/* Ranks of one color make a communicator, in the order of their keys; its first one makes the file. */
+/* Ranks of one color form a communicator, in the order of their keys; the first creates the file. */
 int ncclCommSplit(comm *c, int color, int key, comm **made, void *config) {
-  wait_for_all(c); /* its thread meets the others', too */
+  wait_for_all(c); /* its thread uses the same barrier */
   card *mine = &c->cards[c->rank], *first = NULL;
   int size = 0, rank = 0;
   *mine = (card){.color = color, .key = key};
@@ -377,7 +376,7 @@ int ncclCommSplit(comm *c, int color, int key, comm **made, void *config) {
   if (takes_part && first == mine) mine->process = getpid(), mine->file = nameless();
   if (!meet(c)) return SYSTEM_ERROR;
   int result = takes_part ? join(made, size, first->process, first->file, rank) : SUCCESS;
-  return meet(c) ? result : SYSTEM_ERROR; /* before the cards are written again */
+  return meet(c) ? result : SYSTEM_ERROR; /* before cards are reused */
 }
 static int end(comm *c) {
   pthread_mutex_lock(&c->lock);
@@ -387,10 +386,10 @@ static int end(comm *c) {
   pthread_mutex_unlock(&c->lock);
   if (was_closing) return SUCCESS;
   pthread_join(c->worker, NULL);
-  munmap(c->memory, c->bytes); /* not the communicator: torch asks one that was aborted for its state */
+  munmap(c->memory, c->bytes); /* the communicator is kept: torch asks an aborted one for its state */
   return SUCCESS;
 }
-int ncclCommDestroy(comm *c) { return end(c); } /* after what is queued */
+int ncclCommDestroy(comm *c) { return end(c); } /* after the queued work */
 int ncclCommAbort(comm *c) {
   c->aborted = 1;
   return end(c);
@@ -417,14 +416,14 @@ int ncclRedOpCreatePreMulSum(int *op, void *factor, int type, int residence, com
     case FLOAT64: value = *(double *)factor; break;
     default: return INVALID_ARGUMENT;
   }
-  int number = c->factor_count++ % 256; /* torch destroys each after its use */
+  int number = c->factor_count++ % 256; /* torch destroys each after use */
   c->factors[number] = value;
   *op = BUILT_IN + number;
   return SUCCESS;
 }
 int ncclRedOpDestroy(int op, comm *c) { return SUCCESS; }
 
-/* ---- calls: those between ncclGroupStart and ncclGroupEnd begin at its end */
+/* ---- calls: those between ncclGroupStart and ncclGroupEnd start at the group's end */
 static __thread int depth;
 static __thread job *grouped, **grouped_end;
 
@@ -443,7 +442,7 @@ int ncclGroupStart(void) {
 }
 int ncclGroupEnd(void) {
   if (--depth) return SUCCESS;
-  while (grouped) { /* letters of one stream go at once, collectives one after the other */
+  while (grouped) { /* sends and receives of a stream run together, collectives one by one */
     job *first = grouped, *last = first, **rest = &grouped;
     grouped = first->next;
     first->next = NULL;
@@ -467,7 +466,7 @@ static int call(comm *c, card is, const void *from, void *to, cudaStream_t strea
   job *j = calloc(1, sizeof *j);
   *j = (job){.is = is, .from = from, .to = to, .factor = 1, .stream = stream, .comm = c};
   if (is.op >= BUILT_IN) j->factor = c->factors[is.op - BUILT_IN], j->is.op = SUM;
-  if (is.op == AVG && is.type >= FLOAT16) j->factor = 1.0 / c->size, j->is.op = SUM; /* as NCCL: sums that would overflow do not */
+  if (is.op == AVG && is.type >= FLOAT16) j->factor = 1.0 / c->size, j->is.op = SUM; /* like NCCL, which avoids overflow of the sum */
   if (is.call >= SEND) j->is.count *= width[is.type];
   ncclGroupStart();
   *grouped_end = j;

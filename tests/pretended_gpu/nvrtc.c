@@ -1,4 +1,4 @@
-/* NVRTC, which compiles some of torch's kernels when they are first launched (prod, exp2): to nothing. */
+/* NVRTC: torch has it compile some kernels at their first launch (prod, exp2); this one compiles them to nothing. */
 #include <stdlib.h>
 
 int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }

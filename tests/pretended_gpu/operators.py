@@ -1,4 +1,7 @@
-"""run.py tests/pretended_gpu/operators.py: compares what the kernels compute with the CPU's, or with a plain formula."""
+"""Compares what kernels.py computes with the CPU's operators, or with a plain formula. For test_kernels.py.
+
+python tests/pretended_gpu/run.py tests/pretended_gpu/operators.py
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,7 @@ def random(*shape, dtype=torch.float64, seed=0):
 
 
 def shared_batch_norm(dtype):
-    """Statistics of two unequal parts, merged: forward and backward pass are those of one batch norm over both."""
+    """Merged statistics of two unequal parts give the forward and backward pass of one batch norm over both."""
     wide = torch.promote_types(dtype, torch.float32)
     x, gradient = random(6, 5, 4, 3, dtype=dtype), random(6, 5, 4, 3, dtype=dtype, seed=1)
     weight, bias = random(5, dtype=wide, seed=2), random(5, dtype=wide, seed=3)
@@ -44,7 +47,7 @@ def shared_batch_norm(dtype):
 
 
 def attention(dtype):
-    """Fused attention, with and without a bias or causality, forward and backward, is what the formula says."""
+    """Fused attention, with a bias, causal and with neither, equals the formula, forward and backward."""
     inputs = [random(2, 3, 5, 8, dtype=dtype, seed=seed) for seed in range(3)]
     bias = random(2, 1, 5, 5, dtype=dtype, seed=3)
     for mask, is_causal in ((None, False), (None, True), (bias, False)):
@@ -64,7 +67,7 @@ def attention(dtype):
 
 
 def half_to_float(dtype):
-    """A softmax that autocast widens, which the CPU refuses."""
+    """A softmax of half precision inputs in float32, as under autocast, which the CPU refuses."""
     for softmax in (F.softmax, F.log_softmax):
         x, wide = random(4, 6, dtype=dtype).cuda().requires_grad_(), random(4, 6, dtype=dtype).double().requires_grad_()
         y, expected = softmax(x, 1, dtype=torch.float32), softmax(wide, 1)
@@ -75,7 +78,7 @@ def half_to_float(dtype):
 
 
 def fused_optimizers(dtype):
-    """Fused steps are those of the CPU's loops; gradients of another scale, one of them not finite, change nothing."""
+    """Fused optimizer steps equal the loops on the CPU."""
     for name, options in (("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True})):
         states = []
         for device, fused in (("cuda", True), ("cpu", False)):
@@ -91,7 +94,7 @@ def fused_optimizers(dtype):
 
 
 def scaled_gradients(dtype):
-    """The gradient scaler divides what is finite, finds what is not, skips that step, and halves its scale."""
+    """The gradient scaler divides finite gradients; for infinite ones it skips the step and halves its scale."""
     scaler, weight = torch.amp.GradScaler("cuda", init_scale=8.0), torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.AdamW([weight], fused=True)
     for value, scale in ((4.0, 8.0), (float("inf"), 4.0)):
@@ -107,7 +110,7 @@ def scaled_gradients(dtype):
 
 
 def draws(dtype):
-    """Dropout and other draws repeat after the same seed, differ otherwise, and leave the host's generator alone."""
+    """Dropout and other random operators repeat with the same seed, differ otherwise, and do not touch the host's generator."""
     x, drawn = torch.ones(64, device="cuda", dtype=dtype), []
     torch.manual_seed(1)
     of_host = torch.default_generator.get_state()
@@ -120,7 +123,7 @@ def draws(dtype):
 
 
 def masks(dtype):
-    """What has a shape that only the device knows, and what is written under a mask."""
+    """Operators whose output shape depends on values, and writes under a mask."""
     x = random(4, 3, dtype=dtype)
     y, mask = x.cuda(), x > 0
     assert torch.equal(y[mask.cuda()].cpu(), x[mask]) and torch.equal(mask.cuda().nonzero().cpu(), mask.nonzero())
@@ -149,7 +152,7 @@ def boxes(dtype):
 
 
 def tolerance(dtype):
-    """Of operators that compute in float32 and round once; of float64, to 1e-12."""
+    """The default for operators that compute in float32 and round once; 1e-12 for float64."""
     return {} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-12}
 
 

@@ -1,4 +1,4 @@
-"""several.py, where in some steps the gradients of the last rank alone overflow: overflowing.py 1,4 RECIPE CASES.json ..."""
+"""Runs several.py; in the given steps the last rank's gradients overflow: overflowing.py 1,4 RECIPE CASES.json ..."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.recipes import several
 
 overflows = {int(step) for step in sys.argv[1].split(",")}
 steps, backward = Run.steps, Accelerator.backward
-making = 0  # the step that is being made
+making = 0  # number of the current step
 
 
 def watched_steps(run: Run) -> Iterator[int]:

@@ -1,4 +1,4 @@
-/* What the files of the pretended runtime share. */
+/* Functions that the files of the pretended runtime share. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -9,21 +9,21 @@
 #include <unistd.h>
 #include "cuda_runtime_api.h"
 
-/* Memory of a device, as cudaMalloc gives it. */
+/* Allocates and frees memory of the current device. */
 cudaError_t pretended_take(void **at, size_t size);
 cudaError_t pretended_give(void *at);
 
-/* A handle that torch only hands back. */
+/* A dummy handle, which torch only passes back. */
 void *pretended_handle(void);
 
-/* Whether an operator that kernels.py computes is what has launched this kernel; else its name is printed. */
+/* Whether kernels.py computes the operator that launched this kernel; if not, prints the kernel's name. */
 int pretended_computed(const char *kernel);
 
-/* A function that the runtime lacks. */
+/* Reports a call of a function that the runtime lacks. */
 int pretended_missing(const char *function);
 
-/* Work that goes on beside the program, in the order of a stream: `begin` queues it there and gives its number, `turn` waits
-   for what was queued on the stream before it, and `end` says that it is done. */
+/* Work in the background, in the order of a stream: `begin` queues it and returns its number, `turn` waits for the work queued
+   before it on the stream, `end` marks it as done. */
 unsigned long pretended_begin(cudaStream_t stream);
 void pretended_turn(cudaStream_t stream, unsigned long number);
 void pretended_end(cudaStream_t stream, unsigned long number);

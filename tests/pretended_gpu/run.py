@@ -1,4 +1,4 @@
-"""accelerate launch ... tests/pretended_gpu/run.py SCRIPT words: the script as it is, with kernels that the CPU computes."""
+"""Runs a script unchanged, its kernels computed by the CPU: accelerate launch ... tests/pretended_gpu/run.py SCRIPT words."""
 
 import runpy
 import sys
@@ -13,6 +13,6 @@ with kernels.Kernels():
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        # Also where the program has caught the error.
+        # Also if the program has caught the error.
         if (lost := kernels.unknown()) and sys.exc_info()[0] in (None, SystemExit):
             sys.exit(f"{lost} kernels or functions of the GPU were called that nothing computes: see above")

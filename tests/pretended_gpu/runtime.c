@@ -1,10 +1,10 @@
 /* CUDA without a GPU: device memory is host memory, copies copy, and kernels do nothing.
 
-   It is loaded before torch's CUDA build (LD_PRELOAD), which finds these functions where it looks for NVIDIA's. kernels.py then
-   computes what each operator of torch would have launched. From the environment:
+   LD_PRELOAD loads it before torch's CUDA build, which then finds these functions instead of NVIDIA's. kernels.py computes what
+   each operator of torch would have launched. Environment variables:
    PRETENDED_GPUS      number of devices (1)
    PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others
-   PRETENDED_STALL_MS  how long a wait of the host for an event takes at least, as on a device with much to do */
+   PRETENDED_STALL_MS  least duration of a wait of the host for an event, to imitate a busy device */
 #include "pretended.h"
 #include <sys/mman.h>
 #include <time.h>
@@ -24,7 +24,7 @@ cudaError_t cudaGetLastError(void) {
 }
 cudaError_t cudaPeekAtLastError(void) { return last; }
 
-/* ---- waits of the host, which a test hears */
+/* ---- waits of the host, reported to a listener */
 typedef void (*listener)(const char *);
 static listener heard;
 void pretended_listen(listener function) { heard = function; }
@@ -32,10 +32,10 @@ static void waits(const char *what) {
   if (heard) heard(what);
 }
 
-/* ---- kernels that nobody computes
-   kernels.py says when it runs an operator whose results it then computes. A kernel that is launched at another time (by Triton, or by
-   C++ that calls no operator) would leave its results unwritten. It fails like one that the device does not know, and its name is
-   printed. Without kernels.py kernels do nothing, which is enough to see how much memory a run takes. */
+/* ---- kernels that nothing computes
+   kernels.py announces each operator whose results it computes. A kernel launched at any other time (by Triton, or by C++ that calls
+   no operator) would leave its results unwritten: it fails as an unknown kernel, and its name is printed. Without kernels.py all kernels
+   do nothing, which is enough to see how much memory a run takes. */
 unsigned long pretended_launches, pretended_unknown;
 static int strict;
 static __thread int computing;
@@ -45,7 +45,7 @@ void pretended_compute(int on) { computing += on ? 1 : -1; }
 int pretended_computed(const char *kernel) {
   pretended_launches++;
   if (!strict || computing) return 1;
-  void *cpp = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD); /* which torch has loaded */
+  void *cpp = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD); /* loaded by torch */
   char *(*demangle)(const char *, char *, size_t *, int *) = cpp ? dlsym(cpp, "__cxa_demangle") : NULL;
   int status = 1;
   char *name = demangle ? demangle(kernel, NULL, NULL, &status) : NULL;
@@ -60,10 +60,10 @@ int pretended_missing(const char *function) {
   return said(cudaErrorNotSupported);
 }
 
-/* ---- what goes on beside the program
-   What the program launches is done when the call returns. Only NCCL works beside it (nccl.c): a stream counts what was queued on
-   it and what of that is done, and an event remembers how much was queued. Where a stream would wait, for an event or for what was
-   queued before, the host waits, since it computes what comes next. It is no wait of the program, so no test hears it. */
+/* ---- work in the background
+   What the program launches is done when the call returns. Only NCCL works in the background (nccl.c): a stream counts the work queued
+   on it and the work done, and an event stores how much was queued. Where a stream would wait, for an event or for earlier work, the
+   host waits, since it computes what comes next. This is no wait of the program, so it is not reported. */
 struct CUstream_st { unsigned long queued, done; };
 struct CUevent_st {
   struct CUstream_st *stream;
@@ -107,7 +107,7 @@ static void wait_for(cudaStream_t stream) { wait_until(of(stream), of(stream)->q
 void pretended_settle(cudaStream_t stream) { wait_for(stream); }
 
 /* ---- memory */
-enum { PAGEABLE = -2, PINNED = -1 }; /* where memory is; else the number of a device */
+enum { PAGEABLE = -2, PINNED = -1 }; /* kinds of host memory; other values are devices */
 typedef struct block {
   char *at;
   size_t size;
@@ -117,7 +117,7 @@ typedef struct block {
 static block *blocks;
 static size_t used[64];
 
-/* Read once: another thread that looks while the program changes its environment may find nothing there. */
+/* Read once: getenv may fail in a thread while the program changes its environment. */
 static int device_count = 1, stall_ms;
 static double first_gib = 16, other_gib = 16;
 __attribute__((constructor)) static void read_environment(void) {
@@ -138,7 +138,7 @@ static void note(void *at, size_t size, int where) {
   blocks = noted;
   pthread_mutex_unlock(&lock);
 }
-/* What was noted, with size 0 if nothing was. */
+/* Removes and returns a noted block; its size is 0 if there is none. */
 static block forget(void *at) {
   block was = {0};
   pthread_mutex_lock(&lock);
@@ -153,7 +153,7 @@ static block forget(void *at) {
   pthread_mutex_unlock(&lock);
   return was;
 }
-/* Takes `size` bytes of a device's memory, or refuses. */
+/* Takes `size` bytes of a device's memory; 0 if it has too little. */
 static int occupy(int device, size_t size) {
   pthread_mutex_lock(&lock);
   int fits = used[device] + size <= capacity(device);
@@ -166,7 +166,7 @@ static void vacate(int device, size_t size) {
   used[device] -= size;
   pthread_mutex_unlock(&lock);
 }
-/* Memory of the host is taken as it is written. What is never written is NaN, in every type of float. */
+/* The host provides pages as they are written. Unwritten device memory is NaN in every floating point type. */
 static void *pages(size_t size, int is_device) {
   void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (is_device && strict) memset(at, 0xff, size);
@@ -221,12 +221,12 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
   return 0;
 }
 
-/* The driver's own memory, of which torch makes expandable segments: addresses first, memory behind them later. */
+/* The driver's virtual memory, which torch uses for expandable segments: addresses are reserved first, memory is mapped later. */
 #define GRAIN (2ul << 20)
 int cuMemGetAllocationGranularity(size_t *grain, const void *properties, int option) { *grain = GRAIN; return 0; }
 int cuMemAddressReserve(void **at, size_t size, size_t alignment, void *wanted, unsigned long long flags) {
   char *from = mmap(NULL, size + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  *at = (void *)(((size_t)from + GRAIN - 1) & ~(GRAIN - 1)); /* what is left over stays */
+  *at = (void *)(((size_t)from + GRAIN - 1) & ~(GRAIN - 1)); /* the remainder is leaked */
   return 0;
 }
 int cuMemAddressFree(void *at, size_t size) { munmap(at, size); return 0; }
@@ -293,7 +293,7 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t strea
   memset(at, value, size);
   return 0;
 }
-/* Constants of kernels: no kernel reads them. */
+/* Constants of kernels, which no kernel reads. */
 cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, enum cudaMemcpyKind kind) { return 0; }
 cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) {
   static char constants[1 << 20];
@@ -301,7 +301,7 @@ cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) {
   return 0;
 }
 
-/* ---- devices: those of an A100 */
+/* ---- devices, with the properties of an A100 */
 cudaError_t cudaGetDeviceCount(int *count) {
   *count = devices();
   return *count ? cudaSuccess : cudaErrorNoDevice;
@@ -366,7 +366,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *is, int device) {
 }
 
 /* ---- streams and events */
-/* Streams are few and live as long as the process: events may remember them. */
+/* Streams are few and never freed, since events may refer to them. */
 static struct CUstream_st *streams[4096];
 static int stream_count;
 static cudaError_t new_stream(cudaStream_t *stream) {
@@ -447,7 +447,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
   return 0;
 }
 
-/* ---- kernels: what nvcc's code calls before main(), and to launch one */
+/* ---- kernels: functions that nvcc's code calls before main() and for a launch */
 static struct { const void *function; const char *name; } *kernels;
 static size_t kernel_count;
 void *pretended_handle(void) { return calloc(1, 64); }
@@ -457,7 +457,7 @@ void __cudaUnregisterFatBinary(void **handle) {}
 void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int is_extern, size_t size, int is_constant, int zero) {}
 void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name, int limit, void *thread,
                             void *block, void *block_size, void *grid_size, int *warp) {
-  int is_full = !(kernel_count & (kernel_count - 1)); /* it doubles at each power of 2 */
+  int is_full = !(kernel_count & (kernel_count - 1)); /* doubles at each power of 2 */
   if (is_full) kernels = realloc(kernels, (kernel_count ? 2 * kernel_count : 1) * sizeof *kernels);
   kernels[kernel_count].function = function;
   kernels[kernel_count++].name = name;
@@ -539,7 +539,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
 int cuTensorMapEncodeTiled() { return 0; }
 int cuTensorMapEncodeIm2col() { return 0; }
 
-/* torch asks for functions of the driver by name. One that is not here may be asked for, and is missed when it is called. */
+/* torch looks up functions of the driver by name. Looking up a missing one succeeds; calling it is an error. */
 static const char *lacking[64]; /* numbered in octal below */
 #define EIGHT(first) LACK(first##0) LACK(first##1) LACK(first##2) LACK(first##3) LACK(first##4) LACK(first##5) LACK(first##6) LACK(first##7)
 #define ALL EIGHT(0) EIGHT(01) EIGHT(02) EIGHT(03) EIGHT(04) EIGHT(05) EIGHT(06) EIGHT(07)

@@ -1,4 +1,4 @@
-"""Does batch norm compute on CUDA what it computes on the CPU, with few kernels and little memory?"""
+"""Batch norm computes on CUDA what it computes on the CPU, with few kernels and little memory."""
 
 import json
 
@@ -8,7 +8,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e
 def test_all_modes_equal_the_cpu_and_neither_kernels_nor_memory_grow(gpus) -> None:
     """Outputs, gradients and statistics on two GPUs with unequal micro-batches, for all types and memory formats.
 
-    That groups launch as many kernels whatever their number, and that shared statistics make no float32 copies.
+    The number of kernels does not grow with the number of groups, and shared statistics make no float32 copies.
     """
     printed = gpus("multi_gpu", "tests/pretended_gpu/batch_norms.py", devices=2)
     found = json.loads(printed.splitlines()[-1])
@@ -17,7 +17,9 @@ def test_all_modes_equal_the_cpu_and_neither_kernels_nor_memory_grow(gpus) -> No
         assert error < TOLERANCES[case.split()[1]], f"{case}: {error}"
     launches, peaks = ({case: cost[key] for case, cost in found["costs"].items()} for key in ("launches", "peak"))
     for last in ("", " channels_last"):
-        assert launches[f"group 2{last}"] == launches[f"group 8{last}"] < 20  # four for each group in turn
-        assert launches[f"global 1{last}"] == launches[f"node 1{last}"] < 16  # 40 of plain operators
+        assert (
+            launches[f"group 2{last}"] == launches[f"group 8{last}"] < 20
+        )  # one group after the other: four per group
+        assert launches[f"global 1{last}"] == launches[f"node 1{last}"] < 16  # 40 with plain operators
         assert peaks[f"global 1{last}"] <= 2.1  # output and gradient; 11.3 with plain operators
         assert peaks[f"group 8{last}"] <= 4.1

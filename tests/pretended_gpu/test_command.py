@@ -1,4 +1,4 @@
-"""Does `make gpu` work before anyone has a GPU? The real program, on GPUs that are pretended."""
+"""`make gpu` works: the real program, run on pretended GPUs."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ THROUGH = ("--quick", "--through", "tests/pretended_gpu/run.py")
 
 
 def check(gpus, tmp_path, *words, devices=1, timeout=6000):
-    """What the command says and writes: exit code, both outputs, the states of its rows by name, and the file."""
+    """Runs the command; returns the ended process, the states of its rows by name, and its file."""
     env, file = gpus.environment | {"PRETENDED_GPUS": str(devices)}, tmp_path / "gpu.json"
     words = ["-m", "tests.gpu", *THROUGH, "--seconds", timeout, "--output", file, *words]
     done = gpus.launch.start_python(*words, env=env).finish(timeout + 60)
@@ -24,7 +24,7 @@ def check(gpus, tmp_path, *words, devices=1, timeout=6000):
 def words_of(process):
     try:
         return process.cmdline()
-    except psutil.Error:  # it ends
+    except psutil.Error:  # it has ended
         return []
 
 
@@ -45,7 +45,7 @@ def test_without_a_gpu_it_says_what_it_needs(gpus, tmp_path):
 
 @pytest.mark.long
 def test_an_interrupt_ends_all_of_its_processes(gpus, tmp_path):
-    """And so does the end of a check's time."""
+    """So does the time limit of a check."""
     env = gpus.environment | {"PRETENDED_GPUS": "1"}
     started = gpus.launch.start_python("-m", "tests.gpu", *THROUGH, "--only", "cls demo fp32", env=env)
     process = psutil.Process(started.process.pid)

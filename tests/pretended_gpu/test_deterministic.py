@@ -1,4 +1,4 @@
-"""Is torch asked for kernels that repeat a run bit for bit on a GPU, and is an operator without one named?"""
+"""`--deterministic` asks torch for kernels that repeat a run bit for bit on a GPU, and names an operator that has none."""
 
 import json
 
@@ -18,7 +18,7 @@ POOLED = "logits = network(F.adaptive_avg_pool2d(images.requires_grad_(), 24))"
 
 
 def test_deterministic_kernels_are_asked_for_and_an_operator_without_one_is_refused(gpus, tmp_path) -> None:
-    """torch itself raises for such an operator. Without the flag it runs, and cuDNN looks for its fastest algorithms."""
+    """torch itself raises for such an operator. Without the flag it runs, and cuDNN searches for its fastest algorithms."""
     recipe = (ROOT / "recipes" / "cls.py").read_text().replace(LOSSES, SAYS + LOSSES)
     plain, pooled = tmp_path / "plain.py", tmp_path / "pooled.py"
     plain.write_text(recipe)

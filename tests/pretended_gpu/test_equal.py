@@ -1,8 +1,8 @@
-"""Do both recipes do on GPUs what they do on the CPU?
+"""Both recipes compute on GPUs what they compute on the CPU.
 
-A case is a command line. In float64 the CPU, as one process, and two GPUs agree to 1e-10: in losses, gradient norms, weights,
-statistics, averages, results of the evaluation and what best/ holds. In half precision they agree as far as that goes. The GPUs
-are pretended: this proves all that torch and the recipes do with a device, but not the numbers of its own kernels.
+A case is a command line. In float64 one CPU process and two GPUs agree to 1e-10 in losses, gradient norms, weights, statistics,
+moving averages, evaluation results and exported weights. In half precision they agree as far as it allows. The GPUs are
+pretended: this proves everything that torch and the recipes do with a device, except the numbers of real kernels.
 """
 
 import json
@@ -33,7 +33,7 @@ FLOAT64 = {
     "decoded": f"{CLS} --decode device --batch_norm frozen --image_size 32 --crop_scale 0.5",
     "fcos": f"{DET} --lr 2e-3 --detector fcos --batch_norm global --drop_path 0.1 --photometric 0.3",
     "faster_rcnn": f"{DET} --lr 2e-3 --detector faster_rcnn --batch_norm frozen --max_micro_batch_size 2",
-    # Left to the long tests.
+    # Only in the long tests.
     "node": f"{CLS} --batch_norm node --clip 0.1 --clip_mode agc --opt sgd --lr 0.1 --ema_decay 0.9",
     "frozen": f"{CLS} --batch_norm frozen --loss bce --opt lamb --repeats 2 --class_weights sqrt",
     "convnext": f"{CLS} {VARIED} --model test_convnext --clip 0.1 --clip_mode agc --opt lion --lr 5e-4 --drop_path 0.1",
@@ -45,17 +45,14 @@ FLOAT64 = {
 LONG = set(list(FLOAT64)[6:])
 if torchvision.__version__ < "0.27":
     del FLOAT64["decoded"]  # its code for nvJPEG crashes on a pretended GPU
-HOOKS = {
-    "bf16": 2**-8,
-    "fp16": 2**-11,
-    "powersgd": None,
-}  # of a loss, what the last bit of a number that is sent may do
+# Relative tolerance of a loss for each gradient compression: the rounding of what is sent.
+HOOKS = {"bf16": 2**-8, "fp16": 2**-11, "powersgd": None}
 each = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FLOAT64]
 
 
 @pytest.fixture(scope="module")
 def data(scenes, tmp_path_factory) -> dict[str, Path]:
-    """Scenes with outlines for detectors, and JPEGs for the device to decode."""
+    """Scenes with outlines for detectors, and JPEGs that the device decodes."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(scenes, folder / "scenes")
     for file in (folder / "scenes").glob("*.json"):
@@ -74,7 +71,7 @@ def data(scenes, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def words(data, tmp_path_factory):
-    """words(name, flags, place) -> the command line of a case, whose run folder lies in the folder of the place."""
+    """words(name, flags, place) -> the command line of a case; its run folder is in the folder of that place."""
     runs = tmp_path_factory.mktemp("runs")
 
     def of(name: str, flags: str, place: str) -> list[object]:
@@ -89,9 +86,10 @@ def words(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(run_several, run_on_gpus, words, thorough) -> dict[str, dict[str, Outcome]]:
-    """Each case on two GPUs and on the CPU, and if the long tests run on one GPU; one launch each.
+    """Runs each case on two GPUs and on the CPU, in the long tests also on one GPU; one launch each.
 
-    Half-way the first case is resumed: where it was, and on the CPU what the GPUs began; in the long tests the other way round.
+    The first case is also resumed from its middle: on the GPUs and on the CPU from the GPUs' checkpoint, in the long tests on
+    one GPU from the CPU's.
     """
     cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}
     compiled = {"compiled": f"{cases['group']} --compile"} if thorough else {}
@@ -115,7 +113,7 @@ def runs(run_several, run_on_gpus, words, thorough) -> dict[str, dict[str, Outco
 
 
 def apart(one: Tensors, other: Tensors) -> float:
-    """How far two states are from each other, as a share of how large they are."""
+    """Distance of two states, relative to their norm."""
     assert one and one.keys() == other.keys()
     size, difference = (
         sum(part.double().square().sum() for part in parts)
@@ -125,12 +123,12 @@ def apart(one: Tensors, other: Tensors) -> float:
 
 
 def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
-    """The same losses, gradient norms, results and states, to 1e-10; from a step on, of which `other` has the rows alone."""
+    """Losses, gradient norms, results and states agree to 1e-10; after `from_step`, if `other` was resumed there."""
     rows = [[row for row in run.rows if row["step"] > from_step] for run in (one, other)]
     compared = {key for row in rows[0] for key in row if key.startswith(("train/loss", "train/grad_norm", "eval/"))}
     assert {"train/loss", "train/grad_norm", "eval/count"} <= compared
     for key in compared:
-        values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]  # None: not a number
+        values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]  # None: NaN
         np.testing.assert_allclose(values[1], values[0], rtol=1e-10, atol=1e-14, err_msg=key)
     for file in ("model", "ema") if (one.checkpoint / "ema.safetensors").exists() else ("model",):
         assert apart(one.tensors(file), other.tensors(file)) < 1e-10, file
@@ -145,7 +143,7 @@ def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs) -> None:
 
 @pytest.mark.long
 def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
-    """Model, augmentation and loss, in graphs that are cut where DDP sends gradients."""
+    """Model, augmentation and loss, in graphs that are split where DDP sends gradients."""
     assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
 
 
@@ -156,7 +154,7 @@ def test_one_gpu_trains_and_evaluates_what_the_cpu_does(name: str, runs) -> None
 
 
 def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
-    """A checkpoint of two GPUs, on them and on the CPU."""
+    """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
     assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(resumed.column("train/loss"))
     for file in ("model", "ema", "optimizer"):
@@ -179,7 +177,7 @@ def test_gradients_that_are_compressed_on_their_way_train_nearly_the_same(name: 
 
 @pytest.mark.long
 def test_a_detector_that_has_learnt_finds_the_same_on_gpus(run_several, run_on_gpus, data, tmp_path) -> None:
-    """After the few steps of the other tests all numbers of an evaluation are still 0."""
+    """A trained detector, since after the few steps of the other tests all evaluation results are still 0."""
     preset = ["--config", "recipes/presets/det_digits.yaml", "--output_dir", tmp_path]
     again = [*preset, "--data", data["det"], "--dtype", "float64", "--eval_only", tmp_path / "learnt" / "best"]
     cases = {"learnt": [*preset, "--max_steps", 150], "cpu": again}
@@ -199,18 +197,18 @@ PRECISIONS = {
     "single_gpu_fp16": 1,
     "multi_gpu_bf16": 2,
 }
-ROUNDED = {  # with what users have: data workers, a tracker, pictures
+ROUNDED = {  # with data workers, a tracker and plots, as users run them
     "resnet": f"{CLS} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8 --workers 2 --tracker wandb {VARIED}",
     "vit": f"{CLS} --model test_vit --workers 2 --mixup 0.2",
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }
-# Of the first loss, which is off by the last bits of the type, and of all: batch norm and Adam enlarge that from step to step.
+# For the first loss, which differs in the last bits of the type, and for all: batch norm and Adam amplify that step by step.
 TOLERANCE = {"bf16": (2**-7, 2**-5), "fp16": (2**-10, 2**-5), "fp32": (1e-5, 4e-4)}
 
 
 @pytest.fixture(scope="module")
 def exact(run_several, words) -> dict[str, Outcome]:
-    """The losses of the same runs in float64, on the CPU."""
+    """The same runs in float64 on the CPU."""
     flags = {name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()}
     return run_several(1, {name: words(name, flags[name], "exact") for name in ROUNDED}, as_typed=True)
 
@@ -219,7 +217,7 @@ def exact(run_several, words) -> dict[str, Outcome]:
     "config", [pytest.param(c, marks=[pytest.mark.long] * (n > 0)) for n, c in enumerate(PRECISIONS)]
 )
 def test_runs_in_any_precision_train_evaluate_draw_and_resume(config: str, run_on_gpus, words, exact) -> None:
-    """Losses stay as close to those of float64 as the precision and a few steps allow."""
+    """Losses stay as close to float64 as the precision allows over a few steps."""
     cases = {name: words(name, flags, config) for name, flags in ROUNDED.items()}
     half = cases["resnet"][-1] / "resnet" / "checkpoints" / f"step_{HALF:08d}"
     cases["resumed"] = words("resumed", f"{ROUNDED['resnet']} --resume {half}", config)

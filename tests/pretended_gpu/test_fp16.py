@@ -1,4 +1,4 @@
-"""fp16 on pretended GPUs: a step that overflows leaves no trace in what is trained, a loss that is not finite ends the run."""
+"""fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is not finite ends the run."""
 
 import json
 
@@ -13,7 +13,7 @@ LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_ste
 SMALL = "--width 32 --short_sides 64 --long_side 64"
 CASES = {
     "fused": "recipes/cls.py --opt sgd --clip 1",
-    "unfused": "recipes/cls.py --opt nesterov --clip 1",  # what sgd is, too, in timm
+    "unfused": "recipes/cls.py --opt nesterov --clip 1",  # the same method as sgd in timm
     "resumed": "recipes/cls.py --opt sgd --clip 1 --resume RUNS/fused/checkpoints/step_00000001",
     "compressed": "recipes/cls.py --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
     "diverged": "recipes/cls.py --opt sgd --lr 1e6",
@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(gpus, tmp_path_factory) -> dict[str, Outcome]:
-    """One launch on two GPUs, in which gradients of the second one alone overflow in steps 1 and 3."""
+    """One launch on two GPUs, in which only the second one's gradients overflow, in steps 1 and 3."""
     folder, commands = tmp_path_factory.mktemp("fp16"), []
     draw_stripes(folder / "cls" / "train", (6, 5, 4))
     draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
@@ -49,7 +49,7 @@ def runs(gpus, tmp_path_factory) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "detected"])
 def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
-    """Also the first step, and also on the way, by `--comm_hook fp16`; the scale halves, and the row of that step tells it."""
+    """Even in the first step, and in transit with `--comm_hook fp16`. The scale halves, which the row of that step shows."""
     run = runs[name]
     skipped = [norm is None for norm in run.column("train/grad_norm")]
     assert skipped[:3] == [True, False, True] and np.isfinite(run.column("train/loss")).all()
@@ -59,7 +59,7 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
 
 
 def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overflowed(runs):
-    """Memory that nobody has written is NaN here: a momentum that begins with it shows."""
+    """Unwritten memory is NaN here, so a momentum that starts from it would show."""
     fused, unfused = runs["fused"], runs["unfused"]
     for key in ("train/loss", "train/loss_scale"):
         np.testing.assert_allclose(fused.column(key), unfused.column(key), rtol=1e-5)
@@ -69,7 +69,7 @@ def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overfl
 
 @pytest.mark.parametrize("name, resumed", [("fused", "resumed"), ("detected", "detected_resumed")])
 def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs, name, resumed):
-    """Weights, momentum, loss scale and its growth, rows."""
+    """Weights, momentum, loss scale and its growth counter, rows."""
     whole, again = runs[name], runs[resumed]
     assert len(again.rows) < len(whole.rows)
     for file in ("model", "optimizer"):
@@ -113,12 +113,12 @@ for name, result in results.items():
     assert result.dtype == torch.float16 and result.isinf().all(), (name, result)
 assert torch.full((2,), 65519.0, device="cuda").half().isfinite().all()
 assert (half(2) * 200).max().item() == 60000 and half(300).mean().item() == 300
-assert (torch.full((2,), 1e-4, device="cuda").half() * 1e-3).max().item() > 0  # below what is normal in half
+assert (torch.full((2,), 1e-4, device="cuda").half() * 1e-3).max().item() > 0  # a subnormal number in half precision
 print("half overflows")
 """
 
 
 def test_results_of_kernels_in_half_precision_overflow_as_on_a_gpu(gpus, tmp_path):
-    """What a kernel returns is infinite beyond 65,504; what it holds inside is wider, as it mostly is on a GPU."""
+    """Results beyond 65,504 are infinite; inside a kernel numbers are wider, as in most kernels of a GPU."""
     done = gpus.python(HALF, tmp_path)
     assert done.stdout == "half overflows\n", done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""How often the host waits for a GPU in a step of each recipe: an exact number, on real GPUs or on pretended ones.
+"""How often the host waits for the GPU in a step of each recipe is an exact number, on real GPUs and on pretended ones.
 
-Pretended ones also hear what torch does not count, and so show that nothing else waits.
+The runtime of pretended GPUs also reports waits that torch does not, and so shows that there are no others.
 """
 
 import json
@@ -28,14 +28,14 @@ LOGGING = """Numbers of one's own.
              done = step + 1
 +            run.log({"train/squared": torch.cat(losses) ** 2, "train/own": 0.5})
 """
-# What torch does not count: events of the steps before, which have passed, and nvJPEG's work on a stream of its own.
+# Waits that torch does not report: for events of earlier steps, which have passed, and for nvJPEG's work on its own stream.
 REPORT = {"cudaEventSynchronize common/run/step_reports.py": 1}
 NVJPEG = {"cudaStreamSynchronize common/classification/device_decoding.py, io/image.py": 2}
 
 
 @pytest.fixture(scope="module")
 def count(launch, request, tmp_path_factory):
-    """Runs cases by name, on the GPUs that there are or on pretended ones."""
+    """Runs cases by name, on real GPUs or if there are none on pretended ones."""
     folder = tmp_path_factory.mktemp("waits")
     for place in range(20):
         file = folder / "jpegs" / f"class {place % 2}" / f"{place}.jpg"
@@ -44,7 +44,7 @@ def count(launch, request, tmp_path_factory):
     start = launch.start if IS_REAL else request.getfixturevalue("gpus").start
 
     def run(cases, devices=1):
-        """By name, of each case the counted steps of all ranks."""
+        """Returns for each case, by name, the counted steps of all ranks."""
         commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
         file = folder / "CASES.json"
         file.write_text(json.dumps(commands))
@@ -53,17 +53,20 @@ def count(launch, request, tmp_path_factory):
         done = start(config, "tests/host_waits.py", file, **options).finish(400)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
-        return {name: sum(of_ranks, []) for name, *of_ranks in zip(cases, *ranks, strict=True)}
+        return {
+            name: [wait for of_rank in of_ranks for wait in of_rank]
+            for name, *of_ranks in zip(cases, *ranks, strict=True)
+        }
 
     return run
 
 
 def both(step):
-    """What torch sees of a step, and what only the runtime hears; without the numbers of the lines."""
+    """The waits of a step that torch reports, and those that only the runtime reports; without line numbers."""
     hidden = Counter()
     for heard, often in step["runtime"].items():
         what, place = heard.split(" ", 1)
-        if what == "cudaStreamSynchronize":  # one for each wait that torch sees
+        if what == "cudaStreamSynchronize":  # one for each wait that torch reports
             often -= step["torch"].get(place, 0)
         if often and not (what == "cudaMemcpyAsync" and place in step["torch"]):
             hidden[heard] += often
@@ -78,7 +81,7 @@ def without_lines(places):
 
 
 def check(steps, waits, hidden=None):
-    """Each of the steps has these waits; `hidden` are of a pretended runtime."""
+    """Every step has exactly these waits; `hidden`: those that only the pretended runtime reports."""
     assert steps
     for step in steps:
         of_torch, of_runtime = both(step)
@@ -110,13 +113,13 @@ def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
 
 @pytest.mark.skipif(IS_REAL and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
-    """Also with numbers that a copied recipe logs. Whoever makes a step wait reads in which line."""
+    """Also with numbers that a copied recipe logs. A wait is reported with its line."""
     cases = {
         name: (copy(tmp_path / name / "cls.py", diff), *CLS["varied"])
         for name, diff in {"logging": LOGGING, "waiting": WAITING}.items()
     }
     found = count(cases, devices=2)
-    for name, steps in found.items():  # in its first ten steps DDP reads when its last step ended, by events
+    for name, steps in found.items():  # in its first ten steps DDP reads timing events
         timed = {f"cudaEventSynchronize {name}/cls.py, parallel/distributed.py": 8}
         if name == "waiting":
             check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})

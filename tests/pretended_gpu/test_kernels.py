@@ -1,4 +1,4 @@
-"""Does a kernel that the pretended GPU has of its own compute what the operator is?"""
+"""The kernels that the pretended GPU has of its own compute what their operators are defined to compute."""
 
 from tests.conftest import ROOT
 

@@ -1,4 +1,4 @@
-"""What happens on GPUs that are too small: before the first step, later, and on one of several?"""
+"""GPUs with too little memory: before the first step, later in the run, and on one of several."""
 
 import contextlib
 import json
@@ -16,8 +16,8 @@ from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes
 
 WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
 STEPS = 6
-# A recipe whose device others fill before the fifth step of a process that takes more than 8 samples at once: on the rank FULL.
-# It notes what it finds as it begins: processes and open files.
+# A recipe whose device is filled up before the fifth step, on the rank FULL, if its micro-batches have more than 8 samples.
+# Each process notes child processes and open files at its start.
 FILLED = """
 import json, os, runpy, sys
 import psutil, torch
@@ -39,7 +39,7 @@ sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-# Features of a pyramid over canvases that vary, with segments that grow and with those of fixed sizes.
+# Feature maps of canvases of varying sizes, allocated in expandable segments and in fixed ones.
 CANVASES = """
 import json
 import torch
@@ -62,7 +62,7 @@ for text in ("", "expandable_segments:False"):
     found.append([settings(), of["reserved_bytes.all.peak"] / of["allocated_bytes.all.peak"]])
 print("FOUND", json.dumps(found))
 """
-# What torch asks NVML before it maps memory: no device has a fabric.
+# Functions of NVML that torch calls before it maps memory: no device is part of a fabric.
 NVML = "".join(
     f"int nvml{name}() {{ return {code}; }}\n"
     for name, code in {
@@ -78,7 +78,7 @@ NVML = "".join(
 
 
 def several(gpus, folder: Path, config: str, cases: dict[str, list], **options) -> dict[str, Outcome]:
-    """As `run_several`, on pretended GPUs."""
+    """`run_several` on pretended GPUs."""
     commands = [[*case, *WORDS, "--output_dir", folder / "runs", "--name", name] for name, case in cases.items()]
     (folder / "CASES.json").write_text(json.dumps([[str(word) for word in command] for command in commands]))
     words = ("tests/recipes/several.py", "recipes/cls.py", folder / "CASES.json", "without_pictures")
@@ -88,14 +88,14 @@ def several(gpus, folder: Path, config: str, cases: dict[str, list], **options) 
 
 
 def assert_predicted(run: Outcome) -> None:
-    """The peak of training, with optimizer, gradients and moving average, is what the start table says in three digits."""
+    """Peak memory of training, with optimizer, gradients and moving average, is what the start table predicted."""
     predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
     assert 0.9 * predicted < peak < 1.01 * predicted < room
 
 
 def test_a_micro_batch_that_one_of_two_gpus_has_no_room_for_is_made_smaller_on_both(gpus, tmp_path):
-    """None waits for the other's statistics; what can't be smaller is refused. Training takes the memory that was foreseen."""
+    """Neither waits for the other's statistics; one that can't shrink is refused; training takes the predicted memory."""
     draw_stripes(tmp_path / "data", (80, 30))
     words = as_digits(["--data", tmp_path / "data", "--max_steps", 2, "--max_micro_batch_size", 64])
     words += ["--image_size", 64]
@@ -124,7 +124,7 @@ def test_a_detector_takes_the_memory_that_was_foreseen(gpus, tmp_path):
 
 
 def test_canvases_that_vary_leave_no_holes_in_memory(gpus, tmp_path):
-    """With torch's own allocator: what it reserves is hardly more than what it gives out."""
+    """torch's allocator reserves hardly more memory than it hands out."""
     if "cuMemCreate" not in (ROOT / "tests/pretended_gpu/runtime.c").read_text():
         pytest.skip("this runtime maps no memory")
     (tmp_path / "nvml.c").write_text(NVML)
@@ -140,7 +140,7 @@ def test_canvases_that_vary_leave_no_holes_in_memory(gpus, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_gpu_that_is_full_later_makes_the_same_run_in_smaller_micro_batches(gpus, launch, tmp_path, devices):
-    """One process replaces itself, two are replaced by their launcher; nothing of the first is left, then or at the end."""
+    """One process replaces itself, two are replaced by their launcher; nothing of the replaced ones is left."""
     script, starts = tmp_path / "filled.py", tmp_path / "STARTS"
     script.write_text(FILLED)
     words = (*WORDS, "--max_steps", STEPS, "--checkpoint_every", 3, "--dtype", "float64", "--batch_norm", "frozen")
@@ -177,7 +177,7 @@ def test_a_gpu_that_is_full_later_makes_the_same_run_in_smaller_micro_batches(gp
 
 
 def left_behind(starts: Path) -> list[psutil.Process]:
-    """Processes of a run that has ended, known by their environment, which still live after some seconds."""
+    """Processes of an ended run, known by their environment, that are still alive after some seconds."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

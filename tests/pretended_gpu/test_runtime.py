@@ -1,4 +1,4 @@
-"""Does a pretended GPU compute, fail and wait as a real one does?"""
+"""A pretended GPU computes, fails and waits as a real one does."""
 
 import json
 import os
@@ -28,11 +28,11 @@ used = torch.ones(1000, device="cuda")
 address = used.data_ptr()
 del used
 again = torch.empty(1000, device="cuda")
-assert again.data_ptr() == address and again.isnan().all(), "a block that is used again shows what was there"
+assert again.data_ptr() == address and again.isnan().all(), "a reused block must not show its old values"
 assert torch.empty(5 << 20, dtype=torch.float16, device="cuda").isnan().all()
 assert "_fused_dropout" in failing(lambda: torch.ops.aten._fused_dropout(again, 0.5))
 print("unknown operators are named")
-with _disable_current_modes():  # as a kernel of Triton or of C++ is, which no operator launches
+with _disable_current_modes():  # like a kernel of Triton or of C++ that no operator launches
     assert "not supported" in failing(lambda: torch.zeros(3, device="cuda"))
     assert "CUBLAS" in failing(lambda: torch.empty(3, 3, device="cuda").mm(torch.empty(3, 3, device="cuda")))
 
@@ -56,7 +56,7 @@ print("compiled graphs are computed")
 
 
 def test_what_nothing_computes_is_named_and_never_read(gpus, tmp_path):
-    """Memory that is not written is NaN, and a kernel without its operator fails, is named and ends the run with an error."""
+    """Unwritten memory is NaN. A kernel that no operator launched fails, is named, and the run ends with an error."""
     done = gpus.python(UNCOMPUTED, tmp_path)
     assert done.stdout == "unknown operators are named\ncompiled graphs are computed\n", done.stdout + done.stderr
     assert "no kernel for void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor" in done.stderr
@@ -67,7 +67,7 @@ def test_what_nothing_computes_is_named_and_never_read(gpus, tmp_path):
 
 @pytest.mark.long
 def test_nccl_gives_each_rank_what_it_must(gpus):
-    """Every call that torch makes of NCCL, in tensors that take several rounds; a rank that hangs keeps none from leaving."""
+    """Every call that torch makes of NCCL, with tensors that take several rounds. Ranks can abort if another hangs."""
     done = gpus.start("multi_gpu", ROOT / "tests/pretended_gpu/exchanging.py", 600_000, devices=3).finish()
     assert done.stdout == "all is exchanged\n", done.stdout + done.stderr
     assert "(local rank 2) was killed by SIGKILL" in done.stderr, done.stderr
@@ -75,7 +75,7 @@ def test_nccl_gives_each_rank_what_it_must(gpus):
 
 
 def test_a_machine_that_lacks_something_is_told_what(monkeypatch, tmp_path):
-    """And CUDA's headers are found in the layouts of both kinds of wheels."""
+    """Also, CUDA's headers are found in both layouts of wheels."""
     monkeypatch.setattr(build.shutil, "which", lambda tool: None if tool == "nm" else tool)
     assert build.why_not() in ("nm (Debian: gcc, binutils) are needed to pretend GPUs", "there is a real GPU")
     for layout in ("cu13", "cuda_runtime"):
@@ -88,7 +88,7 @@ def test_a_machine_that_lacks_something_is_told_what(monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_killed_and_stopped_runs_resume_and_leave_nothing(gpus, tmp_path):
-    """Two ranks with data workers: one is killed, then all are asked to stop; the losses are those of a run in one go."""
+    """Two ranks with data workers: one is killed, later all are asked to stop; losses equal those of an uninterrupted run."""
     words = "--tracker none --workers 2 --log_every 1 --max_steps 60 --eval_every 60 --checkpoint_every 5".split()
     words = ["recipes/cls.py", *words, "--output_dir", tmp_path, "--name"]
     gpus("multi_gpu", *words, "straight", devices=2)

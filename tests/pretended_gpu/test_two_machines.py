@@ -1,4 +1,4 @@
-"""Do two machines with two GPUs each train what one process on a CPU trains, with NCCL between them?"""
+"""Two machines with two GPUs each, and NCCL between them, train what one CPU process trains."""
 
 import json
 
@@ -20,7 +20,7 @@ def column(folder, key):
 
 
 def test_two_machines_with_two_gpus_each_train_what_a_cpu_trains(launch, gpus, nodes, tmp_path):
-    """In float64, in network namespaces, with the command of the README."""
+    """In float64, in network namespaces, with the README's command."""
     words = [*WORDS, *VARIED, "--output_dir", tmp_path, "--name"]
     machines = nodes(2)
     flags = ["--main_process_ip", machines[0].address, "--num_processes", 4]

@@ -1,4 +1,4 @@
-"""Does the watchdog name the process that hangs where the others wait for their devices, and before torch gives up?"""
+"""The watchdog names the process that hangs while the others wait for their devices, before torch gives up."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 PATIENCE = 15
-# A recipe of which rank 1 hangs as it takes its eighth batch: those of the trial and of DDP's warm-up are three.
+# A recipe whose rank 1 hangs when it takes its eighth batch; the micro-batch search and DDP's warm-up take three.
 HANGING = """
 import json, os, runpy, signal, sys, threading
 import torch, torch.distributed as dist
@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("how", ["stuck", pytest.param("stopped", marks=pytest.mark.long)])
 def test_the_process_that_hangs_is_named_where_the_others_wait_for_their_devices(gpus, tmp_path, how):
-    """Over NCCL. The default group, that of the hosts and that of the machine would all give up much later."""
+    """Over NCCL. The default group, the hosts' group and the machine's group would all give up much later."""
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
     words = ("--tracker", "none", "--workers", 1, "--batch_norm", "node", "--log_every", 1, "--max_steps", 50)

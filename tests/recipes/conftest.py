@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, compare
-from common.detection.data.sources import load as load_scenes
+from common.detection.data import sources
 from tests.harness import as_digits
 from tests.recipes.forked import Forks
 
@@ -181,7 +181,7 @@ def scenes(tmp_path_factory) -> Path:
 
 def draw_scenes(folder: Path) -> None:
     """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it."""
-    train, val = load_scenes("digits", seed=0, val_share=0.2)
+    train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
         images, annotations = [], []

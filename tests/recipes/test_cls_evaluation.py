@@ -110,7 +110,7 @@ def assert_same_results(one: dict, other: dict, tolerance: float = 1e-9) -> None
 
 
 @pytest.mark.parametrize("processes", PROCESSES[1:])
-@pytest.mark.parametrize(("name", "count"), [("digits", 359), ("labels", 23), ("stripes", 23)])
+@pytest.mark.parametrize("name, count", [("digits", 359), ("labels", 23), ("stripes", 23)])
 def test_a_run_records_the_same_results_on_any_layout(name: str, count: int, processes: int, runs) -> None:
     one, other = runs[1][name], runs[processes][name]
     assert one.rows[-1]["eval/count"] == count

@@ -166,7 +166,7 @@ def start_of(run: Outcome, recipe) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    "name, layout",
     [
         pytest.param(name, layout, id=f"{name}-{layout}", marks=[pytest.mark.long] * is_long(name, layout))
         for name, case in CASES.items()
@@ -232,7 +232,7 @@ def test_single_precision_starts_the_same(name: str, runs: dict[str, Outcome]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    "name, layout",
     [pytest.param(name, layout, id=f"{name}-{layout}") for name in REPEATED for layout in SINGLE[name]],
 )
 def test_a_repeated_run_has_the_same_bits(name: str, layout: Layout, runs: dict[str, Outcome]) -> None:

@@ -75,10 +75,11 @@ def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = Tr
     """
     from common.run.run import Run
 
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_die(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_die(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         if done == step:
             while once_tracked and not run._log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
@@ -86,7 +87,7 @@ def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = Tr
                 run._writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Run.observe = observe_and_die
+    Run.end_step = end_and_die
 
 
 def _write_only_while_training_goes_on() -> None:
@@ -94,7 +95,7 @@ def _write_only_while_training_goes_on() -> None:
     from common.checkpoints.store import Checkpoints
     from common.run.run import Run
 
-    done, save, observe = threading.Condition(), Checkpoints.save, Run.observe
+    done, save, end_step = threading.Condition(), Checkpoints.save, Run.end_step
     newest = 0
 
     def save_late(checkpoints: Checkpoints, record: dict, files: dict) -> Path:
@@ -102,28 +103,30 @@ def _write_only_while_training_goes_on() -> None:
             assert done.wait_for(lambda: newest >= min(STEPS, record["step"] + 2), timeout=60), "training waits"
         return save(checkpoints, record, files)
 
-    def observe_and_tell(run: Run, step: int, *rest) -> None:
+    def end_and_tell(run: Run, grad_norm) -> None:
         nonlocal newest
-        observe(run, step, *rest)
+        end_step(run, grad_norm)
+        step = run.step
         with done:
             newest = step
             done.notify_all()
 
-    Checkpoints.save, Run.observe = save_late, observe_and_tell
+    Checkpoints.save, Run.end_step = save_late, end_and_tell
 
 
 def _signal_at_step(step: int, number: int, times: int = 1) -> None:
     """A signal to the process itself when `step` steps are done."""
     from common.run.run import Run
 
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_signal(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_signal(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         for _ in range(times if done == step else 0):
             os.kill(os.getpid(), number)
 
-    Run.observe = observe_and_signal
+    Run.end_step = end_and_signal
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
@@ -449,10 +452,11 @@ def _kill_services_at_step(step: int) -> None:
 
     from common.run.run import Run
 
-    observe = Run.observe
+    end_step = Run.end_step
 
-    def observe_and_kill(run: Run, done: int, *rest) -> None:
-        observe(run, done, *rest)
+    def end_and_kill(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        done = run.step
         if done == step:
             while not run._log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
@@ -461,7 +465,7 @@ def _kill_services_at_step(step: int) -> None:
             for service in services:
                 service.kill()
 
-    Run.observe = observe_and_kill
+    Run.end_step = end_and_kill
 
 
 def test_dashboard_goes_on_as_one_run_and_its_failures_change_nothing(train, tmp_path):

@@ -28,7 +28,7 @@ HOOKS = {
     "powersgd": "--comm_hook powersgd --powersgd_rank 2",
 }
 # A ViT, without batch norm, makes little of small differences. A ResNet has branches whose first gradients are zeros.
-MODELS = {name: "--model test_vit --lr 1e-3" for name in HOOKS} | {"powersgd": "--model test_resnet"}
+MODELS = dict.fromkeys(HOOKS, "--model test_vit --lr 1e-3") | {"powersgd": "--model test_resnet"}
 TOLERANCE = {"fp16": 2**-11, "bf16": 2**-8}  # of a loss, in all these steps: the last bit of a number that is sent
 
 
@@ -95,7 +95,7 @@ def test_what_powersgd_cannot_do_is_refused(runs: dict[str, Outcome]) -> None:
     refused = runs["small buckets"]
     assert refused.outcome == "refused" and not refused.folder.exists()
     assert refused.text.startswith("--bucket_cap_mb 5: PowerSGD takes all gradients in one bucket")
-    with pytest.raises(Refused, match="--comm_hook powersgd with fp16: .*; take bf16") as refusal:
+    with pytest.raises(Refused, match=r"--comm_hook powersgd with fp16: .*; take bf16") as refusal:
         data_parallel(RunConfig(comm_hook="powersgd"), "fp16")
     assert "\n" not in refused.text + str(refusal.value)
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from common.checkpoints.resume import choose
 from common.checkpoints.store import Checkpoints
-from common.classification import mixing, sources
-from common.classification.device_transforms import draw_colours
+from common.classification import sources
+from common.classification.color_jitter import ColorJitter
+from common.classification.mixing import Mixing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.origin import read_origin
 from common.config.parsing import identity, parse, save, short_hash
@@ -134,8 +135,8 @@ def plan(config, model) -> None:
             one_line(evaluation_transform, shown)
             size = shown["input_size"][1:]
             if config.mixup or config.cutmix:
-                assert np.isfinite(mixing.draw(np.arange(4), config.seed, config.mixup, config.cutmix, *size)).all()
-            assert np.isfinite(draw_colours(np.arange(4), config.seed, config.color_jitter)).all()
+                assert np.isfinite(Mixing(config.seed, config.mixup, config.cutmix, size).draw(np.arange(4))).all()
+            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).draw(np.arange(4))).all()
         one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
     one_line(build_optimizer, config, model)
     assert len(short_hash(identity(config))) == 6
@@ -158,10 +159,10 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
         )
         words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
         for word in words[place % 2 :: 2]:  # a half for each field, for the time that it takes
-            if config := one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py"):
-                if getattr(config, field.name) != field.default:
-                    parsed += 1
-                    plan(config, model)
+            config = one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py")
+            if config and getattr(config, field.name) != field.default:
+                parsed += 1
+                plan(config, model)
     assert parsed > 25
 
 
@@ -211,7 +212,7 @@ def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_l
         one_line(parse, cls.Config, ["--config", file.name], "x.py")
 
 
-PATHS = [word for word in NUMBERS + TEXTS if word and not word.startswith("x/") or len(word) < 999]
+PATHS = [word for word in NUMBERS + TEXTS if (word and not word.startswith("x/")) or len(word) < 999]
 PATHS += [
     "/dev/zero",
     "/proc/self/fd",
@@ -224,8 +225,8 @@ PATHS += [
     "?" * 99,
 ]
 LOOKUPS = {
-    "--data": lambda text: sources.load(text, seed=0, val_share=0.2),
-    "--data of detection": lambda text: detection.load(text, seed=0, val_share=0.2),
+    "--data": lambda text: sources.load(sources.Spec(text, seed=0, val_share=0.2)),
+    "--data of detection": lambda text: detection.load(detection.Spec(text, seed=0, val_share=0.2)),
     "--model": lambda text: timm_models.build_classifier(text, 3),
     "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
     "--resume as --eval_only": read_origin,  # which the parser itself reads

@@ -21,7 +21,7 @@ from PIL import Image
 
 from common.config.parsing import parse
 from common.detection.batches import EvaluationScenes
-from common.detection.data.sources import load as load_scenes
+from common.detection.data import sources
 from common.detection.evaluation.coco_metrics import Detections
 from common.detection.export import export
 from tests.processes import Processes
@@ -47,7 +47,7 @@ def photos(tmp_path_factory) -> Path:
     """A COCO folder of digits in images of many sizes, some more than twice as large as they are evaluated at."""
     folder = tmp_path_factory.mktemp("photos")
     draws = np.random.default_rng(0)
-    _, source = load_scenes("digits", seed=0, val_share=0.2)
+    _, source = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     for part, count in (("train", 1), ("val", COUNT)):
         (folder / part).mkdir()
         images = []

@@ -31,7 +31,7 @@ def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_anew() -> Non
 
 def test_a_broken_source_ends_at_once_and_says_how_many_images_were_seen() -> None:
     with pytest.raises(
-        Refused, match="step 1: 64 of the last 64 images could not be read .*, more than .* of each 1,024"
+        Refused, match=r"step 1: 64 of the last 64 images could not be read .*, more than .* of each 1,024"
     ):
         BrokenImages(Progress(), 0.02, 64, print).count(1, ["x"] * 64)
 

@@ -73,7 +73,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone_whatever_became_of_its_
 
 def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="--output_dir .*/file: .*/file/a can't be written .*name another folder"):
+    with pytest.raises(Refused, match=r"--output_dir .*/file: .*/file/a can't be written .*name another folder"):
         RunFolder(tmp_path / "file" / "a")
     assert (tmp_path / "file").read_text() == ""
 
@@ -91,9 +91,10 @@ def test_files_are_replaced_whole(folder: RunFolder, monkeypatch: pytest.MonkeyP
     folder.write("summary.json", {"step": 1})
     folder.write("summary.json", {"step": 2, "name": "Füße"})
     assert folder.read("summary.json") == {"step": 2, "name": "Füße"}
-    with monkeypatch.context() as patch, pytest.raises(OSError):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-        folder.write("summary.json", {"step": 3})
+        with pytest.raises(OSError):
+            folder.write("summary.json", {"step": 3})
     assert folder.read("summary.json")["step"] == 2
     assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "log.txt", "summary.json"]
     (folder.path / "summary.json").write_text('{"step": ')

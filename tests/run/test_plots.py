@@ -122,7 +122,7 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path
     rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = texts(monkeypatch, lambda: plots.curves(folder, f"eval/{leading}" * bool(leading), best))
-    assert [text for text in said if text.startswith("run")][0].endswith(told)
+    assert next(text for text in said if text.startswith("run")).endswith(told)
     marked = f"best/ (step {best})"
     assert (marked in said) == ("step" in told)
     assert all(line in said for line in lines)

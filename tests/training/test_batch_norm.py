@@ -177,12 +177,12 @@ def test_group_statistics_are_the_same_on_every_layout(processes: Processes) -> 
 def test_a_micro_batch_that_is_not_whole_groups_is_refused() -> None:
     model = small_model()
     convert(model, "group", group_size=4)
-    with pytest.raises(Refused, match="6 samples .* norm_batch_size 4"):
+    with pytest.raises(Refused, match=r"6 samples .* norm_batch_size 4"):
         model(samples(6))
     model.eval()(samples(6))
 
 
-@pytest.mark.parametrize(("mode", "group_size", "text"), [("group", 1, "2 samples"), ("sync", 0, "local, group, node")])
+@pytest.mark.parametrize("mode, group_size, text", [("group", 1, "2 samples"), ("sync", 0, "local, group, node")])
 def test_impossible_requests_are_refused(mode: str, group_size: int, text: str) -> None:
     with pytest.raises(Refused, match=text):
         convert(small_model(), mode, group_size=group_size)
@@ -193,13 +193,13 @@ def test_a_batch_norm_that_is_not_known_is_refused() -> None:
         pass
 
     for unknown in (Custom(3), nn.BatchNorm2d(3, track_running_stats=False)):
-        with pytest.raises(Refused, match="1 .*can't be converted"):
+        with pytest.raises(Refused, match=r"1 .*can't be converted"):
             convert(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
 
 
 def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -> None:
     model = small_model()
-    with pytest.raises(Refused, match="before batch_norm.convert"):
+    with pytest.raises(Refused, match=r"before batch_norm.convert"):
         batch_norm.freeze(model)
     convert(model.requires_grad_(True), "group", group_size=2)
     layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]

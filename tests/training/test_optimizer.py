@@ -1,6 +1,7 @@
 """Weights move as the published methods say, at a learning rate that is a pure function of the step."""
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -208,14 +209,14 @@ def test_every_schedule_is_positive_bounded_rising_then_falling_and_without_jump
     assert values == [schedule(step) for step in reversed(range(total))][::-1]  # a function of the step alone
     assert all(0 < value <= peak * (1 + 1e-12) for value in values)
     rising = min(STREAM.steps(float(warmup)), total)
-    assert all(low < high for low, high in zip(values[:rising], values[1:rising], strict=False))
+    assert all(low < high for low, high in itertools.pairwise(values[:rising]))
     if kind != "step":
         after = values[max(0, rising - 1) :]
-        assert all(high >= low - 1e-12 * peak for high, low in zip(after, after[1:], strict=False))
+        assert all(high >= low - 1e-12 * peak for high, low in itertools.pairwise(after))
         if rising < total and rising:
             assert values[rising] == pytest.approx(peak) == values[rising - 1]
         longest = peak * max(1 / max(1, rising), math.pi / 2 / max(1, total - rising)) * (1 + 1e-9)
-        assert all(abs(high - low) <= longest for high, low in zip(values, values[1:], strict=False))
+        assert all(abs(high - low) <= longest for high, low in itertools.pairwise(values))
 
 
 def test_a_longer_run_has_the_schedule_that_it_would_have_had_from_the_start() -> None:

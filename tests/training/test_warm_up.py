@@ -13,7 +13,8 @@ from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import rank
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.warm_up import Trial, is_out_of_memory, warm_up
+from common.training.step import TrainingStep
+from common.training.warm_up import is_out_of_memory, warm_up
 from tests.processes import Processes
 
 
@@ -92,7 +93,7 @@ def test_the_model_is_as_it_was(processes: Processes) -> None:
 
 def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None:
     model = network()
-    with pytest.raises(Refused, match="the model can't make a step: .*; look at --image_size") as raised:
+    with pytest.raises(Refused, match=r"the model can't make a step: .*; look at --image_size") as raised:
         warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
     assert "\n" not in str(raised.value)
 
@@ -100,13 +101,14 @@ def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None
 @pytest.mark.smoke
 def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() -> None:
     """Also a mean of shape [1], which torch would take: its gradients are too small by the number of samples."""
-    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch, broken=(), encoded=None))
-    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), encoded=None)
+    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch))
+    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), drop_path=None, complete=lambda: batch)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
     model = nn.Linear(2, 1)
 
     def attempt(change: Callable) -> None:
-        trial = Trial(samples, lambda network, batch: change(network(batch.images)[:, 0]), torch.device("cpu"))
-        warm_up(model, model, lambda: trial(model, BatchPlan(6, 1, 6)))
+        step = TrainingStep(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]))
+        warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
 
     attempt(lambda losses: losses)
     for change, shape in (
@@ -129,7 +131,7 @@ NCCL = (
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("error", "is_memory"),
+    "error, is_memory",
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
@@ -163,7 +165,7 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
     model.compile()
     with pytest.raises(
-        Refused, match="^--compile failed: No working C.. compiler found .*; leave out --compile, or"
+        Refused, match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or"
     ) as raised:
         warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
     assert "\n" not in str(raised.value)
@@ -177,6 +179,6 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
         raise OutOfResources("out of resource: shared memory, Required: 262144, Hardware limit: 166912")
 
     with pytest.raises(
-        Refused, match="^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
+        Refused, match=r"^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
     ):
         warm_up(model, model, fail)

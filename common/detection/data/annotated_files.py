@@ -1,6 +1,5 @@
 """How do image files and what is written beside them become one source of annotated images?"""
 
-import hashlib
 import os
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,13 +9,13 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.images import open_rgb
+from common.data.partition import draws_of
 from common.detection.data.annotated import Annotations, FixedImages
 from common.detection.data.box_checks import FoundBoxes, check
 from common.detection.data.image_headers import headers_of_files
 from common.detection.data.stamps import Stamps
 from common.errors import Refused, printable
 from common.files import MEDIUM, read_text
-from common.randomness import mix
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +43,8 @@ class AnnotatedFiles(FixedImages):
         )
 
     def draws(self, key: int) -> np.ndarray:
-        """uint64[N] random numbers, each of its image's path alone."""
-        hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in self.paths)
-        return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
+        """uint64[N] random numbers, each a function of its image's path and `key` alone."""
+        return draws_of(self.paths, key)
 
 
 def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:

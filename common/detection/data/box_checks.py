@@ -90,7 +90,7 @@ def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
         turns = np.where(is_upright, 1, headers[:, 2]).astype(np.uint8)
         frames = np.where(is_upright[:, None], sizes, headers[:, :2])[found.rows[kept]]
         outlines = Outlines(_shapes(found, kept, frames, notes), turns)
-    annotations = Annotations(
+    return Annotations(
         found.classes,
         found.category_ids,
         found.image_ids,
@@ -103,7 +103,6 @@ def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
         outlines=outlines,
         notes=tuple(f"{found.title}: {note}" for note in notes),
     )
-    return annotations
 
 
 def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list[str]) -> pa.StructArray:

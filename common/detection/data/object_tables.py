@@ -16,7 +16,6 @@ from common.detection.data.box_checks import FoundBoxes, check
 from common.detection.data.box_formats import corners, only_format
 from common.detection.data.image_headers import headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
-from common.randomness import mix
 
 if TYPE_CHECKING:
     import datasets
@@ -49,8 +48,8 @@ class AnnotatedTable(FixedImages):
         return replace(self, **columns, images=self.images.part(rows), byte_counts=self.byte_counts[rows])
 
     def draws(self, key: int) -> np.ndarray:
-        """uint64[N] random numbers, each of its row alone."""
-        return mix(self.images.rows, key)
+        """uint64[N] random numbers, each a function of its row and `key` alone."""
+        return self.images.draws(key)
 
 
 class ObjectParts:

@@ -1,20 +1,18 @@
-"""Which images and boxes does `--data` mean, and which of them are held out for evaluation?"""
+"""Sources of images with boxes: reads what `--data` names, and holds out a share for evaluation."""
 
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from common.config.parsing import nearest_path
-from common.data import partition
-from common.data.huggingface import table_opener
-from common.data.partition import Piece, kind_of
+from common.data import data_spec, partition
+from common.data.data_spec import DataSpec
+from common.data.partition import kind_of
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotated
 from common.detection.data.annotated_files import AnnotatedFiles
@@ -26,164 +24,118 @@ from common.detection.data.stamps import Stamps
 from common.detection.data.voc_files import find_voc, read_voc, voc_parts
 from common.detection.data.yolo_files import find_yolo, read_yolo
 from common.errors import Refused
-from common.randomness import key_of
 
-_LARGE = (
-    64 << 20
-)  # bytes of annotations above which reading them leaves more memory behind than a process of its own takes
-# A process of its own that leaves the index, and says why it can't.
+# Bytes of annotations above which a process of its own reads them: all memory that this takes is free again at its end.
+_LARGE = 64 << 20
+# The program of that process: it writes the cache file, or prints why the data are refused.
 _READ = """
 import json, sys
+from pathlib import Path
 from common.data import workers
 from common.detection.data import sources
 from common.errors import Refused
 workers.end_with_parent()
 try:
-    path, wanted = json.loads(sys.argv[1])
-    sources.read_folder(path, sources._Wanted(**wanted), is_own_process=True)
+    path, spec = json.loads(sys.argv[1])
+    sources.read_folder(Path(path), sources.Spec(**spec), is_own_process=True)
 except Refused as refusal:
     sys.stdout.buffer.write(str(refusal).encode(errors="surrogateescape"))
 """
 
 
-def load(
-    data: str,
-    *,
-    seed: int,
-    val_share: float,
-    split: str = "",
-    image_column: str = "",
-    objects_column: str = "",
-    box_format: str = "",
-    masks: bool = False,
-) -> tuple[Annotated, Annotated]:
-    """The images to train on and those to evaluate on, (train, val), with the same classes. `data` is one of
+@dataclass(frozen=True)
+class Spec(DataSpec):
+    """Which images with boxes a run reads."""
+
+    objects_column: str = ""
+    box_format: str = ""
+    masks: bool = False
+
+    table_fields = ("image_column", "objects_column", "box_format")
+
+    def check(self, source: Annotated) -> None:
+        if self.masks and not source.has_masks:
+            raise Refused(
+                f"--data {self.data}: its objects are boxes without outlines, and masks are learnt from digits or a folder "
+                "in COCO's format with segmentations; give one, or choose a detector of boxes"
+            )
+
+    def hold_out(self, source: Annotated) -> tuple[Annotated, Annotated]:
+        train, val = super().hold_out(source)
+        for part, name in ((train, "train on"), (val, "evaluate on")):
+            if not len(part.boxes):
+                raise Refused(
+                    f"--val_share {self.val_share}: none of the {len(part)} images to {name} has a box; choose another"
+                )
+        return train, val
+
+
+def load(spec: Spec) -> tuple[Annotated, Annotated]:
+    """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
 
     - `digits`: scenes of scikit-learn's handwritten digits, a fresh one for each position of the stream;
     - a folder in COCO's format: train.json and val.json, or annotations/instances_train*.json and so on;
     - a folder in the format of Pascal VOC: JPEGImages/, Annotations/ and ImageSets/Main/;
     - a folder in the format of YOLO: with a data.yaml, or images/ and labels/;
-    - a Hugging Face data set with a column of objects, as in `sources.load`; `box_format` is xywh, xyxy or cxcywh.
+    - a Hugging Face data set with a column of objects, as in `classification.sources`; `box_format` is xywh, xyxy or cxcywh.
 
-    `split` names the part to evaluate on, as in `partition.choose`. Where the data has no part to validate on, `val_share` of
-    the images is held out, chosen by `seed` and the image's path or row alone. What was mended or left out on the way is in
-    the `notes` of both. With `masks` samples have them: digits, and COCO's format with segmentations.
+    `split` names the part to evaluate on, as in `partition.choose`. If the data has no part to validate on, `val_share` of
+    the images is held out, chosen by `seed` and the image's path or row alone. The `notes` of both say what was corrected or
+    left out. With `masks` samples have masks: those of digits, and of COCO's format with segmentations.
+
+    With `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found there.
 
     Raises `Refused` for what can't be found, read, or trained on.
     """
-    wanted = _Wanted(data, split, seed, val_share, masks)
-    train, val = _read(wanted, image_column, objects_column, box_format)
-    return train, val
+    if spec.box_format and spec.box_format not in BOX_FORMATS:
+        raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
+
+    def table(opener: Callable[[], dict[str, Any]]):
+        parts = ObjectParts(spec.data, opener, spec.image_column, spec.objects_column, spec.box_format)
+        return parts.labels, parts.read
+
+    return data_spec.load(spec, table, partial(scenes.load, spec.seed, spec.masks), partial(_load_folder, spec))
 
 
-def load_part(
-    data: str,
-    *,
-    split: str,
-    seed: int,
-    val_share: float,
-    held_out: bool = False,
-    image_column: str = "",
-    objects_column: str = "",
-    box_format: str = "",
-    masks: bool = False,
-) -> Annotated:
-    """The images of one part, chosen as in `partition.choose_part`, for an evaluation, with the classes that are found there.
-
-    `data` and the others are as in `load`: with its `seed` and `val_share`, `held_out` says that a model was trained on this
-    data by `load`, without the held-out share; other data without parts are evaluated whole.
-    """
-    wanted = _Wanted(data, split, seed, val_share, masks, alone=True, held_out=held_out)
-    (part,) = _read(wanted, image_column, objects_column, box_format)
-    return part
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What is asked for: two parts of `data`, to train and to evaluate on, or `alone` one to evaluate."""
-
-    data: str
-    split: str
-    seed: int
-    val_share: float
-    masks: bool
-    alone: bool = False
-    held_out: bool = False
-
-    def pieces(self, labels: Mapping[str, str]) -> tuple[Piece, ...]:
-        if self.alone:
-            return partition.choose_part(self.data, labels, self.split, self.held_out)
-        return partition.choose(self.data, labels, self.split)
-
-    def sources(self, labels: Mapping[str, str], read: Callable) -> tuple[Annotated, ...]:
-        """What `read(name, first)` reads of each piece, with masks where they are asked for."""
-
-        def checked(name: str, first: Annotated | None) -> Annotated:
-            source = read(name, first)
-            if self.masks and not source.has_masks:
-                raise Refused(
-                    f"--data {self.data}: its objects are boxes without outlines, and masks are learnt from digits or a folder "
-                    "in COCO's format with segmentations; give one, or choose a detector of boxes"
-                )
-            return source
-
-        hold_out = partial(_split, seed=self.seed, share=self.val_share)
-        return partition.read_pieces(self.pieces(labels), checked, hold_out, labels, self.val_share)
-
-
-def _read(wanted: _Wanted, image_column: str, objects_column: str, box_format: str) -> tuple[Annotated, ...]:
-    data = wanted.data
-    path = Path(os.path.abspath(Path(data).expanduser()))
-    if box_format and box_format not in BOX_FORMATS:
-        raise Refused(f"--box_format {box_format}: is none of {', '.join(BOX_FORMATS)}")
-    try:
-        if data != "digits" and (opener := table_opener(data)):
-            table = ObjectParts(data, opener, image_column, objects_column, box_format)
-            return wanted.sources(table.labels, table.read)
-        if image_column or objects_column or box_format:
-            raise Refused(f"--data {data}: is no table, so leave out --image_column, --objects_column and --box_format")
-        if data == "digits":
-            made = dict(zip(("train", "val"), scenes.load(wanted.seed, wanted.masks), strict=True))
-            return wanted.sources({name: part.origin for name, part in made.items()}, lambda name, _: made[name])
-        if found := read_folder(str(path), wanted):
-            return found
-    except PermissionError as error:
-        raise Refused(f"--data {data}: no permission to read {error.filename}; allow it, or copy the data") from error
+def _load_folder(spec: Spec, path: Path) -> tuple[AnnotatedFiles, ...]:
+    path = Path(os.path.abspath(path))
+    if found := read_folder(path, spec):
+        return found
     found = "a folder or file of a kind that is not known" if path.exists() else "nothing is there"
     raise Refused(
-        f"--data {data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
+        f"--data {spec.data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
         f"data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects{nearest_path(path)}"
     )
 
 
 class _Folder(NamedTuple):
-    """A folder in a format that is known, not read yet."""
+    """A folder in a known format, not read yet."""
 
-    what: object  # what its `repr` does not tell, does not matter
+    what: object  # its `repr` says all that decides what is read
     origins: dict[str, Path]  # of each part, the file or folder with its annotations
     labels: dict[str, str]
     read: Callable[[str, AnnotatedFiles | None, Stamps], AnnotatedFiles]
 
 
-def read_folder(path: str, wanted: _Wanted, is_own_process: bool = False) -> tuple[AnnotatedFiles, ...] | None:
-    """The parts of the folder at `path`, from the index of an earlier start or read again; None for other kinds of folders.
+def read_folder(path: Path, spec: Spec, is_own_process: bool = False) -> tuple[AnnotatedFiles, ...] | None:
+    """The parts of the folder at `path`, from the annotation cache or read again; None for other kinds of folders.
 
     Large annotations are read in a process of its own, unless this is it. Raises `Refused`.
     """
-    folder = _find(Path(path), wanted.masks)
+    folder = _find(path, spec.masks)
     if folder is None:
         return None
-    pieces = wanted.pieces(folder.labels)
+    pieces = spec.pieces(folder.labels)
 
     def read(stamps: Stamps) -> tuple[AnnotatedFiles, ...]:
-        return wanted.sources(folder.labels, lambda name, first: folder.read(name, first, stamps))
+        return spec.read(folder.labels, lambda name, first: folder.read(name, first, stamps))
 
     origin = folder.origins[pieces[0].name]
     is_large = origin.is_file() and origin.stat().st_size > _LARGE
-    arguments = json.dumps([path, asdict(wanted)])
+    arguments = json.dumps([str(path), asdict(spec)])
     command = [sys.executable, "-P", "-c", _READ, arguments] if is_large and not is_own_process else None
-    held_out = (wanted.seed, wanted.val_share) if any(piece.side != partition.WHOLE for piece in pieces) else None
-    return indexed((folder.what, wanted.masks, pieces, held_out), origin, read, command)
+    held_out = (spec.seed, spec.val_share) if any(piece.side != partition.WHOLE for piece in pieces) else None
+    return indexed((folder.what, spec.masks, pieces, held_out), origin, read, command)
 
 
 def _find(path: Path, masks: bool) -> _Folder | None:
@@ -211,17 +163,3 @@ def _coco_folder(path: Path, files: dict[str, Path], masks: bool) -> _Folder:
     labels = {name: str(file.relative_to(path)) for name, file in files.items()}
     read = lambda name, first, stamps: read_coco(path, files[name], first, masks, stamps)  # noqa: E731
     return _Folder(("COCO", path, files), files, labels, read)
-
-
-def _split(everything: Annotated, seed: int, share: float) -> tuple[Annotated, Annotated]:
-    if not 0 < share < 1:
-        raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
-    count = min(int(share * len(everything) + 0.5), len(everything) - 1)
-    if not count:
-        raise Refused(f"--val_share {share} of {len(everything)} images holds out none; raise it")
-    order = np.argsort(everything.draws(key_of(seed, "held out")), kind="stable")
-    train, val = (everything.part(np.sort(rows)) for rows in (order[count:], order[:count]))
-    for part, name in ((train, "train on"), (val, "evaluate on")):
-        if not len(part.boxes):
-            raise Refused(f"--val_share {share}: none of the {len(part)} images to {name} has a box; choose another")
-    return train, val

@@ -195,7 +195,7 @@ def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tu
             raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
         if not 0 <= label < (classes or _MOST_CLASSES):
             raise Refused(f"{file}:{number}: unknown class {label}; there are {classes or 'classes'} from 0 up")
-        if len(values) == 4 or has_keypoints and len(values) > 4:
+        if len(values) == 4 or (has_keypoints and len(values) > 4):
             x, y, width, height = values[:4]
             objects.append((label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)))
         elif len(values) >= 6 and len(values) % 2 == 0:

@@ -151,7 +151,7 @@ class DETR(nn.Module):
             rows = range(first, first := first + len(target["labels"]))
             regions.append([rows[row] for row in crowd])
             objects.append(sorted({*rows} - {*regions[-1]}))
-        order, sizes = sum(objects + regions, []), [*map(len, objects + regions)]
+        order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
         order = sent(torch.tensor(order, dtype=torch.int64), images.device)
         labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
         parts = corners[order].split(sizes)
@@ -378,7 +378,7 @@ class _Outputs:
         self.teacher, self.trust = edges[:, -1].detach(), logits[:, -1].detach().sigmoid().amax(-1)
 
 
-def _clamped(layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
     """What an encoder layer of transformers makes of its output in training, where something is not finite."""
     most = torch.finfo(output.dtype).max - 1000
     return output.clamp(-most, most)

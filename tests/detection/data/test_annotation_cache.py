@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.detection.data import annotation_cache, coco_files, sources, stamps
-from common.detection.data.sources import load
+from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.conftest import ROOT
 from tests.detection.data.test_sources import annotation, check_same, coco, picture, voc, yolo
@@ -23,7 +23,7 @@ import os, signal, sys
 from common.detection.data import sources, stamps
 stamps._COARSEST = 0.0
 {}
-sources.load(sys.argv[1], seed=0, val_share=0.25)
+sources.load(sources.Spec(sys.argv[1], seed=0, val_share=0.25))
 """
 
 
@@ -36,7 +36,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def read(root: Path, masks: bool = False, seed: int = 0):
-    return load(str(root), seed=seed, val_share=0.25, masks=masks)
+    return load(Spec(str(root), seed=seed, val_share=0.25, masks=masks))
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_what_is_refused_today_is_refused_with_an_index_too(tmp_path):
         read(tmp_path)
     (tmp_path / "10.jpg").unlink()
     with pytest.raises(Refused, match="masks are learnt from"):
-        load(str(voc(tmp_path / "voc")), seed=0, val_share=0.25) and read(tmp_path / "voc", masks=True)
+        load(Spec(str(voc(tmp_path / "voc")), seed=0, val_share=0.25)) and read(tmp_path / "voc", masks=True)
 
 
 def test_what_was_held_out_by_another_seed_is_another_index(tmp_path, place):
@@ -270,7 +270,8 @@ def test_other_code_or_another_copy_of_the_data_has_an_index_of_its_own(tmp_path
     read(root)
     copy = tmp_path / "other.py"
     copy.write_text("# another version")
-    monkeypatch.setattr(coco_files, "__file__", str(copy))
+    code = [copy if file == Path(coco_files.__file__) else file for file in annotation_cache._CODE]
+    monkeypatch.setattr(annotation_cache, "_CODE", code)
     read(root)
     assert len([*place.iterdir()]) == 2
     changed(

@@ -48,5 +48,5 @@ def test_the_stream_draws_images_in_these_shares():
 
 
 def test_fresh_scenes_can_not_be_drawn_more_often():
-    with pytest.raises(Refused, match="--repeat_threshold 0.001: scenes are made afresh"):
+    with pytest.raises(Refused, match=r"--repeat_threshold 0.001: scenes are made afresh"):
         repeat_weights(scenes.load(0)[0], 0.001)

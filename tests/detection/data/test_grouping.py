@@ -12,7 +12,7 @@ def aspects(count, seed=0):
     return np.random.default_rng(seed).choice([640 / 480, 480 / 640, 1.5, 1.0], count, p=[0.7, 0.2, 0.06, 0.04])
 
 
-@pytest.mark.parametrize(("size", "batch", "window"), [(1000, 8, 16), (103, 8, 4), (17, 8, 16), (5, 8, 3), (64, 64, 1)])
+@pytest.mark.parametrize("size, batch, window", [(1000, 8, 16), (103, 8, 4), (17, 8, 16), (5, 8, 3), (64, 64, 1)])
 def test_each_epoch_holds_each_image_exactly_once(size, batch, window):
     stream = GroupedStream(size, batch, 3, aspects=aspects(size), window=window)
     drawn = stream.indices(np.arange(4 * size)).reshape(4, size)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from common.detection.batches import EvaluationScenes
-from common.detection.data.sources import load
+from common.detection.data.sources import Spec, load
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.odd_files import bounded
@@ -55,7 +55,7 @@ LABELS = {
 def refusal(root: Path, monkeypatch) -> str:
     monkeypatch.setenv("VISION_RECIPES_CACHE", str(root.parent / "index"))
     with bounded(), pytest.raises(Refused) as raised:
-        load(str(root), seed=0, val_share=0.5)
+        load(Spec(str(root), seed=0, val_share=0.5))
     assert str(raised.value).isprintable()
     return str(raised.value)
 
@@ -112,7 +112,7 @@ def test_folders_that_link_to_each_other_and_images_that_claim_to_be_huge(tmp_pa
     png(root / "images/0/huge.png", 2**31 - 1, 2**31 - 1)
     png(root / "images/0/large.png", 100_000, 100_000)
     with bounded():
-        train, val = load(str(root), seed=0, val_share=0.5)
+        train, val = load(Spec(str(root), seed=0, val_share=0.5))
         assert len(train) + len(val) == 14
         assert max(train.sizes.max(), val.sizes.max()) == 640  # what stands in
         assert "2 of 14 images can't be read" in train.notes[0]
@@ -132,7 +132,7 @@ def test_a_stripe_is_shown_no_larger_than_the_long_side(tmp_path: Path, monkeypa
         json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}),
     )
     with bounded():
-        train, val = load(str(tmp_path), seed=0, val_share=0.5)
+        train, val = load(Spec(str(tmp_path), seed=0, val_share=0.5))
         scenes = EvaluationScenes(val, BoxAugmentation(0, (64,), 96), 32, (0, 0, 0))
         batch = scenes.__getitems__(np.arange(2))
         assert batch.images.shape[2:] == (32, 96) and not batch.broken

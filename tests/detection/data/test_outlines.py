@@ -9,7 +9,7 @@ from PIL import ExifTags, Image
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files, scenes
 from common.detection.data.outlines import decode, encode
-from common.detection.data.sources import load
+from common.detection.data.sources import Spec, load
 from common.errors import Refused
 
 WIDTH, HEIGHT = 40, 30
@@ -31,7 +31,7 @@ def written(root, segmentations, orientation=1, boxes=None):
         (root / part).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (WIDTH, HEIGHT)).save(root / part / "5.png", exif=exif)
         (root / f"{part}.json").write_text(json.dumps(content))
-    return load(str(root), seed=0, val_share=0.2, masks=True)[0]
+    return load(Spec(str(root), seed=0, val_share=0.2, masks=True))[0]
 
 
 def blob(seed=0):
@@ -62,7 +62,7 @@ def test_polygons_and_run_lengths_become_the_masks_of_pycocotools(tmp_path, monk
     assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
     assert [rle["counts"] for rle in source.rles(0)] == [rle["counts"] for rle in encode(masks)]
     assert source.notes == () and source.classes == ('a "counts": "b',)
-    assert load(str(tmp_path), seed=0, val_share=0.2)[0].sample(0, 0).masks is None  # nobody has asked
+    assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].sample(0, 0).masks is None  # nobody has asked
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -125,8 +125,8 @@ def test_data_without_outlines_is_refused(tmp_path):
     for number in range(5):
         Image.new("RGB", (9, 9)).save(folder / f"images/train/{number}.png")
         (folder / f"labels/train/{number}.txt").write_text("0 .5 .5 .5 .5")
-    with pytest.raises(Refused, match="boxes without outlines.*give one"):
-        load(str(folder), seed=0, val_share=0.2, masks=True)
+    with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
+        load(Spec(str(folder), seed=0, val_share=0.2, masks=True))
 
 
 def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp_path):
@@ -143,7 +143,7 @@ def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp
 def test_masks_of_digits_are_their_ink():
     train, val = scenes.load(0, masks=True)
     for position in range(40):
-        image, boxes, labels, crowd, masks = train.sample(0, position)
+        image, boxes, labels, _crowd, masks = train.sample(0, position)
         assert masks.shape == (len(labels), 128, 128) and masks.any((1, 2)).all()
         for box, mask in zip(boxes.astype(int), masks, strict=True):
             outside = mask.copy()

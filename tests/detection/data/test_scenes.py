@@ -50,7 +50,7 @@ def test_validation_scenes_are_the_same_for_every_seed_and_at_every_position(par
 
 
 def test_held_out_digits_appear_only_in_validation_scenes(parts):
-    for scene_part, digits in zip(parts, sources.load("digits", seed=0, val_share=0.2), strict=True):
+    for scene_part, digits in zip(parts, sources.load(sources.Spec("digits", seed=0, val_share=0.2)), strict=True):
         assert np.array_equal(scene_part.pixels, digits.pixels) and np.array_equal(scene_part.digits, digits.labels)
 
 
@@ -97,7 +97,7 @@ def test_columns_fit_each_other_and_keep_the_protocol(parts):
         assert np.allclose(part.areas, np.prod(part.boxes[:, 2:] - part.boxes[:, :2], axis=1))
         assert part.category_ids.tolist() == list(range(10)) and part.classes == tuple("0123456789")
         assert np.bincount(part.labels).min() > 50 and not part.crowd.any() and part.notes == ()
-    named = detection_sources.load("digits", seed=0, val_share=0.5)
+    named = detection_sources.load(detection_sources.Spec("digits", seed=0, val_share=0.5))
     assert [part.fingerprint for part in named] == [part.fingerprint for part in parts]
     assert len(parts[0]) == 1024 and parts[0].fresh and parts[0].name(3) == "scene[3]"
 

@@ -22,7 +22,7 @@ from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files, image_headers, stamps
 from common.detection.data.annotated_files import AnnotatedFiles
 from common.detection.data.annotation_cache import PLACE
-from common.detection.data.sources import load, load_part
+from common.detection.data.sources import Spec, load
 from common.errors import Refused
 
 
@@ -34,13 +34,15 @@ def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
 
 def read(data, seed=0, val_share=0.25, **options):
     """What `load` returns; from files it is the same without an index, with one that is made, and with one that is there."""
-    found = load(str(data), seed=seed, val_share=val_share, **options)
+    found = load(Spec(str(data), seed=seed, val_share=val_share, **options))
     if isinstance(found[0], AnnotatedFiles):
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
             patch.setenv(PLACE, place)
             patch.setattr(stamps, "_COARSEST", 0.0)
             for _ in range(2):
-                for part, other in zip(found, load(str(data), seed=seed, val_share=val_share, **options), strict=True):
+                for part, other in zip(
+                    found, load(Spec(str(data), seed=seed, val_share=val_share, **options)), strict=True
+                ):
                     check_same(part, other)
             assert len(os.listdir(place)) == 1
     return found
@@ -167,7 +169,7 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("json_name", "images"),
+    "json_name, images",
     [
         ("annotations/instances_{}2017.json", "{}2017"),
         ("annotations/instances_{}2017.json", "images/{}2017"),
@@ -728,7 +730,7 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
                 assert len(read(tmp_path / name, split=split)[1]) == count
     assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
     assert part(tmp_path / "yolo", "test").origin == "images/Test"
-    with pytest.raises(Refused, match="--split more: --data .* has no such part; there is Valid, test, train"):
+    with pytest.raises(Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"):
         part(tmp_path / "coco", "more")
 
 
@@ -767,7 +769,8 @@ def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_
 
 
 def part(data, split="", seed=0, val_share=0.25, **options):
-    return load_part(str(data), split=split, seed=seed, val_share=val_share, **options)
+    source, _ = load(Spec(str(data), seed, val_share, split, alone=True, **options))
+    return source
 
 
 # ---- what loaders and workers need

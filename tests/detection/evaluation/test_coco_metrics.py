@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     with contextlib.redirect_stdout(io.StringIO()):
         truth, rows = COCO(), []
         truth.dataset = coco_metrics._coco(source)
-        for annotation, rle in zip(truth.dataset["annotations"], sum(source.shapes, []), strict=True):
+        for annotation, rle in zip(truth.dataset["annotations"], itertools.chain(*source.shapes), strict=True):
             annotation["segmentation"] = rle
         truth.createIndex()
         for index, found in enumerate(source.found):

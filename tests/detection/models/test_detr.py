@@ -98,7 +98,7 @@ def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(f
     original = module.get_contrastive_denoising_training_group
 
     def ours(class_embed, **options):
-        labels, boxes, mask, values = original(class_embed=class_embed, **options)
+        labels, _boxes, mask, values = original(class_embed=class_embed, **options)
         noise = made["noise"]
         assert values["dn_num_group"] == noise.groups[0]
         for row, places in enumerate(values["dn_positive_idx"]):
@@ -249,7 +249,7 @@ def test_a_folder_of_another_family_and_one_without_a_model_are_refused(tmp_path
     with pytest.raises(Refused, match="can't be loaded"):
         build_model("rtdetr_v2", str(tmp_path), 4)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(Refused, match="the folder has no config.json"):
+    with pytest.raises(Refused, match=r"the folder has no config.json"):
         build_model("dfine", str(tmp_path), 4)
 
 

@@ -74,7 +74,7 @@ class Perfect(nn.Module):
         self.answer = {
             "cls_logits": torch.where(nn.functional.one_hot(labels, 4).bool() & foreground, 20.0, -20.0),
             "bbox_regression": torch.where(foreground, sides, 0),
-            "bbox_ctrness": torch.full(sides.shape[:2] + (1,), 20.0),
+            "bbox_ctrness": torch.full((*sides.shape[:2], 1), 20.0),
         }
 
     def forward(self, _):

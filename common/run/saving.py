@@ -1,0 +1,106 @@
+"""Checkpoints and `best/` of a run: chosen and loaded at its start, written beside training.
+
+All ranks call it alike; only the main process, which has a `folder`, writes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from common.checkpoints.resume import choose_together
+from common.checkpoints.state import Tensors, TrainingState
+from common.checkpoints.store import Checkpoints, verify
+from common.checkpoints.writer import Writer
+from common.config.fields import RunConfig
+from common.config.recipe_source import Source
+from common.distributed.collectives import broadcast_object
+from common.errors import Refused
+from common.run.best import Best
+from common.run.folder import RunFolder
+from common.run.progress import Progress
+from common.run.records import Records
+
+_LONG_WAIT = 1.0  # seconds; people are told of longer ones
+
+
+class Saving:
+    """Checkpoints and `best/` of the run in the folder `path`."""
+
+    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records):
+        self.config, self._path, self._folder, self._records = config, path, folder, records
+        self._say = records.log.say
+        self._checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
+        self.writer = Writer()
+
+    def resume(self, state: TrainingState, export: Callable[..., None], identity: dict, recipe: Source) -> int | None:
+        """Load the checkpoint to resume from, if there is one; returns the step after which the run then ends, else None.
+
+        `export(model, results=..., folder=...)` writes a folder of the model that is evaluated, which becomes `best/`.
+        """
+        self._state, records = state, self._records
+        self._best = Best(self._path, state, partial(_exported, export, state), self._say) if self._folder else None
+        options = recipe, self.config.allow_changed_source
+        found = choose_together(self.config.resume, self._checkpoints, identity, self._say, *options)
+        if not found:
+            return None
+        nothing = {"status": "", "step": 0, "cause": ""}
+        said = broadcast_object(nothing | self._folder.read("status.json") if self._folder else None)
+        with records.writing(f"loading {found.path}"):
+            state.check(found.shapes(), str(found.path))
+            try:
+                records.progress = Progress(**found.record["ledger"])
+                if self._best:
+                    self._best.mend(found, records.progress)
+                state.load(found.tensors(), found.record["numbers"])
+                return records.resume(found, said)
+            except (KeyError, TypeError, ValueError) as error:
+                raise Refused(
+                    f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
+                    "go on with the version that wrote it, or give this run another --name"
+                ) from error
+
+    def keep_best(self, results: dict) -> None:
+        """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
+        with self._records.writing("writing best/"):
+            if self._best:
+                self._best.export(results, self._records.checkpoint())
+
+    def save(self, step: int) -> None:
+        """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint before if that is still written.
+
+        What can't be written stops the run within a few steps, on all ranks.
+        """
+        records = self._records
+        with records.writing("writing a checkpoint"):
+            if self._folder:
+                records.log.check()
+                if (waited := self.writer.wait()) > _LONG_WAIT:
+                    self._say(
+                        f"step {step}: waited {waited:.0f} s for the checkpoint before to be written; "
+                        "a larger --checkpoint_every leaves it the time"
+                    )
+                self._best.take()
+                self.writer.start(self._state.tensors(), partial(self._commit, records.checkpoint(), records.summary()))
+                if self.config.dry_run:
+                    self.writer.wait()
+                    self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
+
+    def wait(self) -> None:
+        """Wait for what is being written."""
+        with self._records.writing("writing a checkpoint"):
+            self.writer.wait()
+
+    def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
+        """Make the checkpoint, and then what says that it is there; in the writer's thread."""
+        self._folder.sync()
+        record = record | {"best": self._best.seal()}
+        self._folder.check()
+        self._checkpoints.save(record, files)
+        self._best.place()
+        self._records.log.summary(summary)
+        if self._folder.read("status.json").get("status") == "running":  # no rank has written why it failed
+            self._folder.status("running", record["step"])
+
+
+def _exported(export: Callable[..., None], state: TrainingState, results: dict, folder: Path) -> None:
+    export(state.exported, results=results, folder=folder)

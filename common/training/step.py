@@ -1,0 +1,120 @@
+"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them.
+
+The trial before the first step, DDP's warm-up and training make the same passes, with the same function of the recipe.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+
+from common.data.batch_plan import BatchPlan
+from common.data.loader import Feed, Movable, training_loader, worker_count
+from common.data.stream import Stream
+from common.distributed.collectives import all_sum, rank
+from common.randomness import key_of, seed_model
+from common.training import batch_norm, drop_path
+from common.training.optimizer import clip_gradients
+from common.training.warm_up import check_losses
+
+
+class Samples(Protocol):
+    """A recipe's training samples: positions of the stream -> a batch; see `torch.utils.data.Dataset.__getitems__`."""
+
+    stream: Stream
+
+    def blank(self, count: int) -> Movable:
+        """`count` samples of noise with everything that a batch of the run can have, as large as any."""
+
+
+class TrainingStep:
+    """Makes the steps of `model` on batches of `samples`.
+
+    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. `totals_of(batch)`, if
+    given, counts what losses are divided by: all micro-batches of a step are fetched first, and the sum over the global batch
+    stands in `batch.totals` before the first forward pass.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        samples: Samples,
+        losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
+        totals_of: Callable[[Movable], torch.Tensor] | None = None,
+    ):
+        self.model, self.samples = model, samples
+        self._accelerator, self._losses_of, self._totals_of = accelerator, losses_of, totals_of
+        self._device = accelerator.device
+
+    def attempt(self, network: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
+        """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`, on noise: the same in every call.
+
+        Waits for no other rank. Losses of another shape than [B] are refused.
+        """
+        seed_model(0, self._device)
+        count = plan.micro_steps if self._totals_of else 1  # as many as are on the device at once
+        feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
+        batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
+        if self._totals_of:
+            batches[0].totals = self._totals_of(batches[0])
+        drop_path.set_draws(self.model, batches[0].drop_path)
+        losses = self._losses_of(network, batches[0])
+        check_losses(losses, plan.micro_batch_sizes[0])
+        (losses.sum() * scale).backward()
+
+    def begin(
+        self,
+        network: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        plan: BatchPlan,
+        seed: int,
+        steps: tuple[int, int],
+        workers: int,
+    ) -> None:
+        """Start the data workers for `steps`, (first, end)."""
+        self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
+        loader = training_loader(self.samples, plan, *steps, worker_count(workers))
+        self._feed = Feed(loader, self._device)
+        self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
+        self._losses, self._positions = [], []
+
+    def micro_batches(self, step: int) -> Iterator[Movable]:
+        """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
+        batches = (next(self._feed) for _ in range(self.plan.micro_steps))
+        if self._totals_of:
+            batches = [*batches]
+            totals = all_sum(sum(map(self._totals_of, batches)))
+            for batch in batches:
+                batch.totals = totals
+        for micro_step, batch in enumerate(batches):
+            seed_model(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
+            drop_path.set_draws(self.model, batch.drop_path)
+            self._positions.append(batch.positions)
+            is_last = micro_step == self.plan.micro_steps - 1
+            with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._network):
+                yield batch
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's losses, [B]; in the end they are those of the mean over the global batch."""
+        check_losses(losses, len(self._positions[-1]))
+        self._accelerator.backward(losses.sum() * self.plan.loss_scale)
+        self._losses.append(losses.detach())
+
+    def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
+        """Under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
+        self._accelerator.unscale_gradients(self._optimizers)
+        return clip_gradients(self._parameters, limit, mode)
+
+    def end(self) -> tuple[torch.Tensor, torch.Tensor, float, tuple[str, ...]]:
+        """Move batch norm's running statistics; losses [n] and positions [n] of this rank, seconds waited, broken images."""
+        batch_norm.update_running_statistics(self.model)
+        if len(self._losses) != len(self._positions):
+            raise RuntimeError(
+                f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
+            )
+        losses, positions = torch.cat(self._losses), torch.cat(self._positions)
+        self._losses, self._positions = [], []
+        return losses, positions, *self._feed.take()
