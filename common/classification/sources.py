@@ -6,7 +6,7 @@ memory pages into every loader worker, bit by bit, until the machine is full.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from common.classification import custom_data
+from common.classification.custom_data import CustomDataset
 from common.config.parsing import nearest_path
 from common.data import data_spec, partition
 from common.data.data_spec import DataSpec
@@ -48,7 +50,7 @@ class Spec(DataSpec):
         return None if source.multi_label else source.labels
 
 
-def load(spec: Spec) -> tuple[Source, Source]:
+def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None) -> tuple[Source, Source]:
     """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
@@ -57,6 +59,8 @@ def load(spec: Spec) -> tuple[Source, Source]:
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
     - a CSV file of paths and labels, or a pattern of them.
+
+    Data of another form are read by a `custom` data set of your own, or by one for each part: {"train": ..., "val": ...}.
 
     Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
@@ -69,6 +73,8 @@ def load(spec: Spec) -> tuple[Source, Source]:
     Raises `Refused` for what can't be found, read, or trained on, and if more than `max_broken_share` of the files of a
     part are missing.
     """
+    if custom is not None:
+        return custom_data.load(spec, custom)
     if _SHARDS.search(spec.data):
         raise Refused(f"--data {spec.data}: {_NOT_YET}")
     least = 1 if spec.alone else 2  # classes

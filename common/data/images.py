@@ -72,7 +72,7 @@ def opened(
     """The image, its header read. What goes wrong in the block because of the file is a `BrokenImage`, as in `open_rgb`."""
     if isinstance(source, bytes):
         source = io.BytesIO(source)
-    with _faults_of_the_file(), warnings.catch_warnings():
+    with faults_of_the_file(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow remarks on sizes, which are checked below, and on odd EXIF tags
         if isinstance(source, Image.Image):
             yield _checked(source, max_pixels)
@@ -86,12 +86,13 @@ def opened(
 
 def read_file(path: str | PathLike) -> bytes:
     """Its bytes. Raises `BrokenImage` where that is the file's fault."""
-    with _faults_of_the_file():
+    with faults_of_the_file():
         return read_bytes(path, _MAX_BYTES)
 
 
 @contextmanager
-def _faults_of_the_file() -> Iterator[None]:
+def faults_of_the_file() -> Iterator[None]:
+    """What goes wrong in the block because of an image's file is a `BrokenImage`."""
     try:
         yield
     except (BrokenImage, MemoryError):

@@ -70,7 +70,7 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
             f"{source.near(missing[0])}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )
     reasons = []
-    tried = np.unique(np.linspace(0, len(source) - 1, _TRIED).astype(np.int64))
+    tried = spread(len(source))
     for index in tried:
         try:
             with opened(source.content(index)):
@@ -80,6 +80,11 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     raise Refused(
         f"--data {data}: none of {len(tried)} images tried, all over its {len(source):,}, can be read, such as {reasons[0]}"
     )
+
+
+def spread(count: int) -> np.ndarray:
+    """int64[16 or less] indices all over `count` images."""
+    return np.unique(np.linspace(0, count - 1, _TRIED).astype(np.int64))
 
 
 def fingerprint_of(

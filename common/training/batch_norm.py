@@ -275,8 +275,16 @@ def freeze(*modules: nn.Module) -> None:
 
 
 def describe(mode: str, model: nn.Module) -> str:
-    """The mode and what it means for a converted model, for people."""
-    return f"{mode}: {DESCRIPTIONS[mode]}" if model.step_batch_norms else "none in this model: the same on every layout"
+    """The mode and what it means for a converted model, and how many layers are frozen or only half frozen, for people."""
+    layers = model.step_batch_norms
+    if not layers:
+        return "none in this model: the same on every layout"
+    text, moving = f"{mode}: {DESCRIPTIONS[mode]}", [layer for layer in layers if layer.mode != "frozen"]
+    if mode != "frozen" and len(moving) < len(layers):
+        text += f"; {len(layers) - len(moving)} of {len(layers)} layers are frozen"
+    if half := sum(layer.weight is not None and not layer.weight.requires_grad for layer in moving):
+        text += f"; {half} layers whose weights are not trained have statistics that move: batch_norm.freeze(...) stops both"
+    return text
 
 
 @torch.no_grad()

@@ -68,6 +68,11 @@ def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
     if hasattr(model, "no_weight_decay"):
         options["no_weight_decay_list"] = model.no_weight_decay()
     if config.layer_decay < 1:
+        if not any(map(partial(hasattr, model), ("group_matcher", "pretrained_cfg", "backbone"))):
+            raise Refused(
+                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer; give "
+                "it a method group_matcher() as timm's models have, or leave the flag out"
+            )
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)

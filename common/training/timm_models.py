@@ -277,14 +277,23 @@ def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
     try:
         model.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):
-        raise Refused(f"--grad_checkpointing: {name} does not offer it; lower --max_micro_batch_size instead") from None
+        title = _title(name, model)
+        raise Refused(
+            f"--grad_checkpointing: {title} does not offer it; lower --max_micro_batch_size instead"
+        ) from None
 
 
 def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
     """Rows of the start table. A module of one's own is called by its class."""
-    title = name if is_of_timm(model) else type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
+    return {
+        "model": f"{_title(name, model)}: {parameters:,} parameters",
+        "begins with": getattr(model, "begins_with", ""),
+    }
+
+
+def _title(name: str, model: torch.nn.Module) -> str:
+    return name if is_of_timm(model) else type(model).__name__
 
 
 def export(
@@ -327,9 +336,13 @@ def _save_config(
 def check_export(model: torch.nn.Module, config: dict) -> None:
     """See before the first step that what is exported of a classifier is loaded as the same model. Main process only.
 
-    Which weights it has makes no difference to that, so it is asked once. Raises `Refused`.
+    Which weights it has makes no difference to that, so it is asked once. A module of another kind is exported as it
+    is, and has to give logits. Raises `Refused`.
     """
-    if not is_main() or not is_of_timm(model):
+    if not is_main():
+        return
+    if not is_of_timm(model):
+        _check_logits(model, config["input_size"])
         return
     model = _without_zeros(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -344,6 +357,28 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
                 "your own into a torch.nn.Module of your own, which is exported as it is"
             ) from None
     _refuse_another(model, loaded, config["input_size"])
+
+
+@torch.no_grad()
+def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
+    """See that a module, as it is evaluated, makes logits [1, classes] of an image. Raises `Refused`."""
+    title, was_training = type(model).__name__, model.training
+    if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        raise Refused(
+            f"{title} has parameters without a shape yet; call it once on torch.zeros{(1, *size)} where it is made"
+        )
+    try:
+        logits = model.eval()(torch.zeros(1, *size))
+    except Exception:
+        return  # The trial of a step says why, on the device that the model may be made for.
+    finally:
+        model.train(was_training)
+    if not (isinstance(logits, torch.Tensor) and logits.dim() == 2 and len(logits) == 1):
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+        raise Refused(
+            f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]; return these, or put it "
+            "into a torch.nn.Module that does"
+        )
 
 
 def check_features(features: torch.nn.Module, arguments: dict) -> None:

@@ -204,7 +204,10 @@ def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -
     convert(model.requires_grad_(True), "group", group_size=2)
     layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
     before = [copy.deepcopy(layer.state_dict()) for layer in layers]
+    layers[0].requires_grad_(False)
+    assert "; 1 layers whose weights are not trained have statistics that move" in batch_norm.describe("group", model)
     batch_norm.freeze(layers[0])
+    assert batch_norm.describe("group", model).endswith(f"; 1 of {len(layers)} layers are frozen")
     loss_of(model.train()(samples(4)), 0).backward()
     update_running_statistics(model)
     assert_equal(layers[0].state_dict(), before[0], 0)

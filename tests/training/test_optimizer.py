@@ -107,6 +107,12 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
     assert moved["patch_embed.proj.weight"] == pytest.approx(0.1 * 0.5 ** (depth + 1), rel=1e-3)
 
 
+def test_layer_decay_is_refused_for_a_module_that_does_not_tell_its_layers() -> None:
+    build_optimizer(Config(), network())
+    with pytest.raises(Refused, match="--layer_decay 0.5: Sequential does not say which parameters form a layer"):
+        build_optimizer(Config(layer_decay=0.5), network())
+
+
 class Detector(nn.Module):
     """A backbone of features and a pyramid, and a head."""
 

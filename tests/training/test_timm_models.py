@@ -264,7 +264,7 @@ def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
     assert model.head_drop.p == 0.2
     with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
         timm_models.checkpoint_gradients(model, name)
-    with pytest.raises(Refused, match="--grad_checkpointing: mine does not offer it"):
+    with pytest.raises(Refused, match="--grad_checkpointing: Linear does not offer it"):
         timm_models.checkpoint_gradients(nn.Linear(1, 1), "mine")
 
 
