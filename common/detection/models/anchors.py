@@ -1,4 +1,4 @@
-"""Where are a detector's anchors, and which boxes do they stand for?"""
+"""Anchors of a detector, and which boxes they are matched with."""
 
 import torch
 import torch.nn.functional as F

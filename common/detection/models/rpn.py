@@ -1,4 +1,4 @@
-"""Where in an image may there be an object, whatever its class?"""
+"""Region proposal network: where in an image there may be an object of any class."""
 
 import torch
 import torch.nn.functional as F
