@@ -1,7 +1,7 @@
 """Sources of labelled images: reads what `--data` names, and holds out a share for evaluation.
 
-A source holds columns (NumPy, Arrow, memory-mapped files), never a Python object a row: reading those would copy their
-memory pages into every loader worker, bit by bit, until the machine is full.
+A source holds columns (NumPy, Arrow, memory-mapped files), never one Python object per row: each data worker would
+copy the memory pages of those it reads, until the machine is full.
 """
 
 import os

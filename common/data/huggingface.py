@@ -1,4 +1,4 @@
-"""Which column of a Hugging Face data set holds the images, which the labels, and what do the labels say?"""
+"""Hugging Face data sets and CSV files: opens their splits, and finds the image and label columns."""
 
 import glob
 import logging

@@ -1,4 +1,4 @@
-"""How do the weights move: which optimizer, at what learning rate, with which clipping and averaging?"""
+"""Optimizer, learning rate schedule, gradient clipping and moving average of the weights."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""How do image files and what is written beside them become one source of annotated images?"""
+"""Sources of image files with annotations in files of their own."""
 
 import os
 from dataclasses import dataclass, fields, replace

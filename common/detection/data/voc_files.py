@@ -1,4 +1,4 @@
-"""Which images and boxes does a folder in the format of Pascal VOC hold?
+"""Reader of folders in the format of Pascal VOC.
 
 JPEGImages/NAME.jpg, Annotations/NAME.xml, and lists of names in ImageSets/Main. Source: Everingham et al., "The Pascal
 Visual Object Classes Challenge", 2010, and its development kit.

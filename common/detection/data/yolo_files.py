@@ -1,6 +1,6 @@
-"""Which images and boxes does a folder in the format of YOLO hold?
+"""Reader of folders in the format of YOLO.
 
-images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes in
+images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes as
 shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://docs.ultralytics.com/datasets/detect
 """
 
