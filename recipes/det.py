@@ -27,15 +27,15 @@ from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
 from common.data.loader import Feed, evaluation_loader, training_loader, worker_count
 from common.data.stream import Stream
-from common.detection import defaults
+from common.detection import balancing, defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes
-from common.detection.data import balancing, sources
+from common.detection.data import sources
 from common.detection.data.annotated import Annotated
-from common.detection.data.grouping import GroupedStream
 from common.detection.evaluation import plots
-from common.detection.evaluation.coco_metrics import Detections
 from common.detection.evaluation.matching import Matches
+from common.detection.evaluation.metrics import Detections
 from common.detection.export import begin_with, export, load
+from common.detection.grouping import GroupedStream
 from common.detection.models import detectors
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.config.parsing import nearest_path
-from common.data import data_spec, partition
+from common.data import data_spec, splits
 from common.data.data_spec import DataSpec
 from common.data.digits import load_digits
 from common.data.huggingface import TableParts
@@ -52,7 +52,7 @@ def load(spec: Spec) -> tuple[Source, Source]:
     """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
-    - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with one subfolder per class;
+    - a folder with `train/` and `val/`, as `splits.kind_of` knows them, each with one subfolder per class;
     - an image folder with one subfolder per class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
@@ -60,7 +60,7 @@ def load(spec: Spec) -> tuple[Source, Source]:
 
     Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
-    `split` names the part to evaluate on, as in `partition.choose`. If the data has no part to validate on, `val_share` of
+    `split` names the part to evaluate on, as in `splits.choose`. If the data has no part to validate on, `val_share` of
     each class is held out, chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its
     class to the other side. The held-out fifth of `digits` is fixed, so that its results compare across seeds and settings.
 
@@ -124,7 +124,7 @@ class Folder(Source):
 
     def draws(self, key: int) -> np.ndarray:
         """uint64[N] random numbers, each a function of its image's path and `key` alone."""
-        return partition.draws_of(self.paths, key)
+        return splits.draws_of(self.paths, key)
 
     def part(self, rows: np.ndarray) -> "Folder":
         paths = self.paths.take(pa.array(rows))
@@ -134,7 +134,7 @@ class Folder(Source):
 def _part_folders(root: Path) -> dict[str, Path]:
     """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
     folders = _subfolders(root)
-    kinds = {name: partition.kind_of(name) for name in folders if partition.kind_of(name)}
+    kinds = {name: splits.kind_of(name) for name in folders if splits.kind_of(name)}
     if len({*kinds.values()}) > 1 or kinds and len(kinds) == len(folders):
         return {name: root / name for name in folders}
     for name in kinds:  # also the name of a class: a train is a vehicle

@@ -18,7 +18,7 @@ from common.detection.models.detectors import FAMILIES, Detector
 from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fpn import SimplePyramid
-from common.detection.models.selection import MOST
+from common.detection.models.postprocessing import MOST
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused

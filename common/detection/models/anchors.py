@@ -7,7 +7,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_area, box_iou
 
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import clip
+from common.detection.models.postprocessing import clip
 
 
 class Anchors:

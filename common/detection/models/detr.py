@@ -13,7 +13,7 @@ from torchvision.ops import box_convert
 from common.detection.models.boxes import filled, overlaps, sent
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model
-from common.detection.models.selection import MOST
+from common.detection.models.postprocessing import MOST
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation

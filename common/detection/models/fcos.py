@@ -8,7 +8,7 @@ from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import select
+from common.detection.models.postprocessing import select
 from common.detection.models.spec import DetectorSpec
 
 

@@ -9,9 +9,9 @@ from torchvision.ops import MultiScaleRoIAlign
 from common.detection.models.anchors import match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
+from common.detection.models.postprocessing import best_of
 from common.detection.models.rpn import Proposals
 from common.detection.models.sampling import lots, sample
-from common.detection.models.selection import best_of
 from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 

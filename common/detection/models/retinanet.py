@@ -11,7 +11,7 @@ from torchvision.ops import sigmoid_focal_loss
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import select
+from common.detection.models.postprocessing import select
 from common.detection.models.spec import DetectorSpec
 
 
