@@ -25,16 +25,17 @@ from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader, worker_count
 from common.data.stream import Stream
-from common.detection import defaults
+from common.detection import balancing, defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes
-from common.detection.data import balancing, sources
+from common.detection.data import sources
 from common.detection.data.annotated import Annotated
-from common.detection.data.grouping import GroupedStream
 from common.detection.evaluation import plots
-from common.detection.evaluation.coco_metrics import Detections
 from common.detection.evaluation.matching import Matches
+from common.detection.evaluation.metrics import Detections
 from common.detection.export import begin_with, export, load
+from common.detection.grouping import GroupedStream
 from common.detection.models import detectors
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range
 from common.distributed import launch
 from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
@@ -137,23 +138,10 @@ def build_data(config: Config, weights=None):
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
     """The detector, and what it begins with."""
-    levels = whole_numbers(config.levels, "-")
-    if not levels or len(levels) != 2:
-        raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
+    spec = DetectorSpec.of(config, classes)
     defaults.refuse_missing(config)
     with all_or_none("building the model"):
-        model = detectors.build_detector(
-            config.detector,
-            config.model,
-            len(classes),
-            names=classes,
-            pretrained=config.pretrained and not config.init,
-            levels=levels,
-            width=config.width,
-            convolutions=config.convolutions,
-            drop_path=config.drop_path,
-            seed=config.seed,
-        )
+        model = detectors.build_detector(spec)
         begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     drop_path.convert(model)

@@ -1,4 +1,4 @@
-"""How much does a rare class count, in the loss and in the stream?"""
+"""Class balance: weights of rare classes in the loss and in the stream."""
 
 from pathlib import Path
 

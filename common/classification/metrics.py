@@ -1,4 +1,4 @@
-"""How good is the model, exactly, whatever the layout of the run?
+"""Metrics of a classifier, exact on any layout of the run.
 
 Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks, so
 that 1 and 1,000 processes get the same numbers. All results are fractions in 0..1.

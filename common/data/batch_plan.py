@@ -1,4 +1,4 @@
-"""How is a global batch spread over processes and micro-steps?"""
+"""Batch plan: how a global batch is spread over processes and micro-steps."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""Where do decoded images wait for their next turn, so that a JPEG is decoded once and not in every epoch?
+"""Cache of decoded images: a JPEG is decoded once, not in every epoch.
 
-In a file without a name, in memory or in a folder, that all processes and data workers of a machine share. The system frees
-it when the last of them has gone, however it went, so nothing is left behind and nothing stale can be found. A slot is
-filled when its image first comes up; the first epoch sees the same pixels as the later ones.
+All processes and data workers of a machine share one file without a name, in memory or in a folder. The system frees it
+with the last process that has it open, however that process ends: nothing is left behind, and nothing stale can be found.
+A slot is filled when its image is first read; the first epoch sees the same pixels as the later ones.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Which columns does a CSV file have, and what is in them?"""
+"""CSV files as Arrow tables: finds the columns and their types, and names the row that is wrong."""
 
 import csv
 from collections.abc import Sequence

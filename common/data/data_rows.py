@@ -1,4 +1,4 @@
-"""What does the start table say of the data, so that a person sees what is trained on and what is evaluated?"""
+"""Rows of the start table about the data: what is trained on and what is evaluated."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from common.config.origin import Origin
-from common.data import partition
+from common.data import splits
 from common.data.huggingface import table_opener
 from common.errors import Refused
 from common.randomness import key_of
@@ -29,7 +29,7 @@ class DataSpec:
     val_share: float
     split: str = ""
     image_column: str = ""
-    alone: bool = False  # only the part to evaluate a trained model on, as `partition.choose_part` finds it
+    alone: bool = False  # only the part to evaluate a trained model on, as `splits.choose_part` finds it
     held_out: bool = False  # with `alone`: the model was trained on these data, except for the held-out share
 
     table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # those that only tables have a use for
@@ -53,13 +53,13 @@ class DataSpec:
     def hold_out(self, source: S) -> tuple[S, S]:
         """The images to train on and those held out, chosen by `seed` and each image's path or row alone."""
         draws = source.draws(key_of(self.seed, "held out"))
-        train, val = partition.held_out(draws, self.strata(source), self.val_share)
+        train, val = splits.held_out(draws, self.strata(source), self.val_share)
         return source.part(train), source.part(val)
 
-    def pieces(self, labels: Labels) -> tuple[partition.Piece, ...]:
+    def pieces(self, labels: Labels) -> tuple[splits.Piece, ...]:
         if self.alone:
-            return partition.choose_part(self.data, labels, self.split, self.held_out)
-        return partition.choose(self.data, labels, self.split)
+            return splits.choose_part(self.data, labels, self.split, self.held_out)
+        return splits.choose(self.data, labels, self.split)
 
     def read(self, labels: Labels, read: Read) -> tuple[S, ...]:
         """The sources to train and to evaluate on; with `alone`, one source."""
@@ -69,7 +69,7 @@ class DataSpec:
             self.check(source)
             return source
 
-        return partition.read_pieces(self.pieces(labels), checked, self.hold_out, labels, self.val_share)
+        return splits.read_pieces(self.pieces(labels), checked, self.hold_out, labels, self.val_share)
 
 
 def load(

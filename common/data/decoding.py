@@ -1,8 +1,8 @@
-"""How do the pixels of a part of an image come out of its file with the least work?
+"""Decoding of a part of an image, with as little work as possible.
 
-JPEGs are most of what is trained on. Their header tells the size, so what to show is drawn before anything is decoded; of a
-large photograph libjpeg then computes a half, a quarter or an eighth of the resolution and no more; and what is shown is cut
-out before it is resized, in 8 bits. Other formats are decoded whole.
+Most training images are JPEGs. Their header has the size, so the crop is drawn before anything is decoded. For a large
+photograph libjpeg then decodes only a half, a quarter or an eighth of the resolution, and the crop is cut out before it is
+resized, in 8 bits. Other formats are decoded whole.
 """
 
 from os import PathLike

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from common.data.partition import held_out
 from common.data.source import Source, fingerprint_of
+from common.data.splits import held_out
 from common.randomness import key_of, mix
 
 

@@ -1,8 +1,9 @@
-"""How does a batch get from a data worker to its process, so that nothing is left behind whichever of them is killed when?
+"""Handover of batches from data workers to their process, which leaves nothing behind whichever of them is killed.
 
-Its pixels and numbers lie in memory without a name, which the system frees with the last process that has it open. The open
-file goes through a pair of sockets that is older than the workers, all else through the loader's queue. (torch's own way gives
-the memory a name in /dev/shm for a moment, which is small in containers, and each worker a listening socket in /tmp.)
+A batch's arrays are written to memory without a name, which the system frees with the last process that has it open. The
+open file is sent through a pair of sockets that is older than the workers; everything else goes through the loader's
+queue. (torch's own way gives the memory a name in /dev/shm for a moment, which is small in containers, and each worker a
+listening socket in /tmp.)
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Which column of a Hugging Face data set holds the images, which the labels, and what do the labels say?"""
+"""Hugging Face data sets and CSV files: opens their splits, and finds the image and label columns."""
 
 import glob
 import logging
@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from common.config.parsing import nearest_path
 from common.data.csv_files import read_csv
 from common.data.images import SUFFIXES, BrokenImage
-from common.data.partition import kind_of, start_of
 from common.data.source import Source, fingerprint_of
+from common.data.splits import kind_of, start_of
 from common.errors import Refused, printable
 from common.files import check_regular, sizes_of
 from common.randomness import mix

@@ -1,7 +1,7 @@
-"""How does any image file become the same upright RGB pixels a person would see?
+"""Image files as upright 8-bit RGB pixels, as a person would see them.
 
-Whatever the file holds (grey, palette, transparency, CMYK, 16 bits, floats, a camera's rotation), what comes out is
-upright 8-bit RGB. What can't be decoded is a `BrokenImage` with its reason; what to do about it is the caller's choice.
+This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. What can't be decoded
+is a `BrokenImage` with its reason; the caller decides what to do about it.
 """
 
 import errno

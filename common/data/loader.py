@@ -1,6 +1,7 @@
 """Data loaders: batches of a task's samples, made by data workers, on the device.
 
-For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them. Training can start at any step at once, and its workers run until the last step.
+For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them.
+Training can start at any step at once, and its workers run until the last step.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""What does every source of labelled images have, wherever the images come from?"""
+"""Protocol of a source of labelled images, and checks that hold for every source."""
 
 import hashlib
 import json

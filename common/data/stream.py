@@ -1,8 +1,8 @@
-"""Which sample stands at this position of the endless training stream?
+"""Training stream: the endless sequence of samples that a run trains on.
 
 Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
-consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions it needs, from nothing: there is
-no list to shuffle, no iterator to fast-forward on resume, and a billion samples cost what a thousand cost.
+consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs: there is no list to
+shuffle and no iterator to fast-forward on resume, and a billion samples cost what a thousand cost.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How does a data worker begin, and how does it end, at the latest with the process that it works for?"""
+"""Start and end of a data worker: it ends with its process at the latest."""
 
 import contextlib
 import ctypes

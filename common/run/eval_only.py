@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common.config.origin import Origin, by_name, read_origin
-from common.data import partition
+from common.data import splits
 from common.data.source import Source
 from common.distributed import launch
 from common.errors import Refused
@@ -29,7 +29,7 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     """
     _, val, _ = build_data(config, origin)
     places = origin.places(val.classes, config.data)
-    launch.say(f"{partition.describe(config.data, val)}, {origin.matched(val.classes)}")
+    launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
     return val, origin.classes or val.classes, places
 
 

@@ -295,8 +295,8 @@ class Run:
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
 
-        Called after an evaluation, it ends the run there; else within three steps. The reason is recorded: the same command does
-        not train further, but a larger --epochs or --max_steps does.
+        Called after an evaluation, it ends the run there; else within three steps. The reason is recorded: the same command
+        does not train further, but a larger --epochs or --max_steps does.
         """
         self._ended_by = self._ended_by or why or "the recipe"
 

@@ -1,8 +1,8 @@
-"""Over which samples does batch normalisation take its statistics, so that the layout of a run does not change it?
+"""Batch normalisation over a chosen set of samples, so that a run's layout does not change its statistics.
 
 `convert` turns every batch norm of a model into a `StepBatchNorm`, in place and with the same parameters and keys.
-Its forward never touches the running statistics: it collects the mean and variance of what it normalised over, and
-`update_running_statistics` folds them in once per optimizer step, from all micro-batches of all ranks at once.
+Its forward never touches the running statistics: it collects the mean and variance that it normalised with, and
+`update_running_statistics` updates them once per optimizer step, from all micro-batches of all ranks at once.
 """
 
 import contextlib

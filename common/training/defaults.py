@@ -1,7 +1,7 @@
-"""Which defaults suit the data of a run?
+"""Defaults that suit the data of a run.
 
-Those of a recipe suit digits, which are small and never mirrored. Other data are taken for photographs, and fields that name a
-value for these (`option(..., photographs=0.5)`) have that as their default instead. Presets and flags win over both.
+Those of a recipe suit digits, which are small and never mirrored. Other data are assumed to be photographs: a field that
+names a value for these (`option(..., photographs=0.5)`) has it as its default instead. Presets and flags override both.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which residual branches does a sample skip, whatever the layout of the run?"""
+"""Stochastic depth: which residual branches a sample skips, independent of the layout of the run."""
 
 import numpy as np
 import torch

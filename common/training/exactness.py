@@ -1,4 +1,4 @@
-"""What of a run depends on its layout, beside batch norm, and by how much?"""
+"""What depends on a run's layout apart from batch norm, and by how much: warnings for the start of a run."""
 
 from collections.abc import Callable, Iterable
 

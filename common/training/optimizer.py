@@ -1,4 +1,4 @@
-"""Optimizer, learning rate schedule, gradient clipping and moving average."""
+"""Optimizer, learning rate schedule, gradient clipping and moving average of the weights."""
 
 import math
 from collections.abc import Iterable

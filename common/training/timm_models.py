@@ -1,4 +1,4 @@
-"""How does a name become a model, and a trained model a folder that others can load?"""
+"""Classifiers and backbones of timm: building one from its name, and exporting a trained one."""
 
 import contextlib
 import copy

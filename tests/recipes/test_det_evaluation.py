@@ -22,7 +22,7 @@ from PIL import Image
 from common.config.parsing import parse
 from common.detection.batches import EvaluationScenes
 from common.detection.data import sources
-from common.detection.evaluation.coco_metrics import Detections
+from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
 from tests.processes import Processes
 from tests.recipes.several import load

@@ -11,8 +11,8 @@ import torch
 
 from common.detection.data import outlines
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation import coco_metrics
-from common.detection.evaluation.coco_metrics import NAMES, Detections
+from common.detection.evaluation import metrics
+from common.detection.evaluation.metrics import NAMES, Detections
 
 CLASSES = ("never there", "cat", "dog", "bird")
 
@@ -61,7 +61,7 @@ def of_pycocotools(source: Annotations, detections: Detections) -> dict[str, flo
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
-        truth.dataset = coco_metrics._coco(source)
+        truth.dataset = metrics._coco(source)
         truth.createIndex()
         rows = [
             {
@@ -116,13 +116,13 @@ def test_an_image_that_two_ranks_looked_at_counts_once(monkeypatch) -> None:
     gathered = [
         (np.concatenate(rank.images), np.concatenate(rank.rows), np.array(rank.seen)) for rank in (first, second)
     ]
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: gathered)
+    monkeypatch.setattr(metrics, "gather_to_main", lambda _: gathered)
     assert first.results(source) == alone.results(source)
     for one, other in zip(first.columns(), alone.columns(), strict=True):
         np.testing.assert_array_equal(one, other)  # to draw from
 
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: None)  # as on the other ranks
-    monkeypatch.setattr(coco_metrics, "broadcast_object", lambda _: {"AP": 0.5})
+    monkeypatch.setattr(metrics, "gather_to_main", lambda _: None)  # as on the other ranks
+    monkeypatch.setattr(metrics, "broadcast_object", lambda _: {"AP": 0.5})
     assert second.results(source) == {"AP": 0.5}
     assert [len(column) for column in second.columns()] == [0, 0] and second.precision is None
 
@@ -177,7 +177,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     results = detections.results(source)
     with contextlib.redirect_stdout(io.StringIO()):
         truth, rows = COCO(), []
-        truth.dataset = coco_metrics._coco(source)
+        truth.dataset = metrics._coco(source)
         for annotation, rle in zip(truth.dataset["annotations"], itertools.chain(*source.shapes), strict=True):
             annotation["segmentation"] = rle
         truth.createIndex()
@@ -203,7 +203,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     first.update(range(12), source.found[:12])
     second.update(range(9, 21), source.found[9:])
     gathered = []
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
+    monkeypatch.setattr(metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
     for rank in (second, idle, first):
         all_or_none = rank.results(source)
     assert all_or_none == results

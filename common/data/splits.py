@@ -1,4 +1,4 @@
-"""Which part of a data set is trained on, which is evaluated, and how do people spell their names?"""
+"""Parts of a data set: which is trained on, which is evaluated, and what is held out if there is none for it."""
 
 import hashlib
 import re
