@@ -7,8 +7,8 @@ import pytest
 from common.classification.sources import load
 from common.data.data_rows import data_rows
 from common.detection.data.sources import load as load_boxes
-from tests.classification.test_sources import pets, picture
-from tests.detection.data.test_sources import annotation, coco
+from tests.harness.annotations import annotation, coco
+from tests.harness.drawings import pets, picture
 
 
 def rows(root: Path, **options) -> dict[str, str]:

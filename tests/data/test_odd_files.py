@@ -27,7 +27,7 @@ from common.detection.models.detectors import build_detector
 from common.errors import Refused
 from common.run.folder import RunFolder, read_json
 from common.training import timm_models
-from tests.odd_files import IRREGULAR, bounded, huge
+from tests.harness.odd_files import IRREGULAR, bounded, huge
 
 Place = Callable[[Path], None]
 KINDS = IRREGULAR | {"a huge file": huge}

@@ -1,6 +1,6 @@
 """Does a kernel that the pretended GPU has of its own compute what the operator is?"""
 
-from tests.conftest import ROOT
+from tests.harness.launching import ROOT
 
 HERE = ROOT / "tests" / "pretended_gpu"
 

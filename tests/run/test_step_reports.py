@@ -10,7 +10,7 @@ from common.distributed.collectives import rank, world_size
 from common.errors import Refused
 from common.run import step_reports
 from common.run.step_reports import StepReport, StepReports
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ from common.distributed.collectives import rank
 from common.errors import Refused
 from common.training import batch_norm
 from common.training.warm_up import Trial, is_out_of_memory, warm_up
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 def network(norm: str = "local") -> nn.Module:
