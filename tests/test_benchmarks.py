@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.conftest import Launcher
+from tests.harness.launching import Launcher
 
 pytestmark = pytest.mark.alone
 

@@ -23,7 +23,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
-from tests.recipes.several import load
+from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

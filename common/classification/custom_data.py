@@ -13,8 +13,8 @@ from PIL import Image
 
 from common.data.data_spec import DataSpec
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.splits import draws_of
 from common.data.source import Source, fingerprint_of, spread
+from common.data.splits import draws_of
 from common.errors import Refused, printable
 from common.randomness import mix
 

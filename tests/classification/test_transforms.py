@@ -16,7 +16,7 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
-from tests.odd_files import bounded
+from tests.harness.odd_files import bounded
 
 DATA = {
     "input_size": (3, 32, 32),

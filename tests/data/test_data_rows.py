@@ -7,8 +7,8 @@ import pytest
 from common.classification import sources
 from common.data.data_rows import data_rows
 from common.detection.data import sources as detection
-from tests.classification.test_sources import pets, picture
-from tests.detection.data.test_sources import annotation, coco
+from tests.harness.annotations import annotation, coco
+from tests.harness.drawings import pets, picture
 
 
 def rows(root: Path, **options) -> dict[str, str]:

@@ -28,7 +28,7 @@ from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.run.folder import RunFolder, read_json
 from common.training import timm_models
-from tests.odd_files import IRREGULAR, bounded, huge
+from tests.harness.odd_files import IRREGULAR, bounded, huge
 
 Place = Callable[[Path], None]
 KINDS = IRREGULAR | {"a huge file": huge}

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import Started
-from tests.faults.nodes import Node, Watched
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import Started
+from tests.harness.machines import Node, Watched
+from tests.harness.outcomes import Outcome
 
 pytestmark = pytest.mark.alone
 

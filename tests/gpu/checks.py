@@ -13,7 +13,7 @@ import torch
 
 from common.classification import sources
 from tests.gpu.machine import Failed, Launched, Machine, NotRun, Trained
-from tests.recipes.conftest import distance, identical
+from tests.harness.outcomes import distance, identical
 
 OPTIONS = "--augment rand-m5-n1 --random_erasing 0.25 --color_jitter 0.3 --mixup 0.2 --cutmix 0.2 --label_smoothing 0.1"
 VARIED = f"{OPTIONS} --ema_decay 0.9 --clip 1".split()

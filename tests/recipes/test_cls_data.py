@@ -16,8 +16,8 @@ import timm
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.conftest import ROOT
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import ROOT
+from tests.harness.outcomes import Outcome
 
 CLASSES = ("an emu", "chat", "犬")
 STEPS = 8  # of 8 samples: two passes over 30 images and the beginning of a third

@@ -31,7 +31,7 @@ from common.run.folder import RunFolder
 from common.training import timm_models
 from common.training.optimizer import Schedule, build_optimizer
 from recipes import cls, det
-from tests.odd_files import bounded
+from tests.harness.odd_files import bounded
 
 NUMBERS = ["nan", "inf", "-inf", "-0.0", "0", "1", "-1", "2", "0.5", "1e-300", "5e-324", "1e-9", "1e300", "1e400"]
 NUMBERS += [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.conftest import Outcome
+from tests.harness.outcomes import Outcome
 from tests.recipes.copied import COPIES, apply, change, changed_lines, copy
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from common.errors import Refused
 from common.run import step_reports
 from common.run.step_reports import StepReport, StepReports
 from common.training.step import StepOutcome
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,7 +10,7 @@ from common.detection.data.annotated import Annotations
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import Detections
-from tests.detection.evaluation.test_metrics import awkward
+from tests.harness.detections import awkward
 
 A, B = (10, 10, 50, 50), (60, 60, 80, 80)
 
