@@ -318,8 +318,8 @@ def main() -> None:
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             for batch in run.micro_batches():  # this rank's share of the global batch, on the device
-                losses = losses_of(network, batch)
-                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+                losses = losses_of(network, batch)  # [B]: one loss per sample
+                run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()
