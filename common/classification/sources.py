@@ -107,8 +107,8 @@ class Folder(Source):
     """Image files in one subfolder per class, at any depth below it; class ids are the sorted names of the folders."""
 
     root: Path
-    paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes, -1 of a link that leads nowhere
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
+    sizes: np.ndarray  # int64[N] bytes, -1 for a dangling link
     labels: np.ndarray
     classes: tuple[str, ...]
     origin: str = ""
@@ -138,12 +138,12 @@ class Folder(Source):
 
 
 def _part_folders(root: Path) -> dict[str, Path]:
-    """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
+    """The folder of each part of the data, with class folders in it; {"train": root} if `root` has the class folders."""
     folders = _subfolders(root)
     kinds = {name: splits.kind_of(name) for name in folders if splits.kind_of(name)}
     if len({*kinds.values()}) > 1 or (kinds and len(kinds) == len(folders)):
         return {name: root / name for name in folders}
-    for name in kinds:  # also the name of a class: a train is a vehicle
+    for name in kinds:  # it may be the name of a class: a train is a vehicle
         inside = {*_subfolders(root / name)}
         for other in (other for other in folders if other != name):
             if len(shared := sorted(inside & {*_subfolders(root / other)})) > 1:
@@ -193,7 +193,7 @@ def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Folder:
 
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
-    """Path below `root` and size of every image; links are followed, each real folder once, and a dangling one counts."""
+    """Path below `root` and size of every image. Links are followed, each real folder once; a dangling link has size -1."""
     above = len(os.path.join(root, ""))
     for _, entries in walk(root / folder):
         for entry in entries:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_SHOWN = 5  # names in a row
+_SHOWN = 5  # class names in a row of the table
 
 
 def data_rows(data: str, train, val, fingerprint: str, samples: str = "images") -> dict[str, str]:
-    """Rows of the start table about two sources of images, `labelled.Source` or `detection.annotated.Annotated`.
+    """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`.
 
     `samples` is what their `class_counts` count: images, or boxes.
     """

@@ -36,11 +36,11 @@ class DataSpec:
 
     @classmethod
     def of(cls, config: Any, weights: Origin | None = None, **options: Any) -> Self:
-        """What `config` says of the fields above, and `options`. With `weights`, the data to evaluate these on."""
-        options |= {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        """The fields above as `config` has them, unless they are among `options`; with `weights`, to evaluate these."""
+        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
         if weights:
-            options |= {"alone": True, "held_out": weights.trained_on(config.data) and not weights.config.get("split")}
-        return cls(**options)
+            given |= {"alone": True, "held_out": weights.trained_on(config.data) and not weights.config.get("split")}
+        return cls(**(given | options))
 
     def check(self, source: Any) -> None:
         """Raises `Refused` for a part that can't be used."""
