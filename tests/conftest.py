@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.harness.drawings import draw_scenes, draw_stripes
@@ -26,8 +27,14 @@ LAUNCHING = ("tests/recipes/", "tests/faults/", "tests/pretended_gpu/", "tests/t
 
 
 def pytest_configure() -> None:
-    """What tests read in this process leaves no index behind; those of the index name a place."""
+    """What tests read in this process leaves no index behind; those of the index name a place.
+
+    One thread per process: tests run two at a time, and threads that wait for each other on a busy core cost several times
+    what they compute.
+    """
     os.environ["VISION_RECIPES_CACHE"] = os.devnull
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
