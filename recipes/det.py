@@ -23,7 +23,7 @@ from common.config.fields import MOST_EPOCHS, OptimizationConfig, RunConfig, opt
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
-from common.data.loader import evaluation_loader, worker_count
+from common.data.loader import evaluation_loader
 from common.data.stream import Stream
 from common.detection import balancing, defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes
@@ -38,7 +38,7 @@ from common.detection.models import detectors
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
 from common.run import eval_only
 from common.run.run import Run
@@ -127,13 +127,8 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share.
-
-    With `weights`, those of --eval_only, both are the images to evaluate these on.
-    """
-    with main_process_first("reading the data", local=True):
-        train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
-    return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
+    """Training and validation images with boxes; with `weights`, those of --eval_only, both are the images to evaluate on."""
+    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
@@ -216,7 +211,7 @@ def build_samples(config: Config, train: Annotated, stream: Stream, model, varie
 def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
     """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
     samples = EvaluationScenes(val, plain, model.stride, fill)
-    return evaluation_loader(samples, size, worker_count(config.workers))
+    return evaluation_loader(samples, size, config.workers)
 
 
 @torch.no_grad()
@@ -254,7 +249,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     eval_only.report(config, results, val.classes)
 
 
-def start_rows(config: Config, data, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
+def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
     """What the start table says of data and model."""
     return {
         **data_rows(config.data, *data, "boxes"),
@@ -283,7 +278,7 @@ def main() -> None:
 
     with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, _ = data = build_data(config)
+        train, val = data = build_data(config)
         stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
         model, begins = build_model(config, train.classes, accelerator.device)

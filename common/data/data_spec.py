@@ -10,6 +10,7 @@ import numpy as np
 from common.config.origin import Origin
 from common.data import splits
 from common.data.huggingface import table_opener
+from common.distributed.collectives import main_process_first, same_on_all_ranks
 from common.errors import Refused
 from common.randomness import key_of
 
@@ -81,8 +82,21 @@ def load(
     """(train, val): the sources to train and to evaluate on; with `spec.alone`, both are the one to evaluate on.
 
     The arguments are how a task reads each format: `table(opener)` a Hugging Face data set or CSV files, `digits()` the two
-    parts of the built-in digits, `folder(path)` anything else. Raises `Refused`.
+    parts of the built-in digits, `folder(path)` anything else. A collective: the first process of each machine reads first,
+    since reading may download and convert, and all ranks must find the same data. Raises `Refused`.
     """
+    with main_process_first("reading the data", local=True):
+        train, val = _load(spec, table, digits, folder)
+    same_on_all_ranks("data", fingerprint(train, val))
+    return train, val
+
+
+def fingerprint(train: Any, val: Any) -> str:
+    """Names the data of a run: both sources, in 25 characters."""
+    return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
+
+
+def _load(spec: DataSpec, table: Callable, digits: Callable, folder: Callable) -> tuple[S, S]:
     path = Path(spec.data).expanduser()
     opener = None if spec.data == "digits" else table_opener(spec.data)
     try:

@@ -121,7 +121,7 @@ def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, wo
     if folder := os.environ.get(DRAWS):
         Path(folder).mkdir(parents=True, exist_ok=True)
         samples = RecordedSamples(samples, Path(folder))
-    return _loader(samples, positions, workers)
+    return _loader(samples, positions, worker_count(workers))
 
 
 def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
@@ -129,7 +129,9 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
 
     The batches are the same on every layout, so that an image meets the same neighbours in them.
     """
-    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
+    return _loader(
+        samples, samples.batches(batch_size)[rank() :: world_size()], worker_count(workers), _EvaluationLoader
+    )
 
 
 class _EvaluationLoader(DataLoader):

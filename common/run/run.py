@@ -22,6 +22,7 @@ from common.config.fields import RunConfig, steps_between
 from common.config.parsing import identity, short_hash
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
+from common.data.data_spec import fingerprint
 from common.data.loader import Movable
 from common.data.stream import Stream
 from common.distributed import launch, watchdog
@@ -145,7 +146,7 @@ class Run:
         samples: Samples,
         losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
         totals_of: Callable[[Movable], torch.Tensor] | None = None,
-        data: tuple[Sized, Sized, str],
+        data: tuple[Sized, Sized],
         export: Callable[..., None],
         rows: dict[str, str],
     ) -> tuple:
@@ -158,7 +159,7 @@ class Run:
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list. `ema` is
         the moving average of `model` (`optimizer.build_ema`), or None. `losses_of` and `totals_of` are explained at
-        `step.TrainingStep`. `data` is (training set, validation set, fingerprint). `export(model, results=..., folder=...)`
+        `step.TrainingStep`. `data` is (training set, validation set). `export(model, results=..., folder=...)`
         writes a folder of the model that is evaluated, which becomes `best/`.
         """
         single = isinstance(optimizer, torch.optim.Optimizer)
@@ -174,7 +175,7 @@ class Run:
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         rows = rows | self._rows(schedule, samples.stream) | inexact
-        self._records.describe(rows, *data[:2], self.plan, getattr(samples, "sizes", {}))
+        self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
         self._start(
             TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler), schedule, data, export
         )
@@ -205,7 +206,7 @@ class Run:
         """Load the checkpoint to resume from, if there is one, and open the run folder's files."""
         stream = schedule.stream
         self._stream, self.total_steps = stream, schedule.total_steps
-        told, recipe = identity(self.config) | {"data": data[2]}, recipe_source.read(self.config)
+        told, recipe = identity(self.config) | {"data": fingerprint(*data)}, recipe_source.read(self.config)
         records = self._records
         records.begin(state, stream, schedule, told, recipe)
         watchdog.note("choosing and loading a checkpoint")

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from common.data.batch_plan import BatchPlan
-from common.data.loader import Feed, Movable, training_loader, worker_count
+from common.data.loader import Feed, Movable, training_loader
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
 from common.randomness import key_of, seed_model
@@ -85,7 +85,7 @@ class TrainingStep:
     ) -> None:
         """Start the data workers for `steps`, (first, end)."""
         self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
-        loader = training_loader(self.samples, plan, *steps, worker_count(workers))
+        loader = training_loader(self.samples, plan, *steps, workers)
         self._feed = Feed(loader, self._device)
         self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
         self._losses, self._positions = [], []
