@@ -1,40 +1,52 @@
-"""How do tests copy a recipe and change it as a person would?
+"""Copies of recipes with changes, made as a person would make them: the diffs of docs/change_it.md, and others like them.
 
-A change is a file of `tests/recipes/copies/`, or a text like it: a line about it, and parts that begin with a line @@. The
-lines of a part begin with a blank where they stay, - where they go, and + where they come. It has no line numbers: what stays
-and goes must be found once.
+A diff has parts, each begun by a line `@@`, or `@@ name` if the part stands in the function or class of that name. The lines of
+a part begin with a blank if they stay, - if they go, and + if they come. There are no line numbers: what stays and goes is
+found exactly once.
 """
 
+import re
 from pathlib import Path
 
-COPIES = Path(__file__).parent / "copies"
-
-
-def change(name: str) -> str:
-    """The text of `copies/<name>.diff`."""
-    return (COPIES / f"{name}.diff").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/change_it.md").read_text()
+_SECTIONS = {
+    title.replace(" ", "-").lower(): text for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M)
+}
+CHANGES = {
+    name: re.search("```diff\n(.*?)```", text, re.S)[1] for name, text in _SECTIONS.items()
+}  # by anchor of the page
 
 
 def apply(diff: str, source: str) -> str:
     """`source` with a change."""
-    _, *parts = diff.split("@@\n")
-    for part in parts:
+    for place, part in re.findall(r"^@@ ?(.*)\n((?:(?!@@).*\n)+)", diff, re.M):
         lines = part.splitlines()
         assert {line[:1] for line in lines} <= {*" -+", ""}, f"neither blank, - nor +:\n{part}"
         old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != other) for other in "+-")
-        assert old and source.count(old) == 1, f"{source.count(old)} times in the recipe, and not once:\n{old}"
-        source = source.replace(old, new)
+        before, inside, after = _cut(source, place)
+        assert old and inside.count(old) == 1, f"{inside.count(old)} times in {place or 'the recipe'}, not once:\n{old}"
+        source = before + inside.replace(old, new) + after
     return source
 
 
-def changed_lines(diff: str) -> int:
-    """How many lines a person writes for it."""
-    return sum(line.startswith("+") and bool(line[1:].strip()) for line in diff.splitlines())
+def _cut(source: str, name: str) -> tuple[str, str, str]:
+    """What stands before, in and after a function or class; without a name, all is in it."""
+    found = re.search(rf"^(?:def|class) {name}\b(?:.*\n)(?:(?:[ )].*)?\n)*", source, re.M) if name else None
+    assert found or not name, f"no function or class {name}"
+    start, end = found.span() if found else (0, len(source))
+    return source[:start], source[start:end], source[end:]
+
+
+def changed_lines(diff: str) -> tuple[int, int]:
+    """How many lines come, and how many go; empty ones don't count."""
+    come, go = (sum(line.startswith(sign) and bool(line[1:].strip()) for line in diff.splitlines()) for sign in "+-")
+    return come, go
 
 
 def copy(to: Path, *diffs: str, recipe: str = "cls") -> Path:
     """A copy of recipes/<recipe>.py in the file `to`, with changes."""
-    source = Path(f"recipes/{recipe}.py").read_text()
+    source = (ROOT / f"recipes/{recipe}.py").read_text()
     for diff in diffs:
         source = apply(diff, source)
     to.parent.mkdir(parents=True, exist_ok=True)

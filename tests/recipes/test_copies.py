@@ -1,4 +1,7 @@
-"""Does a copied recipe with a change of a few lines train, as the same run on any layout, and never as another one?"""
+"""Copied recipes with the changes of docs/change_it.md train as the same run on one process and on three with unequal shares.
+
+A copy never resumes a run of another source, ends well when it stops itself, and is refused where its loss is a mean.
+"""
 
 import json
 import re
@@ -6,37 +9,45 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome
-from tests.recipes.copied import COPIES, apply, change, changed_lines, copy
+from tests.recipes.copied import CHANGES, PAGE, apply, changed_lines, copy
 
 ROOT = Path(__file__).parents[2]
 EXACT = "--dtype float64 --global_batch_size 50 --max_steps 8 --eval_every 4 --checkpoint_every 4 --log_every 1".split()
 EXACT += "--schedule constant --workers 1".split()
-# Which changes are made together, and the flags of the run; groups of 10 leave three processes unequal shares: 20, 20 and 10.
+GROUPS = "--batch_norm group --norm_batch_size 10"  # leaves three processes unequal shares: 20, 20 and 10
+# Which changes are made together, and the flags of the run.
 DAYS = {
-    "focal": (("focal", "second_head"), "--model test_vit --lr 2e-3"),
-    "stages": (("frozen_stages",), "--batch_norm group --norm_batch_size 10 --lr 2e-3"),
-    "optimizers": (("two_optimizers", "patience"), "--batch_norm group --norm_batch_size 10 --lr 2e-3 --ema_decay 0.9"),
-    "module": (("own_module", "patience"), "--batch_norm group --norm_batch_size 10 --lr 2e-3"),
+    "focal": (("focal-loss", "a-second-head"), "--model test_vit --lr 2e-3"),
+    "margin": (("margin-head", "a-data-set-of-your-own"), "--model test_vit --lr 2e-3"),
+    "stages": (("frozen-stages", "learning-rates-of-their-own"), f"{GROUPS} --lr 2e-3"),
+    "optimizers": (
+        ("two-optimizers", "an-augmentation-of-your-own", "early-stopping", "another-metric"),
+        f"{GROUPS} --lr 2e-3 --ema_decay 0.9",
+    ),
+    "module": (("a-model-of-your-own", "early-stopping"), f"{GROUPS} --lr 2e-3"),
+    "teacher": (("a-teacher",), "--model test_vit --lr 2e-3"),
 }
 STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 @@
-+            if done == 3 and rank() == world_size() - 1:
++            if run.step == 3 and accelerator.process_index == world_size() - 1:
 +                run.stop("enough")
-             if run.saves(done):
+             if run.saves():
 """
 BREAK = """The loop is left behind a step.
 @@
-                 run.save(done)
-+            if done == 4:
+                 run.save()
++            if run.step == 4:
 +                break
 """
 DRAWS = """Says when it draws.
 @@
-+                    launch.say(f"draws at step {done}")
++                    launch.say(f"draws at step {run.step}")
                      draw(run, val, counts, mistakes)
 """
 MEAN = """A mean as loss, of shape [1] or [].
@@ -46,16 +57,16 @@ MEAN = """A mean as loss, of shape [1] or [].
 """
 MEAN_OF_BOXES = """A mean as loss, of shape [].
 @@
--            return losses
+-            return config.global_batch_size * losses  # their mean over the global batch is the step's loss
 +            return losses.mean()
 """
 COMMENTS = """Words, and no other code.
 @@
--def build_batch_norm(config: Config) -> str:
+-def batch_norm_of(config: Config) -> str:
 -    \"\"\"The mode of batch norm: a frozen backbone keeps its statistics, too.\"\"\"
 -    return "frozen" if config.freeze_backbone else config.batch_norm
 +# Other words.
-+def build_batch_norm(
++def batch_norm_of(
 +    config: Config,
 +) -> str:
 +    return "frozen" if config.freeze_backbone else config.batch_norm  # and more
@@ -63,16 +74,24 @@ COMMENTS = """Words, and no other code.
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", sorted(path.stem for path in COPIES.glob("*.diff")))
-def test_a_change_is_small_and_applies_to_the_recipe_as_it_is(name: str) -> None:
-    compile(apply(change(name), (ROOT / "recipes/cls.py").read_text()), name, "exec")
-    assert changed_lines(change(name)) <= 15
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> None:
+    compile(apply(CHANGES[name], (ROOT / "recipes/cls.py").read_text()), name, "exec")
+    come, go = changed_lines(CHANGES[name])
+    assert 0 < come + go <= 15
+    assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), f"the page's table: +{come} -{go}"
 
 
 @pytest.mark.smoke
-def test_a_change_that_no_longer_applies_fails() -> None:
+def test_every_change_of_the_page_is_trained() -> None:
+    assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("diff", ["@@\n-no such line\n", "@@ build_plan\n-    return train\n"])
+def test_a_change_that_no_longer_applies_fails(diff: str) -> None:
     with pytest.raises(AssertionError, match="0 times"):
-        apply("Gone.\n@@\n-no such line\n", "another\n")
+        apply(diff, (ROOT / "recipes/cls.py").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +103,18 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
         *(f"{path},{path.parent.name},{path.parts[-3]}" for path in sorted(stripes.rglob("*.png"))),
     ]
     (folder / "labels.csv").write_text("\n".join(table))
+    (folder / "shells").mkdir()
+    for path in stripes.rglob("*.png"):
+        *_, part, kind, name = path.parts
+        (folder / "shells" / f"{kind.replace('_', '-')}_{part}{name}").symlink_to(path)
+    own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
+    own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
     data, short = ["--data", stripes], "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split()
     for processes in (1, 3):
         cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
-            recipe = copy(folder / f"{name}.py", *map(change, changes), DRAWS)
-            own = ["--data", folder / "labels.csv"] if name == "focal" else data
-            cases[name] = [recipe, *own, *EXACT, *flags.split(), *output]
+            recipe = copy(folder / f"{name}.py", *(CHANGES[change] for change in changes), DRAWS)
+            cases[name] = [recipe, *own.get(name, data), *EXACT, *flags.split(), *output]
         one_rank, mean, broken = (
             copy(folder / f"{name}.py", diff)
             for name, diff in (
@@ -107,6 +131,9 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
         cases |= {"stopped": stopped, "stopped again": stopped, "broken again": [*cases["broken"], "--name", "broken"]}
         if processes == 1:
             cases["stopped, longer"] = [*stopped, "--max_steps", 44]
+            for name in ("optimizers", "teacher"):
+                words = [word for word in cases[name][1:] if word not in own.get(name, ())]
+                cases[f"original of {name}"] = ["recipes/cls.py", *words, *data, "--max_steps", 1]
             module = cases["module"]
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
@@ -117,7 +144,7 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
             cases["without a name"] = [folder / "one_rank.py", *data, *short, "--max_steps", 1, *output, "--name", ""]
             same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
             cases["original"] = same
-            cases["finished by the original"] = [copy(folder / "focal/cls.py", change("focal")), *same]
+            cases["finished by the original"] = [copy(folder / "focal/cls.py", CHANGES["focal-loss"]), *same]
             cases["other words"] = [copy(folder / "words/cls.py", COMMENTS), *same, "--max_steps", 5]
             allowed = ["--max_steps", 6, "--allow_changed_source"]
             cases["finished, allowed"] = [folder / "focal/cls.py", *same, "--allow_changed_source", "--max_steps", 5]
@@ -133,7 +160,9 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
     assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
     losses = one.column("train/loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
-    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/f1_macro"):
+    keys = {key for row in one.rows for key in row if key.startswith(("train/", "eval/"))}
+    assert keys >= {"train/loss", "train/grad_norm", "eval/loss", "eval/f1_macro"}
+    for key in keys:
         np.testing.assert_allclose(three.column(key), one.column(key), rtol=1e-8, atol=1e-8, err_msg=key)
     for file in ("model", "optimizer"):
         whole, cut = one.tensors(file), three.tensors(file)
@@ -142,23 +171,48 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
             torch.testing.assert_close(cut[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
-    focal, stages, optimizers = (runs[1][name] for name in ("focal", "stages", "optimizers"))
-    assert (
-        focal.rows[-1]["eval/f1_macro"]
-        == json.loads((focal.folder / "summary.json").read_text())["last"]["eval/f1_macro"]
+def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: Path) -> None:
+    focal, margin, stages, optimizers, teacher = (
+        runs[1][name] for name in ("focal", "margin", "stages", "optimizers", "teacher")
     )
-    assert "best      macro F1" in focal.stdout and "labels.csv: 199" in focal.stdout
+    assert "labels.csv: 199" in focal.stdout and len(focal.column("train/odd")) == 8
     assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
     assert json.loads((focal.folder / "best/config.json").read_text())["module"] == "TwoHeads"
+    assert {"directions", "model.cls_token"} <= margin.tensors().keys() and "model.head.weight" not in margin.tensors()
+    assert "trained on      80 % of Shells" in margin.stdout and "stuff-0, stuff-1" in margin.stdout
 
+    layers = sum(isinstance(layer, torch.nn.BatchNorm2d) for layer in timm.create_model("test_resnet").modules())
+    assert re.search(rf"batch norm +group: .*; \d+ of {layers} layers are frozen\n", stages.stdout)
     first, last = (load_file(stages.folder / f"checkpoints/step_0000000{step}/model.safetensors") for step in (4, 8))
     moved = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
     assert {name.split(".")[0] for name in moved} == {"layer4", "fc"}
     assert any(name.endswith("running_mean") for name in moved)
+    assert stages.tensors("optimizer").keys() >= {"fc.weight/exp_avg", "layer4.0.conv1.weight/exp_avg"}
 
     states = optimizers.tensors("optimizer")
     assert {name for name in states if name.startswith("fc.")} == set() and any("exp_avg" in name for name in states)
+    for run in (optimizers, teacher):  # greyscale images, and a loss against the teacher's probabilities
+        original = runs[1][f"original of {run.folder.name}"]
+        assert run.column("train/loss")[0] != pytest.approx(original.column("train/loss")[0], rel=1e-4)
+    assert "best      macro F1" in optimizers.stdout
+    best = json.loads((optimizers.folder / "summary.json").read_text())["best"]
+    assert best["eval/ema_brier"] == pytest.approx(brier(optimizers.folder / "best", stripes / "val"), rel=1e-4)
+
+    assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
+    assert json.loads((teacher.folder / "best/config.json").read_text())["architecture"] == "test_vit"
+
+
+def brier(model: Path, images: Path) -> float:
+    """The mean over all images of the squared distance between probabilities and the true class."""
+    network = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(network))
+    names, errors = network.pretrained_cfg["label_names"], []
+    for path in images.rglob("*.png"):
+        with torch.no_grad():
+            probabilities = network(transform(Image.open(path))[None]).softmax(1)[0]
+        probabilities[names.index(path.parent.name)] -= 1
+        errors.append(probabilities.square().sum().item())
+    return float(np.mean(errors))
 
 
 @pytest.mark.parametrize("processes", [1, 3])
