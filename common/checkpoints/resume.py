@@ -1,4 +1,4 @@
-"""From which checkpoint does a run go on, and is it this run's?"""
+"""Resume: chooses the checkpoint that a run resumes from, and checks that it belongs to this run."""
 
 import socket
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def choose(
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """The verified checkpoint that `--resume` means, or None for a new start; the main process decides for all.
+    """The verified checkpoint that `--resume` selects, or None for a new run. Called by the main process for all.
 
-    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` the source that is running.
-    Raises `Refused` for `never` where there are checkpoints, for a path that is no whole checkpoint or an older one of this
-    folder, for another identity, and for another source unless `allow_changed_source`.
+    `mine` is the run's identity: its configuration and the fingerprint of its data. `recipe` is the present source.
+    Raises `Refused` for `never` if there are checkpoints; for a path that is not a complete checkpoint, or an older one of
+    this run folder; for another identity; and for another source unless `allow_changed_source`.
     """
     checkpoints.sweep()
     there, run = checkpoints.paths(), checkpoints.folder.parent
@@ -63,9 +63,9 @@ def choose_together(
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """What `choose` says on the main process, on every rank, once all have it. A collective.
+    """The result of `choose` on the main process, on every rank, after checking that all machines have it. A collective.
 
-    Raises `Refused` on every rank where a machine lacks that checkpoint, has another of that name, or has a newer one.
+    Raises `Refused` on every rank if a machine lacks that checkpoint, has another one of that name, or has a newer one.
     """
     host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
     of_ranks = gather_objects((host, newest))
@@ -85,16 +85,16 @@ def choose_together(
     with all_or_none("looking for the checkpoint"):
         if found.manifest() != manifest:
             raise Refused(
-                f"{found.path}: {host} has not the one that {main_host} goes on from: name an --output_dir that all machines "
-                f"see, or copy {checkpoints.folder} from {main_host}"
+                f"{found.path}: {host} does not have the one that {main_host} resumes from: name an --output_dir that all "
+                f"machines see, or copy {checkpoints.folder} from {main_host}"
             )
     return found
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's.
+    """Load the weights of a checkpoint into `model`, those of the moving average if it has one.
 
-    `path` may also be what was exported of a module of one's own.
+    `path` may also be the exported folder of a custom nn.Module. Raises `Refused` if the weights are of another model.
     """
     if (path / "config.json").is_file():
         check_regular(path)
@@ -107,9 +107,9 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
 
 
 def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
-    """Refuse to resume with a source that is not the one `found` was made with, unless that is allowed; say what changed."""
+    """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has, unless `allowed`."""
     theirs = found.record.get("source")
-    if not isinstance(theirs, dict):  # of before sources were recorded
+    if not isinstance(theirs, dict):  # made before checkpoints recorded sources
         return
     changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
     if not changes:
@@ -129,9 +129,9 @@ def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Ch
     if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
         return found
     if path.resolve().parent != checkpoints.folder.resolve():
-        return checkpoints.newest(say)  # it once began there: after a kill the same command goes on from what it has
+        return checkpoints.newest(say)  # the run branched off there, and now resumes from its own checkpoints
     raise Refused(
-        f"--resume {path}: {checkpoints.folder.parent} has gone on to {there[0].name}; to branch off give another --name"
+        f"--resume {path}: {checkpoints.folder.parent} has continued to {there[0].name}; to branch off give another --name"
     )
 
 

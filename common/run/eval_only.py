@@ -1,4 +1,4 @@
-"""Which weights does `--eval_only` evaluate, on which part of the data, and which of their classes are which?"""
+"""`--eval_only`: chooses the weights and the part of the data to evaluate, and matches their classes by name."""
 
 import copy
 import dataclasses
@@ -15,20 +15,23 @@ from common.errors import Refused
 
 
 def begin(config) -> Origin:
-    """Say which weights `--eval_only` evaluates, and what `config` has otherwise than their run. Raises `Refused`."""
+    """Read and print which weights `--eval_only` evaluates, and which settings differ from those of their run.
+
+    Raises `Refused` if they can't be read.
+    """
     origin = read_origin(config.eval_only)
     launch.say(origin.describe(dataclasses.asdict(config)))
     return origin
 
 
 def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> tuple:
-    """The data to evaluate on, the names of the model's classes, and which of these those of the data are.
+    """The data to evaluate on, the names of the model's classes, and the model's class id of each class of the data.
 
-    `build_data(config, load)` is the recipe's, `load_part` that of its sources. Logs which part of the data is evaluated.
-    Raises `Refused` for classes that the model does not know.
+    `build_data(config, load)` is the recipe's, `load_part` is that of its sources. Prints which part of the data is
+    evaluated. Raises `Refused` for classes that the model does not know.
     """
 
-    def load(*data, **options):  # one part, where training has two
+    def load(*data, **options):  # one part, while training loads two
         held_out = origin.trained_on(config.data) and not origin.config.get("split")
         return 2 * [load_part(*data, held_out=held_out, **options)]
 
@@ -39,7 +42,10 @@ def read(config, origin: Origin, build_data: Callable, load_part: Callable) -> t
 
 
 def model_of(config, origin: Origin) -> str:
-    """What a classifier is built of: an exported folder, which is one itself, or `--model`. Raises `Refused` for another."""
+    """The name or folder to build the model from: an exported folder, or for a checkpoint `--model`.
+
+    Raises `Refused` if `--model` contradicts the exported folder.
+    """
     if origin.is_alone:
         return config.model
     if config.model != origin.config.get("model"):
@@ -49,7 +55,7 @@ def model_of(config, origin: Origin) -> str:
 
 
 def report(config, results: dict, classes: Sequence[str]) -> None:
-    """Print the results, those of classes by name."""
+    """Print the results as one line of JSON, with classes by name."""
     launch.say(json.dumps({"eval_only": config.eval_only} | by_name(results, classes)))
 
 
@@ -65,10 +71,10 @@ class Columns(torch.nn.Module):
 
 
 def match(model: torch.nn.Module, val: Source, names: Sequence[str], places: Sequence[int]):
-    """`model` and `val` with the same classes in one order: those of `val`, then the others that the model knows.
+    """`model` and `val` with the same classes in the same order: those of `val`, then the others that the model knows.
 
-    `names` are the model's, `places` its class ids of those of `val`. What is taken for one of the others is wrong. Of several
-    labels an image each is a decision of its own: then the others, of which `val` says nothing, are left out.
+    `names` are the model's classes, `places` its class ids of the classes of `val`. Predicting one of the others counts as
+    an error. For multi-label data, each class is a separate decision, so the others are left out.
     """
     others = () if val.multi_label else sorted(set(range(len(names))) - set(places))
     matched = copy.copy(val)

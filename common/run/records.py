@@ -100,12 +100,12 @@ class Records:
         if step >= now:
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now
-        say(f"going on from step {step} of {now} ({found.path})")
+        say(f"resuming from step {step} of {now} ({found.path})")
         if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             say(
                 f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
-                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
+                f"continues at {self._schedule(step):.3g} (the last was {rate:.3g})"
             )
         return now
 

@@ -106,7 +106,7 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
 def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> None:
     first, _ = save(tmp_path / "a", 10, 20)
     assert refusal(first, tmp_path / "a") == (
-        f"--resume {first}: {tmp_path / 'a'} has gone on to step_00000020; to branch off give another --name"
+        f"--resume {first}: {tmp_path / 'a'} has continued to step_00000020; to branch off give another --name"
     )
 
 
@@ -198,9 +198,7 @@ def test_machines_go_on_only_from_a_checkpoint_that_all_have(processes, tmp_path
     def told(*folders: Path) -> list[str]:
         return processes.run(choose_on_ranks, list(folders), ranks=2)
 
-    lacking = (
-        f"checkpoints/step_00000001: {host} has not the one that {host} goes on from: name an --output_dir that all"
-    )
+    lacking = f"checkpoints/step_00000001: {host} does not have the one that {host} resumes from: name an --output_dir that all"
     assert all(text.startswith(lacking) for text in told(first, second))
     ahead = f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an --output_dir that all"
     assert all(text.startswith(ahead) for text in told(second, first))

@@ -175,7 +175,7 @@ def test_where_all_are_damaged_the_run_is_refused_and_all_are_left(tmp_path: Pat
     for path in save(tmp_path, 1, 2):
         flip(path / "model.safetensors", 0.5)
     said: list[str] = []
-    with pytest.raises(Refused, match="all 2 checkpoints are damaged; put a copy back, or start anew"):
+    with pytest.raises(Refused, match="all 2 checkpoints are damaged; put a copy back, or start a new run"):
         Checkpoints(tmp_path).newest(said.append)
     assert len(said) == 2 and names(tmp_path) == ["step_00000001", "step_00000002"]
 

@@ -106,7 +106,7 @@ def test_damage_to_any_file_costs_the_steps_since_the_checkpoint_before(forks, d
         damage(folder / "checkpoints/step_00000008" / file)
         ended = train(forks, data, folder)
         assert ended.code == 0, ended
-        assert "step_00000008 is damaged" in ended.stdout and "going on from step 4 of 12" in ended.stdout, ended.stdout
+        assert "step_00000008 is damaged" in ended.stdout and "resuming from step 4 of 12" in ended.stdout, ended.stdout
         assert_same_run(folder, whole)
 
 
@@ -151,14 +151,14 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
         ended = train(forks, data, folder, *flags, before=functools.partial(at_step, 6, act))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
-        assert "make room, and the same command goes on" in ended.stderr
+        assert "make room, and the same command resumes" in ended.stderr
         status = json.loads((folder / "status.json").read_text())
         assert status["status"] == "failed" and says in status["cause"] and 10 <= status["step"] <= STEPS, status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [5]
         assert not list(folder.rglob(".*.tmp"))
         mend(folder)
         ended = train(forks, data, folder, *flags)
-        assert ended.code == 0 and "going on from step 5 of 12" in ended.stdout, ended
+        assert ended.code == 0 and "resuming from step 5 of 12" in ended.stdout, ended
         assert_same_run(folder, whole)
 
 
@@ -293,7 +293,7 @@ def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(
     shutil.copytree(killed, folder)
     run_files_with(content, folder)
     ended = train(forks, data, folder)
-    assert ended.code == 0 and "going on from step 8 of 12" in ended.stdout, ended
+    assert ended.code == 0 and "resuming from step 8 of 12" in ended.stdout, ended
     assert identical(*(Outcome("ok", "", "", 0.0, path).tensors() for path in (folder, whole)))
     config = tmp_path / "config.yaml"
     config.write_bytes(content)

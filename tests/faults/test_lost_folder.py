@@ -50,7 +50,7 @@ def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     from common.distributed import launch
     from common.run.run import Run
 
-    launch.FIRST_WORD_S = 0  # no launcher ends the others here
+    launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
     without_pictures(0)
     observe = Run.observe
 
@@ -86,7 +86,7 @@ def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks,
         assert [verify(path).step for path in Checkpoints(tmp_path / "elsewhere/checkpoints").paths()] == [6, 4]
         (tmp_path / "elsewhere").rename(folder)  # as it was told to
         back = forks(*words(data, folder), before=functools.partial(without_pictures, 0))
-        assert back.code == 0 and f"going on from step 6 of {STEPS}" in back.stdout, back
+        assert back.code == 0 and f"resuming from step 6 of {STEPS}" in back.stdout, back
 
 
 def test_the_same_command_may_be_started_while_the_first_one_is_still_there(launch, forks, data, tmp_path):

@@ -92,7 +92,7 @@ def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
     kill(killed)
     whole = whole or undisturbed.end()
     went_on = machine.train(*words, **options, name=killed.folder.name)
-    require("going on from step 5 of 16" in went_on.stdout, "it did not go on from its checkpoint of step 5")
+    require("resuming from step 5 of 16" in went_on.stdout, "it did not go on from its checkpoint of step 5")
     bits = all(identical(whole.tensors(file), went_on.tensors(file)) for file in ("model", "ema", "optimizer"))
     rows = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (whole, went_on)]
     if bits and rows[0] == rows[1]:

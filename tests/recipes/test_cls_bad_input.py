@@ -614,7 +614,7 @@ def untouched(checkpoint: Path, payload: bytes) -> None:
     pass
 
 
-DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start anew with another --name"
+DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name"
 FILES = ("model.safetensors", "optimizer.safetensors", "record.json", "manifest.json")
 STANDING = {  # what is done to the checkpoint of two steps, and what the next start says to it
     **{f"pickle as {file}": (forge(file, False), Bad([], DAMAGED)) for file in FILES},
@@ -777,7 +777,7 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_a_larger_one_goes_on(run_
 
         mount("mount", "-o", "remount,size=20m", folder)
         ended = forks(*words, "--output_dir", folder)
-        assert ended.code == 0 and "going on from step 2 of 4" in ended.stdout, ended
+        assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended
         assert [row["step"] for row in full.rows] == [2, 4]
 
 
@@ -809,4 +809,4 @@ def test_a_limit_on_file_sizes_is_said_and_an_older_checkpoint_stays_whole(forks
     assert verify(tmp_path / "run/checkpoints/step_00000002").step == 2
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
     ended = forks(*words)
-    assert ended.code == 0 and "going on from step 2 of 4" in ended.stdout, ended
+    assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended

@@ -267,7 +267,7 @@ def test_jpegs_that_the_device_decodes_train_nearly_the_same_and_broken_ones_are
 def test_a_resumed_run_replaces_broken_images_by_the_same_neighbours_and_goes_on_counting(runs):
     for world in (1, 2):
         halves, whole = runs[world]["second half"], runs[world]["broken"]
-        assert "going on from step 4 of 8" in halves.stdout
+        assert "resuming from step 4 of 8" in halves.stdout
         assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
         assert np.array_equal(halves.column("data/broken"), whole.column("data/broken"))
 

@@ -333,7 +333,7 @@ def test_resume_never_and_resume_path(train, tmp_path):
 
     newest, older = (tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008"))
     refused = train("run", "--resume", older, "--max_steps", 18)
-    assert refused.code == 2 and "has gone on to step_00000012" in refused.stderr
+    assert refused.code == 2 and "has continued to step_00000012" in refused.stderr
     refused = train("run", "--resume", tmp_path, "--max_steps", 18)
     assert refused.code == 2 and "checkpoint" in refused.stderr
     refused = train("fresh", "--resume", tmp_path / "nowhere")
@@ -348,7 +348,7 @@ def test_resume_never_and_resume_path(train, tmp_path):
     assert identical(one.tensors(), other.tensors()) and identical(one.tensors("optimizer"), other.tensors("optimizer"))
 
     longer = train("branch", "--resume", older, "--max_steps", 18)  # the same command goes on, as after a kill
-    assert longer.code == 0 and "going on from step 12 of 18" in longer.stdout, longer.stderr
+    assert longer.code == 0 and "resuming from step 12 of 18" in longer.stdout, longer.stderr
 
     goes_on = train("run", "--resume", newest, "--max_steps", 18)
     assert goes_on.code == 0, goes_on.stderr
@@ -390,7 +390,7 @@ def test_same_command_without_a_name_resumes_and_another_seed_does_not(forks, im
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")
     second = forks(*command, "--workers", 1, before=_without_pictures)
-    assert second.code == 0 and "going on from step 4 of 12" in second.stdout
+    assert second.code == 0 and "resuming from step 4 of 12" in second.stdout
     assert forks(*command, "--seed", 1, before=_without_pictures).code == 0
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -424,9 +424,9 @@ def test_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(train, tm
         damage(tmp_path / "damaged/checkpoints/step_00000008")
         again = train("damaged", before=functools.partial(_kill_at_step, 9))
         assert "step_00000008 is damaged" in again.stdout, again.stdout
-        assert "going on from step 4 of 12" in again.stdout
+        assert "resuming from step 4 of 12" in again.stdout
         assert {"step_00000004", "step_00000008"} < set(checkpoints(tmp_path / "damaged"))
-    assert "going on from step 8 of 12" in train("damaged").stdout
+    assert "resuming from step 8 of 12" in train("damaged").stdout
     assert_same_run(tmp_path / "damaged", tmp_path / "whole")
 
 

@@ -167,8 +167,8 @@ def test_a_damaged_one_is_made_again_as_it_was(run: Path, damage) -> None:
     damage(run)
     again = training.start_again()
     (said,) = again.said
-    assert f"{run}/best is damaged or another (" in said and said.endswith(
-        f"): made again from {run}/checkpoints/step_00000002"
+    assert f"{run}/best is damaged or of another checkpoint (" in said and said.endswith(
+        f"): exported again from {run}/checkpoints/step_00000002"
     )
     assert content(run / "best") == was and again.progress.best["step"] == 2
     assert names(run) == ["best", "checkpoints"]
@@ -185,8 +185,8 @@ def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_
     again = training.start_again()
     (said,) = again.said
     for part in (
-        f"{run}/best is damaged or another (",
-        "the checkpoint of step 1 that it came from has gone: the best model, top-1 30.00 %, is lost",
+        f"{run}/best is damaged or of another checkpoint (",
+        "the checkpoint of step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost",
         "best/ is now that of step 3, top-1 20.00 %",
     ):
         assert part in said, said

@@ -249,7 +249,7 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish(exit_code=1)
     assert (backend.rows, backend.exit_code) == ([(2, {"a": 1.0})], 1)
-    assert said == ["wandb failed (disk full): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
 
 
 def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
@@ -264,7 +264,7 @@ def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish()
     assert backend.rows == [(2, {"a": 1.0})]
-    assert said == ["wandb failed (no boxes): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (no boxes): training continues, metrics.jsonl has every row"]
 
 
 def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> None:
