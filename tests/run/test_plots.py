@@ -1,4 +1,4 @@
-"""Every picture is drawn from whatever the run left: nothing, one row, not-a-number, a torn line, odd class names."""
+"""Plots can be drawn from whatever a run left: no rows, one row, NaN, an incomplete line, odd class names."""
 
 import json
 import subprocess
@@ -151,7 +151,7 @@ def test_a_confusion_matrix_may_have_a_background(tmp_path: Path, monkeypatch, c
     assert len(axes.texts) == (classes + 1 if classes <= plots.NUMBERED_CLASSES else 0)
 
 
-def test_a_name_keeps_what_tells_it_from_others() -> None:
+def test_a_shortened_name_keeps_its_distinctive_parts() -> None:
     assert plots.short("a  b\n", 5) == "a b"
     assert plots.short("defect_of_type_12", 9) == "defe…e_12"
     assert plots.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
@@ -176,7 +176,7 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"confusion.png": b"old"}
 
 
-def test_neither_pyplot_nor_an_early_matplotlib() -> None:
+def test_plots_need_no_pyplot_and_import_matplotlib_late() -> None:
     """Importing the module costs no Matplotlib, and drawing touches no global state."""
     code = (
         "import sys; from common.run import plots; assert 'matplotlib' not in sys.modules;"
