@@ -149,7 +149,7 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
         ended = train(forks, data, folder, *flags, before=functools.partial(at_step, 6, act))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
-        assert "make room, and the same command goes on" in ended.stderr
+        assert "make room, and the same command resumes" in ended.stderr
         status = json.loads((folder / "status.json").read_text())
         assert status["status"] == "failed" and says in status["cause"] and 10 <= status["step"] <= STEPS, status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [5]

@@ -27,8 +27,8 @@ WORDS = (
 # A machine may beat every other second only, and is heard of a second late.
 LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
-LEAVES = "asked to stop{}: this machine leaves, the others go on; the same command takes it back"
-ALL_STOP = "the run stops; the same command on all machines goes on from the last checkpoint"
+LEAVES = "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
+ALL_STOP = "the run stops; the same command on all machines resumes from the last checkpoint"
 # A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
 PACED = """
 import os, runpy, sys, time
@@ -54,7 +54,7 @@ def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
 
 def resumed_without_a_loss(stdout: str, cause: str) -> None:
     """Whether the processes that were stopped by `cause` saved their last step, and the next ones went on from there."""
-    stopped = re.findall(rf"stopped by {cause} at step (\d+): the run goes on from there", stdout)
+    stopped = re.findall(rf"stopped by {cause} at step (\d+): the run resumes from there", stdout)
     resumed = re.findall(r"resuming from step (\d+) of", stdout)
     assert stopped and set(stopped) <= set(resumed), (cause, stdout)
 
@@ -114,7 +114,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     assert [each.returncode for each in done] == [0, 0], done
     resumed_without_a_loss(done[0].stdout, "a change of machines")
     resumed_without_a_loss(done[0].stdout, "SIGTERM")
-    asked = f"{first.name}: going on without {second.name} ({second.address}): asked to stop"
+    asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
     assert said_once(asked, done[0]), done[0].stderr
     print(took)
 

@@ -276,8 +276,8 @@ def test_a_finished_run_never_says_that_all_is_well_with_a_damaged_best_model(fo
         damage(folder / "best" / name)
         stdout = train(forks, data, folder, 1, *kept)
         said = stdout[: stdout.index("finished  ")]
-        assert f"{folder}/best is damaged or another ({name} has " in said, stdout
-        assert f"made again from {folder}/checkpoints/step_{best:08d}" in said, stdout
+        assert f"{folder}/best is damaged or of another checkpoint ({name} has " in said, stdout
+        assert f"exported again from {folder}/checkpoints/step_{best:08d}" in said, stdout
         assert {file.name: file.read_bytes() for file in (folder / "best").iterdir()} == content
 
 

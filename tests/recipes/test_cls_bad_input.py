@@ -590,7 +590,7 @@ def untouched(checkpoint: Path, payload: bytes) -> None:
     pass
 
 
-DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start anew with another --name"
+DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name"
 FILES = ("model.safetensors", "optimizer.safetensors", "record.json", "manifest.json")
 STANDING = {  # what is done to the checkpoint of two steps, and what the next start says to it
     **{f"pickle as {file}": (forge(file, False), Bad([], DAMAGED)) for file in FILES},

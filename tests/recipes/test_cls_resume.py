@@ -277,7 +277,7 @@ def test_resume_never_and_resume_path(train, tmp_path):
 
     newest, older = (tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008"))
     refused = train("run", "--resume", older, "--max_steps", 18)
-    assert refused.code == 2 and "has gone on to step_00000012" in refused.stderr
+    assert refused.code == 2 and "has continued to step_00000012" in refused.stderr
     refused = train("run", "--resume", tmp_path, "--max_steps", 18)
     assert refused.code == 2 and "checkpoint" in refused.stderr
     refused = train("fresh", "--resume", tmp_path / "nowhere")

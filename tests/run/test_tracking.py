@@ -126,7 +126,7 @@ def nothing_listens(port: int) -> dict[str, str]:
     return {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
 
 
-def test_without_key_and_terminal_it_is_offline_and_a_resume_goes_on(launch: Launcher, tmp_path: Path) -> None:
+def test_without_key_and_terminal_it_is_offline_and_a_resume_continues(launch: Launcher, tmp_path: Path) -> None:
     first = run(launch, tmp_path)
     resumed = run(launch, tmp_path, first=4, last=8, sent_up_to=5)
     assert first["said"] == resumed["said"] == []
@@ -141,7 +141,7 @@ def test_without_key_and_terminal_it_is_offline_and_a_resume_goes_on(launch: Lau
     assert any(metric.get("step_metric") == "step" for metric in of_kind(before, "metric"))
 
 
-def test_a_dead_service_is_said_once_and_holds_up_nothing(launch: Launcher, tmp_path: Path) -> None:
+def test_a_dead_service_is_logged_once_and_delays_nothing(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, "kill", last=200)
     assert len(ended["said"]) == 1 and ended["said"][0].startswith("wandb failed (")
     assert ended["log_s"] < 1e-3 and ended["finish_s"] < 5
@@ -213,7 +213,7 @@ def tracker_of(folder: Path, say: Callable = print, kind: str = "wandb", acceler
 
 
 @pytest.mark.parametrize("run_id", ["../../x", "a b", "", 5, ["x"], {}, "x" * 65, "é"])
-def test_what_can_be_no_id_of_a_run_is_not_taken_over(tmp_path, run_id) -> None:
+def test_an_invalid_run_id_is_replaced(tmp_path, run_id) -> None:
     def tracker(run_id):
         return tracking.Tracker(MAIN, "none", folder=tmp_path, project="p", name="n", config={}, run_id=run_id)
 
@@ -249,7 +249,7 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish(exit_code=1)
     assert (backend.rows, backend.exit_code) == ([(2, {"a": 1.0})], 1)
-    assert said == ["wandb failed (disk full): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
 
 
 def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
@@ -264,10 +264,10 @@ def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish()
     assert backend.rows == [(2, {"a": 1.0})]
-    assert said == ["wandb failed (no boxes): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (no boxes): training continues, metrics.jsonl has every row"]
 
 
-def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> None:
+def test_rows_keep_the_values_at_the_call(backend, tmp_path) -> None:
     backend.open.clear()
     tracker, row = tracker_of(tmp_path), {"a": 1.0}
     tracker.log(1, row)
@@ -277,7 +277,7 @@ def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> Non
     assert backend.rows == [(1, {"a": 1.0})]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path) -> None:
     (tmp_path / "wandb").write_text("a file where the folder should be")
     said = []
     tracker = tracker_of(tmp_path, said.append)
