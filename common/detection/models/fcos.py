@@ -13,7 +13,7 @@ from common.detection.models.spec import DetectorSpec
 
 
 class FCOS(nn.Module):
-    """One-stage detector without anchors; `common.detection.models.detectors.Detector` says what its methods promise.
+    """One-stage detector without anchors. See `common.detection.models.detectors.Detector` for its methods.
 
     The points, the assignment and the losses are torchvision's, as are the names of the parameters: its `FCOS` around the
     same backbone loads them. Different here: the divisor is the count of foreground points in the global batch, and crowd
@@ -21,8 +21,8 @@ class FCOS(nn.Module):
     Source: Tian et al. 2019, "FCOS: Fully Convolutional One-Stage Object Detection" (arXiv:1904.01355).
     """
 
-    levels, coarser = (3, 7), "convolutions"  # of the feature pyramid, unless asked for otherwise
-    radius = 1.5  # foreground points lie within so many strides of their box's centre
+    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
+    radius = 1.5  # foreground points lie within this many strides of their box's centre
     score_threshold, nms_threshold = 0.05, 0.6
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
@@ -48,7 +48,7 @@ class FCOS(nn.Module):
             one_hot = (labels[..., None] == torch.arange(self.classes, device=labels.device)) & foreground[..., None]
             classification = sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]
 
-            # Points without a box take part as if they were right: no indexing, so that the host need not wait.
+            # Points without a box get a loss of zero instead of being left out: indexing would make the host wait.
             nearest = torch.stack([points - strides[:, None], points + strides[:, None]]).movedim(0, 1).flatten(1)
             wanted = torch.where(foreground[..., None], boxes, nearest)
             predicted = torch.where(foreground[..., None], _decode(points, strides, distances), nearest)
