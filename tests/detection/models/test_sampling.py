@@ -1,4 +1,4 @@
-"""What an R-CNN learns from is a function of the image's position."""
+"""The sample of anchors and proposals that an R-CNN learns from is a function of the image's position."""
 
 import numpy as np
 import torch
