@@ -23,8 +23,8 @@ class DETR(nn.Module):
     """A DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
 
     Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
-    counts of the global batch; noise for the denoising is `common.detection.models.denoising`'s; a query in a crowd region is
-    neither object nor background; queries, decoder, boxes and losses stay out of half precision.
+    counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
+    object nor background; queries, decoder, boxes and losses are never in half precision.
     Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842).
     """
 
@@ -52,7 +52,7 @@ class DETR(nn.Module):
         return self.model.backbone
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[4]: boxes, queries that get one, queries, and positives of the denoising of these images."""
+        """int64[4]: boxes, queries with a box, queries, and positives of the denoising of these images."""
         queries = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
         positives = boxes * groups_of(boxes, self.config.num_denoising)
@@ -95,7 +95,7 @@ class DETR(nn.Module):
             if denoising:
                 found = _Outputs.of_noise(outputs, first)
                 shape = found.boxes.shape[:3]
-                mended = self._terms(
+                restored = self._terms(
                     found,
                     denoising.match[:, None].expand(shape),
                     *wanted,
@@ -103,7 +103,7 @@ class DETR(nn.Module):
                     divisor=totals[0].clamp(min=1) * denoising.groups.clamp(min=1),
                     numbers=totals[3].expand(2),
                 )
-                terms = {name: term + mended[name] for name, term in terms.items()}
+                terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
             connected = 0 * outputs.intermediate_logits.sum((1, 2, 3))
         return sum(terms.values()) + connected, {name: term.detach() for name, term in terms.items()}
@@ -139,7 +139,7 @@ class DETR(nn.Module):
         return filled((width, height, width, height), self.model.enc_score_head.weight)
 
     def _queries(self, canvas: tuple[int, int]) -> int:
-        """Queries on a canvas of (H, W) pixels: no more than it has places."""
+        """Number of queries on a canvas of (H, W) pixels: at most the number of its cells."""
         places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.config.feat_strides)
         return min(self.queries, places)
 
@@ -160,7 +160,7 @@ class DETR(nn.Module):
         return boxes, labels, padded(parts[len(targets) :], -1)
 
     def _predict(self, images: Tensor, denoising: Denoising | None = None):
-        """transformers' output of the model: the features in the precision of the day, the rest out of half precision."""
+        """Output of transformers' model: features in the run's precision, the rest not in half precision."""
         from transformers.modeling_outputs import BaseModelOutput
 
         model = self.model
@@ -170,8 +170,8 @@ class DETR(nn.Module):
         maps = model.encoder(maps).last_hidden_state
         with torch.autocast(images.device.type, enabled=False), self._with(denoising):
             maps = [x.to(self._dtype) for x in maps]
-            # Features that are given as encoder_outputs are not computed again; inputs_embeds says how many images, and
-            # where the sizes of the maps are kept: on the host, which reads them.
+            # Given as encoder_outputs, features are not computed again. inputs_embeds gives the number of images, and keeps
+            # the sizes of the maps on the host, which reads them.
             count = torch.empty(len(images), 0)
             return model(None, inputs_embeds=count, encoder_outputs=BaseModelOutput(last_hidden_state=maps))
 

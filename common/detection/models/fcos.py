@@ -86,7 +86,7 @@ class FCOS(nn.Module):
             ]
 
     def _wide(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Class logits [B, P, K], distances [B, P, 4] in strides and centre-ness [B, P], out of half precision."""
+        """Class logits [B, P, K], distances [B, P, 4] in strides and centre-ness [B, P], not in half precision."""
         logits, distances, centreness = (
             outputs[name].to(self._dtype) for name in ("cls_logits", "bbox_regression", "bbox_ctrness")
         )
@@ -97,7 +97,7 @@ class FCOS(nn.Module):
         return self.head.classification_head.cls_logits.weight.dtype
 
     def _places(self, canvas: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: the distances to a box's far side in charge of."""
+        """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: least and largest distance to a box's far side."""
         points, strides, reach = [], [], []
         levels = self.backbone.levels
         for level, (height, width) in zip(levels, self.backbone.grid_sizes(canvas), strict=True):
@@ -111,11 +111,13 @@ class FCOS(nn.Module):
         return torch.cat(points), torch.cat(strides), torch.cat(reach)
 
     def _assign(self, points: Tensor, strides: Tensor, reach: Tensor, target: dict) -> tuple[Tensor, ...]:
-        """Of one image: boxes [P, 4] and labels [P] that points stand for, whether they do [P], and whether ignored [P].
+        """Assign points to the boxes of one image: boxes [P, 4], labels [P], foreground bool[P], ignored bool[P].
 
-        A point belongs to the smallest of the boxes that it lies in, near the centre, and whose size its level is for.
+        A point is assigned to the smallest box that it lies in, near the centre, if its level is for boxes of that size.
         """
-        boxes = F.pad(target["boxes"].to(points.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without any
+        boxes = F.pad(
+            target["boxes"].to(points.dtype), (0, 0, 0, 1)
+        )  # an empty box at the end, for images without boxes
         labels, crowd = F.pad(target["labels"], (0, 1)), F.pad(target["crowd"], (0, 1))
         sides = _sides(points[:, None], boxes)  # [P, n, 4]
         inside, farthest = sides.amin(2) > 0, sides.amax(2)

@@ -82,7 +82,7 @@ class RetinaNet(nn.Module):
             ]
 
     def _wide(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
         dtype = self.head.classification_head.cls_logits.weight.dtype
         anchors = self.anchors(images.shape[2:], dtype, images.device)
         return outputs["cls_logits"].to(dtype), outputs["bbox_regression"].to(dtype), anchors

@@ -33,7 +33,7 @@ class RegionProposalNetwork(nn.Module):
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
     def forward(self, features: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
         objectness, deltas = self.head(features)
         batch, dtype = len(features[0]), self.head.cls_logits.weight.dtype
         objectness, deltas = concat_box_prediction_layers(objectness, deltas)
