@@ -20,19 +20,6 @@ ROWS = [
 ]
 
 
-class Source:
-    """Stands in for a source of images."""
-
-    def __init__(self, images: list, classes: list[str]):
-        self.images, self.classes = images, classes
-
-    def image(self, index: int):
-        return self.images[index]
-
-    def name(self, index: int) -> str:
-        return f"/data/a very long path to/where/the images are/train/{self.classes[0]}/{index}.png"
-
-
 @pytest.mark.parametrize("rows", [0, 1, 2, 4], ids=lambda rows: f"{rows} rows")
 def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:rows]) + '{"step": 4, "tra')

@@ -1,4 +1,4 @@
-"""A name becomes a model or one line says why not; a trained model becomes a folder that plain timm loads."""
+"""A name becomes a model, or one line says why not; a trained model becomes a folder that plain timm loads."""
 
 import copy
 import json
