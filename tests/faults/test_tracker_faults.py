@@ -18,8 +18,6 @@ from tests.harness.drawings import draw_stripes
 from tests.harness.launching import free_port
 from tests.harness.outcomes import Outcome, identical
 
-pytestmark = pytest.mark.alone
-
 STEPS, LOST_S = 12, 2.0  # what a dashboard may cost a start
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 0, "--max_steps", STEPS, "--log_every", 1),
@@ -85,6 +83,7 @@ def assert_same_run(one: Outcome, other: Outcome) -> None:
     assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
 
 
+@pytest.mark.alone
 def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, tmp_path):
     run("warm", "none")
     alone = [run(f"alone_{number}", "none") for number in range(3)]
