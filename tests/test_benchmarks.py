@@ -1,4 +1,4 @@
-"""Do the benchmarks run, and is what they show of the kind that is promised? (How fast it is, is no matter for a test.)"""
+"""The benchmarks run, and their output has the promised form. How fast they are does not matter here."""
 
 import importlib.util
 import json

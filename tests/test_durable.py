@@ -1,4 +1,4 @@
-"""What has a name is on the disk with its content, and nothing is written through somebody else's link."""
+"""A file that has its name is on the disk with its content, and nothing is written through a link of somebody else."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Only regular files are read, up to a limit, each real folder is visited once, and YAML can't grow."""
+"""Only regular files are read, up to a limit; each real folder is visited once; YAML can't grow."""
 
 import os
 from pathlib import Path

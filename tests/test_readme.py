@@ -1,4 +1,4 @@
-"""Does everything that README.md tells a newcomer to type work, and are the pages it leads to true to the code?
+"""Everything that README.md tells a newcomer to type works, and the pages that it links to are true to the code.
 
 A block of bash or Python is run as it stands, from top to bottom in one terminal, unless a comment above it says what hardware
 or network it needs; such a block is only checked. What is different here from a newcomer's terminal is in `PRELUDE`.

@@ -1,4 +1,4 @@
-"""Whatever layouts a run moves over, it draws the samples of the one-process run: each once, and as that one varied it."""
+"""A run that moves between layouts draws the samples of the one-process run: each once, with the same augmentation."""
 
 import functools
 import hashlib

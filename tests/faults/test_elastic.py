@@ -1,4 +1,4 @@
-"""Does a run go on, as the same run, when a process dies, a machine is lost or asked to go, and a machine comes back?"""
+"""A run continues as the same run when a process dies, when a machine is lost or asked to leave, and when it comes back."""
 
 import json
 import re

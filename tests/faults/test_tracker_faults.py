@@ -1,4 +1,4 @@
-"""Whatever is wrong with the dashboard, the run is the one without it, bit by bit, and starts as soon.
+"""Whatever fails in the dashboard, the run is bit for bit the run without it, and starts as soon.
 
 More of this: tests/run/test_tracking.py, and a run with W&B that is killed and goes on in tests/recipes/test_cls_resume.py.
 """

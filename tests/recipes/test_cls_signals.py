@@ -1,4 +1,4 @@
-"""Is a launched run that is interrupted, in any way and at any step, the same run once it has gone on?"""
+"""A launched run that is interrupted, in any way and at any step, ends as the same run after a restart."""
 
 import json
 from pathlib import Path
