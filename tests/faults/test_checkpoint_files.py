@@ -1,4 +1,4 @@
-"""No damage, full disk or forged file costs a run more than the steps since its last good checkpoint, and none executes.
+"""Damage, a full disk or a forged file costs a run at most the steps since its last good checkpoint. No file executes code.
 
 More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_cls_bad_input.py.
 """

@@ -1,4 +1,4 @@
-"""A run whose folder is removed, renamed or replaced ends in one line, and writes nothing into what stands there then."""
+"""A run whose folder is removed, renamed or replaced ends with one line, and writes nothing into what stands there then."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What becomes of a run when one process of it hangs, fails or sees something else? All end, soon, and one message says why."""
+"""When one process hangs, fails or sees other data, all processes end soon, and one message says why."""
 
 import ctypes
 import dataclasses

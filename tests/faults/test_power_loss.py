@@ -1,4 +1,4 @@
-"""A power loss at any moment leaves every promised file of the run folder whole, or the one before, and the next start goes on.
+"""After a power loss at any moment, each promised file is whole, old or new, and a restarted run resumes.
 
 What has reached the disk is read from the file that holds the file system; what was only written, and not synced, is not in it.
 """

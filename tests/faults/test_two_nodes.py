@@ -1,4 +1,4 @@
-"""Do two machines make the run that one makes, and is what keeps them apart said in a line, and soon?"""
+"""Two machines train what one machine trains, and what keeps them apart is reported soon, in one line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How does one launch run a recipe several times? Starting ranks and importing torch costs more than a small run.
+"""Runs a recipe several times in one world: starting ranks and importing torch costs more than a small run.
 
     accelerate launch --config_file <file> tests/harness/several.py recipes/cls.py CASES.json [without_pictures]
 

@@ -1,4 +1,4 @@
-"""What does the classification recipe say to what it can't do, and does it leave alone what was there?
+"""The classification recipe refuses what it can't do in one line on every rank, and leaves what was there as it was.
 
 Every case is the real recipe on two ranks: each must refuse on both with the same single line, which names the value, the
 limit and the way out. Some start with `accelerate launch` and the script itself, to see what a person then sees.

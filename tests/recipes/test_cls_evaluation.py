@@ -1,4 +1,4 @@
-"""Does an evaluation count every image exactly once on any layout, and is what a run exports as good as it says?"""
+"""An evaluation counts every image exactly once on any layout, and an exported model is as good as the run says."""
 
 import json
 import shutil

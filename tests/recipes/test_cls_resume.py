@@ -1,4 +1,4 @@
-"""Does a run go on from its newest good checkpoint, exactly, and refuse what is not its own?
+"""A restarted run resumes exactly from its newest good checkpoint, and refuses a checkpoint that is not its own.
 
 One process; what happens to several, and to launchers, is in test_cls_signals.py.
 """

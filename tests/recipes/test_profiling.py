@@ -1,4 +1,4 @@
-"""Does --profile leave traces with the steps that were asked for, and does it see when nothing was computed?"""
+"""--profile leaves traces of the steps that were asked for, and notices when nothing was computed."""
 
 import gzip
 import json

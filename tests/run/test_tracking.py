@@ -15,9 +15,7 @@ from accelerate import Accelerator
 
 from common.errors import Refused
 from common.run import tracking
-from tests.harness.launching import Launcher
-
-pytestmark = pytest.mark.alone
+from tests.harness.launching import Launcher, free_port
 
 MAIN, OTHER = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
 
@@ -141,6 +139,7 @@ def test_without_key_and_terminal_it_is_offline_and_a_resume_continues(launch: L
     assert any(metric.get("step_metric") == "step" for metric in of_kind(before, "metric"))
 
 
+@pytest.mark.alone
 def test_a_dead_service_is_logged_once_and_delays_nothing(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, "kill", last=200)
     assert len(ended["said"]) == 1 and ended["said"][0].startswith("wandb failed (")
@@ -160,13 +159,14 @@ def test_a_killed_run_has_its_rows_on_the_disk(launch: Launcher, tmp_path: Path)
     assert steps(records(tmp_path)[0]) == [1, 2, 3, 4, 5]
 
 
-def test_without_network_the_rows_go_to_the_disk(launch: Launcher, tmp_path: Path, free_port: Callable) -> None:
+def test_without_network_the_rows_go_to_the_disk(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, "fall back", **nothing_listens(free_port()))
     assert len(ended["said"]) == 1 and "offline" in ended["said"][0]
     assert steps(records(tmp_path)[0]) == [1, 2, 3, 4, 5]
 
 
-def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path, free_port: Callable) -> None:
+@pytest.mark.alone
+def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, patience=0.5, **nothing_listens(free_port()))
     assert len(ended["said"]) == 1 and "0.5 s" in ended["said"][0]
     assert ended["finish_s"] < 2 and ended["process_s"] < 40, "W&B's own exit hook waits 60 s here"
@@ -220,6 +220,7 @@ def test_an_invalid_run_id_is_replaced(tmp_path, run_id) -> None:
     assert len(tracker(run_id).run_id) == 8 and tracker("a1-b_2").run_id == "a1-b_2"
 
 
+@pytest.mark.alone
 def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
     backend.open.clear()
