@@ -56,9 +56,10 @@ class TrainingScenes(Dataset):
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             parts = [self._read(index, position, broken)]
-            for draw in self.augmentation.partners(position).tolist():
-                # A broken partner is not counted here, but where it is an image of its own.
-                parts.append(self._read(draw % len(self.source), _FRESH + draw % _FRESH, []))
+            parts += [
+                self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])  # broken: counts in its turn
+                for lot in self.augmentation.partners(position).tolist()
+            ]
             samples.append(self.augmentation(parts, position, self.fill))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)

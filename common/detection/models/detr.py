@@ -363,7 +363,7 @@ class _Outputs:
         self.teacher, self.trust = edges[:, -1].detach(), logits[:, -1].detach().sigmoid().amax(-1)
 
 
-def _clamped(layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Clamp the output as an encoder layer of transformers does in training if something is not finite."""
+def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+    """What an encoder layer of transformers makes of its output in training, where something is not finite."""
     most = torch.finfo(output.dtype).max - 1000
     return output.clamp(-most, most)

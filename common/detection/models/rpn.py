@@ -1,5 +1,7 @@
 """Region proposal network: where in an image there may be an object of any class."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ class RegionProposalNetwork(nn.Module):
 
     drawn, foreground_share = 256, 0.5  # anchors to learn from in an image
     foreground_iou, background_iou = 0.7, 0.3
-    candidates = {True: 2000, False: 1000}  # per level and after suppression; in training, and otherwise
+    candidates: ClassVar = {True: 2000, False: 1000}  # of each level and after suppression; in training and not
     nms_threshold, least_side = 0.7, 1e-3
 
     def __init__(self, backbone: Backbone) -> None:
