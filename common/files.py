@@ -94,7 +94,8 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
     Links are followed, but each real folder is visited once, by its own path if that is below `top`. Otherwise folders that
     link to each other would be walked endlessly.
     """
-    seen, todo, linked = set(), [os.fspath(top)], []
+    seen, todo = set(), [os.fspath(top)]
+    linked: list[str] = []
     while todo or linked:
         folder = (todo or linked).pop()
         status = os.stat(folder)

@@ -116,7 +116,7 @@ def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callabl
     say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
 
 
-def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint:
+def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
     found, there = _whole(path, "--resume"), checkpoints.paths()
     if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
         return found

@@ -15,7 +15,7 @@ from common.config.origin import RUN_FILE, made_by
 from common.durable import remove, replace_folder, sync_folder
 from common.run.progress import Progress
 
-_NOTHING = {"results": {}, "files": {}}
+_NOTHING: dict = {"results": {}, "files": {}}
 
 
 class Best:
