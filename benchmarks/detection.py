@@ -38,6 +38,7 @@ from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.models import detectors, detr_models
 from common.detection.models.detectors import Detector
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 
 LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of the FCOS that the loops train
@@ -87,7 +88,7 @@ def bare(setting: Setting) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     shape = {"levels": LEVELS, "width": WIDTH, "convolutions": CONVOLUTIONS}
-    model = detectors.build_detector("fcos", setting.model, len(source.classes), **shape).to(device)
+    model = detectors.build_detector(DetectorSpec("fcos", setting.model, len(source.classes), **shape)).to(device)
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
     transform = v2.Compose([v2.ToImage(), v2.Resize([setting.image_size] * 2), v2.ToPureTensor()])
     in_order = range(TOTAL_STEPS * setting.batch_size)
@@ -130,8 +131,8 @@ class Size:
     image_size: int
     batch_size: int
     precision: str  # fp32 or bf16
-    width: int = 256  # channels of the feature pyramid or neck
-    options: dict[str, dict] = field(default_factory=dict)  # by family: extra arguments of `build_detector`
+    width: int = 256  # of the feature pyramid, or of the neck
+    options: dict[str, dict] = field(default_factory=dict)  # of a family: its own fields of `DetectorSpec`
 
     def __str__(self) -> str:
         return f"{self.backbone}, {self.image_size} px, batch {self.batch_size}, {self.precision}"
@@ -150,10 +151,9 @@ def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
 
 
 def step_time(family: str, size: Size, seconds: float) -> dict:
-    """Measures forward, backward and optimizer step of one family: median, least and most milliseconds."""
-    model: Detector = detectors.build_detector(
-        family, size.backbone, 10, width=size.width, **size.options.get(family, {})
-    )
+    """Milliseconds of forward, backward and optimizer step of one family: median, least and most."""
+    spec = DetectorSpec(family, size.backbone, 10, width=size.width, **size.options.get(family, {}))
+    model: Detector = detectors.build_detector(spec)
     batches = batches_of(size, model.stride, masks=family == "mask_rcnn")
     device = batches[0].images.device
     model.to(device).train()

@@ -15,13 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from common.checkpoints.resume import load_model
 from common.classification import plots, sources
 from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
@@ -36,10 +34,10 @@ from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.data_rows import data_rows
-from common.data.loader import evaluation_loader, worker_count
+from common.data.loader import evaluation_loader
 from common.data.stream import Stream
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
 from common.run import eval_only
 from common.run.run import Run
@@ -105,15 +103,11 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images, and the fingerprint of both, which all ranks must share.
-
-    With `weights`, those of --eval_only, both are the images to evaluate these on.
-    """
-    with main_process_first("reading the data", local=True):  # it may download and convert
-        train, val = sources.load(sources.Spec.of(config, weights))
-        if train.multi_label and config.loss != "bce":
-            raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
-    return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
+    """Training and validation images; with `weights`, those of --eval_only, both are the images to evaluate these on."""
+    train, val = sources.load(sources.Spec.of(config, weights))
+    if train.multi_label and config.loss != "bce":
+        raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
+    return train, val
 
 
 def build_model(config: Config, classes: Sequence[str], device: torch.device):
@@ -209,7 +203,7 @@ def build_samples(config: Config, train: sources.Source, stream: Stream, model, 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
     """Batches of the validation set, `size` samples each on any layout."""
     samples = EvaluationSamples(val, evaluation_transform(data_config))
-    return evaluation_loader(samples, size, worker_count(config.workers))
+    return evaluation_loader(samples, size, config.workers)
 
 
 def batch_norm_of(config: Config) -> str:
@@ -245,9 +239,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
     val, names, places = eval_only.read(config, origin, build_data)
     model, data_config = build_model(config, names, accelerator.device)
-    if origin.is_alone:
-        with all_or_none("loading the weights"):
-            load_model(model, Path(config.eval_only))
+    eval_only.load_weights(model, origin)
     *_, normalize = build_augmentation(config, val, data_config, accelerator.device)
     loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
     model, matched = eval_only.match(model, val, names, places)
@@ -255,7 +247,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     eval_only.report(config, results, val.classes)
 
 
-def start_rows(config: Config, data, model, samples: TrainingSamples) -> dict[str, str]:
+def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> dict[str, str]:
     """What the start table says of data and model."""
     return {
         **data_rows(config.data, *data),
@@ -283,7 +275,7 @@ def main() -> None:
 
     with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, _ = data = build_data(config)
+        train, val = data = build_data(config)
         stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
         model, data_config = build_model(config, train.classes, accelerator.device)
@@ -318,8 +310,8 @@ def main() -> None:
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             for batch in run.micro_batches():  # this rank's share of the global batch, on the device
-                losses = losses_of(network, batch)
-                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+                losses = losses_of(network, batch)  # [B]: one loss per sample
+                run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()

@@ -23,21 +23,22 @@ from common.config.fields import MOST_EPOCHS, OptimizationConfig, RunConfig, opt
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
-from common.data.loader import evaluation_loader, worker_count
+from common.data.loader import evaluation_loader
 from common.data.stream import Stream
-from common.detection import defaults
+from common.detection import balancing, defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes
-from common.detection.data import balancing, sources
+from common.detection.data import sources
 from common.detection.data.annotated import Annotated
-from common.detection.data.grouping import GroupedStream
 from common.detection.evaluation import plots
-from common.detection.evaluation.coco_metrics import Detections
 from common.detection.evaluation.matching import Matches
+from common.detection.evaluation.metrics import Detections
 from common.detection.export import begin_with, export, load
+from common.detection.grouping import GroupedStream
 from common.detection.models import detectors
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range
 from common.distributed import launch
-from common.distributed.collectives import all_or_none, main_process_first, same_on_all_ranks, world_size
+from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
 from common.run import eval_only
 from common.run.run import Run
@@ -126,34 +127,16 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes, and the fingerprint of both, which all ranks must share.
-
-    With `weights`, those of --eval_only, both are the images to evaluate these on.
-    """
-    with main_process_first("reading the data", local=True):
-        train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
-    return train, val, same_on_all_ranks("data", f"{train.fingerprint[:12]}-{val.fingerprint[:12]}")
+    """Training and validation images with boxes; with `weights`, those of --eval_only, both are the images to evaluate on."""
+    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
     """The detector, and what it begins with."""
-    levels = whole_numbers(config.levels, "-")
-    if not levels or len(levels) != 2:
-        raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
+    spec = DetectorSpec.of(config, classes)
     defaults.refuse_missing(config)
     with all_or_none("building the model"):
-        model = detectors.build_detector(
-            config.detector,
-            config.model,
-            len(classes),
-            names=classes,
-            pretrained=config.pretrained and not config.init,
-            levels=levels,
-            width=config.width,
-            convolutions=config.convolutions,
-            drop_path=config.drop_path,
-            seed=config.seed,
-        )
+        model = detectors.build_detector(spec)
         begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     drop_path.convert(model)
@@ -228,7 +211,7 @@ def build_samples(config: Config, train: Annotated, stream: Stream, model, varie
 def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
     """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
     samples = EvaluationScenes(val, plain, model.stride, fill)
-    return evaluation_loader(samples, size, worker_count(config.workers))
+    return evaluation_loader(samples, size, config.workers)
 
 
 @torch.no_grad()
@@ -266,7 +249,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     eval_only.report(config, results, val.classes)
 
 
-def start_rows(config: Config, data, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
+def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
     """What the start table says of data and model."""
     return {
         **data_rows(config.data, *data, "boxes"),
@@ -295,7 +278,7 @@ def main() -> None:
 
     with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
         plan = build_plan(config, run.max_micro_batch_size)
-        train, val, _ = data = build_data(config)
+        train, val = data = build_data(config)
         stream = build_stream(config, train)  # which sample stands at which position of the run
         schedule = Schedule(config, stream, run.length(stream))
         model, begins = build_model(config, train.classes, accelerator.device)
@@ -335,8 +318,8 @@ def main() -> None:
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             for batch in run.micro_batches():  # this rank's share of the global batch, on the device
-                losses = losses_of(network, batch)
-                run.backward(losses)  # gradients of the global batch's mean; sent with the last micro-batch
+                losses = losses_of(network, batch)  # [B]: one loss per image
+                run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,50 +1,40 @@
-"""What do tests that launch the real scripts share?"""
+"""The order of the tests, and the fixtures of those that run the real scripts."""
 
 import contextlib
 import fcntl
+import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
-import psutil
 import pytest
+import torch
 from hypothesis import settings
 
-from tests.harness import Limit, end_with_stacks
-from tests.processes import Processes
+from tests.harness.drawings import draw_scenes, draw_stripes
+from tests.harness.forked import Forks
+from tests.harness.launching import ROOT, Launcher, as_digits
+from tests.harness.machines import Node, machines, require_namespaces
+from tests.harness.outcomes import Outcome
+from tests.harness.processes import Processes
 
-ROOT = Path(__file__).parent.parent
 # The same examples in every run, and no time limit on a busy machine.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-
-# A test's launch inherits no world, no precision and no account from the shell it was started in.
-NOT_INHERITED = (
-    "ACCELERATE_",
-    "HF_",
-    "WANDB_",
-    "XDG_",
-    "VISION_RECIPES_",
-    "TORCHELASTIC_",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-)
-NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-
 
 LAUNCHING = ("tests/recipes/", "tests/faults/", "tests/pretended_gpu/", "tests/test_")  # folders of slow tests
 
 
 def pytest_configure() -> None:
-    """What tests read in this process leaves no index behind; those of the index name a place."""
+    """What tests read in this process leaves no index behind; those of the index name a place.
+
+    One thread per process: tests run two at a time, and threads that wait for each other on a busy core cost several times
+    what they compute.
+    """
     os.environ["VISION_RECIPES_CACHE"] = os.devnull
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,107 +57,10 @@ def pytest_runtest_protocol(item: pytest.Item):
             fcntl.flock(floor, fcntl.LOCK_UN)  # also for processes that a test has forked and left behind
 
 
-@dataclass
-class Started:
-    """A command that runs. Its output goes to files: a pipe would stay open as long as an orphaned rank lives."""
-
-    process: subprocess.Popen
-    stdout: Path
-    stderr: Path
-
-    def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Wait for the end, at most `timeout` seconds of an idle machine; past that all its processes end with their stacks."""
-        limit = Limit(timeout)
-        while self.process.poll() is None and (left := limit.left()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(min(left, 1.0))
-        if self.process.poll() is None:
-            end_with_stacks([psutil.Process(self.process.pid)])
-            pytest.fail(f"no end within {limit}\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
-        return subprocess.CompletedProcess(
-            self.process.args, self.process.returncode, self.stdout.read_text(), self.stderr.read_text()
-        )
-
-
-class Launcher:
-    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process.
-
-    `before` stands before each command, such as words that run it on another machine.
-    """
-
-    def __init__(self, home: Path, before: Sequence[str] = ()) -> None:
-        self.home, self.before = home, before
-
-    def start(
-        self,
-        config: str,
-        script: str | Path,
-        *arguments: object,
-        flags: Sequence[object] = (),
-        env: Mapping[str, str] | None = None,
-        process_group: int | None = None,
-        cwd: Path = ROOT,
-    ) -> Started:
-        """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
-        file = ROOT / "accelerate_configs" / f"{config}.yaml"
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *flags]
-        return self.start_python(*launcher, script, *arguments, env=env, process_group=process_group, cwd=cwd)
-
-    def start_python(
-        self,
-        *arguments: object,
-        env: Mapping[str, str] | None = None,
-        process_group: int | None = None,
-        cwd: Path = ROOT,
-    ) -> Started:
-        """`python <arguments>`; with `process_group` 0 in a group of its own, as a shell starts it."""
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(NOT_INHERITED) and name not in NOT_INHERITED_NAMES
-        }
-        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
-        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
-            process = subprocess.Popen(
-                [*self.before, sys.executable, *map(str, arguments)],
-                cwd=cwd,
-                env={
-                    **inherited,
-                    "HOME": str(self.home),
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONFAULTHANDLER": "1",
-                    **(env or {}),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                process_group=process_group,
-            )
-        return Started(process, *outputs)
-
-    def __call__(
-        self, config: str, script: str | Path, *arguments: object, timeout: float = 120, **options
-    ) -> subprocess.CompletedProcess[str]:
-        """`start` and wait for the end."""
-        return self.start(config, script, *arguments, **options).finish(timeout)
-
-
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """`launch("multi_cpu", script, "--seed", 1, flags=["--num_processes", 3])`; `launch.start` doesn't wait for it."""
     return Launcher(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="session")
-def free_port() -> Callable[[], int]:
-    """Gives a TCP port that nothing listens on."""
-
-    def find() -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return listener.getsockname()[1]
-
-    return find
 
 
 @pytest.fixture(scope="session")
@@ -176,3 +69,92 @@ def processes() -> Iterator[Processes]:
     started = Processes(3)
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
+    """Run a recipe's `main` for each of several named command lines, in one world of `processes` ranks.
+
+    run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}.
+    A case's run folder is <output_dir>/<its name>; without --output_dir, --tracker and --workers it is a new temporary
+    folder, none and 0. Pictures are drawn only if asked for. Own data have the defaults of digits, see `as_digits`, but
+    with `as_typed`. An unexpected error in any case fails the test.
+    The ranks are forks, which start much sooner than a launch, unless a function that launches them is given.
+    """
+
+    def run(
+        processes: int,
+        cases: Mapping[str, Sequence[object]],
+        *,
+        recipe: str | Path = "recipes/cls.py",
+        pictures: bool = False,
+        as_typed: bool = False,
+        timeout: float = 300,
+        env: Mapping[str, str] | None = None,
+        launch: Callable[..., CompletedProcess] | None = None,
+    ) -> dict[str, Outcome]:
+        scratch = tmp_path_factory.mktemp("several")
+        commands, folders = [], []
+        for name, words in cases.items():
+            words = [*map(str, words if as_typed else as_digits(words, Path(recipe).stem))]
+            defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
+            for flag, value in defaults.items():
+                words += [] if flag in words else [flag, str(value)]
+            commands.append(words)
+            folders.append(Path(words[words.index("--output_dir") + 1]) / words[words.index("--name") + 1])
+        file = scratch / "CASES.json"
+        file.write_text(json.dumps(commands))
+        words = [recipe, file, *([] if pictures else ["without_pictures"])]
+        if launch:
+            done = launch("tests/harness/several.py", *words, timeout=timeout)
+        else:
+            done = forks.run_several(processes, *words, env=env or {}, timeout=timeout)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        outcomes = json.loads((scratch / "OUTCOMES.json").read_text())
+        return {
+            name: Outcome(**outcome, folder=folder)
+            for name, outcome, folder in zip(cases, outcomes, folders, strict=True)
+        }
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def thorough(request) -> bool:
+    """Whether long tests are among those that run: fixtures then make the runs that only these look at."""
+    return any(item.get_closest_marker("long") for item in request.session.items)
+
+
+@pytest.fixture(scope="session")
+def stripes(tmp_path_factory) -> Path:
+    """199 + 23 photographs of five striped stuffs, some rarer than others: soon learnt, also when varied a lot."""
+    folder = tmp_path_factory.mktemp("stripes")
+    draw_stripes(folder / "train", (67, 51, 40, 27, 14))
+    draw_stripes(folder / "val", (7, 5, 5, 3, 3), seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory) -> Path:
+    """25 + 7 scenes of digits in COCO's format, of many sizes; every third has no box, so that some ranks have none."""
+    folder = tmp_path_factory.mktemp("scenes")
+    draw_scenes(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory) -> Forks:
+    """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it, see forked.py."""
+    return Forks(tmp_path_factory.mktemp("forks"))
+
+
+@pytest.fixture
+def nodes(tmp_path_factory) -> Iterator[Callable[..., list[Node]]]:
+    """`nodes(2)` gives two machines; `nodes(2, own={1: {path: other}})` two of which the second has `other` at `path`."""
+    require_namespaces(tmp_path_factory.mktemp("trial"))
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int, own: Mapping[int, Mapping[Path, Path]] | None = None, **options) -> list[Node]:
+            return stack.enter_context(machines(count, tmp_path_factory.mktemp("machines"), own, **options))
+
+        yield make

@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import leave_process_group
-from tests.recipes.several import load
+from tests.harness.several import load
 
 FIRST, STEPS = 3, 2  # steps that are made before, in which much happens once; and steps that are counted
 # What is counted of `recipes/cls.py`: precision and words. It waits for nothing.

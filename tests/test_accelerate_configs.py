@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from common.distributed.launch import check_launch
 from common.distributed.network import await_listener
 from common.errors import Refused
+from tests.harness.launching import free_port
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -159,7 +159,7 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, c
     assert worlds(tmp_path) == {f"rank{rank}.json": layout for rank in range(layout[0])}
 
 
-def on_two_machines(launch, free_port: Callable[[], int], probe: Path, folder: Path, processes: int) -> list:
+def on_two_machines(launch, probe: Path, folder: Path, processes: int) -> list:
     """Both launchers of 2node_cpu on this machine, run to their end."""
     port = free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", processes]
@@ -169,16 +169,16 @@ def on_two_machines(launch, free_port: Callable[[], int], probe: Path, folder: P
     return [node.finish() for node in (first, second)]
 
 
-def test_a_rehearsal_of_two_machines_makes_one_world(launch, free_port, probe, tmp_path) -> None:
-    nodes = on_two_machines(launch, free_port, probe, tmp_path, processes=2)
+def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
+    nodes = on_two_machines(launch, probe, tmp_path, processes=2)
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
 @pytest.mark.long
-def test_three_processes_on_two_machines_are_refused_instead_of_running_two(launch, free_port, probe, tmp_path) -> None:
-    nodes = on_two_machines(launch, free_port, probe, tmp_path, processes=3)
+def test_three_processes_on_two_machines_are_refused_instead_of_running_two(launch, probe, tmp_path) -> None:
+    nodes = on_two_machines(launch, probe, tmp_path, processes=3)
     assert all(node.returncode != 0 for node in nodes)
     assert any(
         "refused: launched for 3 processes on 2 machines, but on this one 1 started" in node.stderr for node in nodes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.conftest import Launcher
+from tests.harness.launching import Launcher
 
 pytestmark = pytest.mark.alone
 
@@ -117,7 +117,7 @@ def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Pa
     result = json.loads(path.read_text())
     assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
     rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows > 30 and done.stdout.count("\n") == rows + 3
+    assert rows >= 30 and done.stdout.count("\n") == rows + 3
     with Image.open(path.with_suffix(".png")) as chart:
         assert chart.height > 500
 

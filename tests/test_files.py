@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.files import OddFile, check_regular, open_regular, read_bytes, read_yaml, walk
-from tests.odd_files import IRREGULAR, bounded, huge
+from tests.harness.odd_files import IRREGULAR, bounded, huge
 
 pytestmark = pytest.mark.smoke
 

@@ -23,7 +23,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
-from tests.recipes.several import load
+from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -216,5 +216,5 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
         assert (demo / "pictures" / name).is_file(), said
     model = demo / "best" / "model.safetensors"
     assert model.stat().st_mode & 0o777 == (demo / "summary.json").stat().st_mode & 0o777, "for more than its owner"
-    assert "going on from step" in done.stdout, "the run that is given more epochs must go on"
+    assert "resuming from step" in done.stdout, "the run that is given more epochs must go on"
     assert not list((home / "experiment").glob("runs/*")), "a dry run must leave nothing behind"

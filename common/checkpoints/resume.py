@@ -15,46 +15,6 @@ from common.errors import Refused
 from common.files import check_regular
 
 
-def choose(
-    resume: str,
-    checkpoints: Checkpoints,
-    mine: dict,
-    say: Callable[..., None],
-    recipe: Source | None = None,
-    allow_changed_source: bool = False,
-) -> Checkpoint | None:
-    """The verified checkpoint that `--resume` means, or None for a new start; the main process decides for all.
-
-    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` the source that is running.
-    Raises `Refused` for `never` where there are checkpoints, for a path that is no whole checkpoint or an older one of this
-    folder, for another identity, and for another source unless `allow_changed_source`.
-    """
-    checkpoints.sweep()
-    there, run = checkpoints.paths(), checkpoints.folder.parent
-    if resume == "never":
-        if there:
-            raise Refused(
-                f"--resume never: {run} holds {there[0].name}; give this run another --name, or remove that folder"
-            )
-        return None
-    found = checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
-    if found:
-        theirs = found.record.get("identity")
-        if not isinstance(theirs, dict):
-            raise Refused(
-                f"{found.path}: its record.json does not say of which run it is; give this run another --name"
-            )
-        differing = [
-            f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
-            for key in sorted(theirs.keys() | mine.keys())
-            if theirs.get(key) != mine.get(key)
-        ]
-        if differing:
-            raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
-        _check_source(found, recipe or {}, allow_changed_source, say)
-    return found
-
-
 def choose_together(
     resume: str,
     checkpoints: Checkpoints,
@@ -63,9 +23,12 @@ def choose_together(
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """What `choose` says on the main process, on every rank, once all have it. A collective.
+    """The verified checkpoint that `--resume` means, or None for a new start, on every rank. A collective: rank 0 decides.
 
-    Raises `Refused` on every rank where a machine lacks that checkpoint, has another of that name, or has a newer one.
+    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the source that runs now.
+    Raises `Refused` on every rank: for `never` if there are checkpoints; for a path that is no whole checkpoint, or an older
+    one of this folder; for another identity; for another source unless `allow_changed_source`; and if a machine lacks that
+    checkpoint, has another of its name, or has a newer one.
     """
     host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
     of_ranks = gather_objects((host, newest))
@@ -77,7 +40,10 @@ def choose_together(
                 f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an --output_dir that all machines "
                 f"see, start with the address of one that has it, or copy it to {main_host}"
             )
-        found = choose(resume, checkpoints, mine, say, recipe, allow_changed_source) if is_main() else None
+        found = _found(resume, checkpoints, say) if is_main() else None
+        if found:
+            _check_identity(found, mine)
+            _check_source(found, recipe or {}, allow_changed_source, say)
     chosen = broadcast_object(found and (str(found.path), found.record, found.manifest()))
     if not chosen:
         return None
@@ -104,6 +70,32 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
     shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
     TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
+
+
+def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
+    checkpoints.sweep()
+    there = checkpoints.paths()
+    if resume == "never" and there:
+        run = checkpoints.folder.parent
+        raise Refused(
+            f"--resume never: {run} holds {there[0].name}; give this run another --name, or remove that folder"
+        )
+    if resume == "never":
+        return None
+    return checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
+
+
+def _check_identity(found: Checkpoint, mine: dict) -> None:
+    theirs = found.record.get("identity")
+    if not isinstance(theirs, dict):
+        raise Refused(f"{found.path}: its record.json does not say of which run it is; give this run another --name")
+    differing = [
+        f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
+        for key in sorted(theirs.keys() | mine.keys())
+        if theirs.get(key) != mine.get(key)
+    ]
+    if differing:
+        raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
 
 
 def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""How much does a rare class count, in the loss and in the stream?"""
+"""Class balance: weights of rare classes in the loss and in the stream."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
 
 def class_weights(kind: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray | None:
-    """Weights of the classes in the loss, float64[C], with mean 1 over the training samples, so that the loss keeps its scale.
+    """Weights of the classes in the loss, float64[C]; their mean over the training samples is 1, so the loss keeps its scale.
 
-    `kind` is none, sqrt or balanced (a class counts with its frequency to the power -1/2 or -1), or a YAML file of
+    `kind` is none, sqrt or balanced (the frequency of a class to the power -1/2 or -1), or a YAML file of
     `class name: weight`. Raises `Refused` for a file that does not give each class one positive weight.
     """
     if kind == "none":
@@ -24,10 +24,10 @@ def class_weights(kind: str, labels: np.ndarray, classes: tuple[str, ...]) -> np
 
 
 def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
-    """How often each sample is drawn, relative to the others, float64[N]; None for `natural` (all the same).
+    """Relative frequencies with which samples are drawn, float64[N]; None for `natural` (all the same).
 
     `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al., 2018). Raises `Refused` for
-    multi-label data, where a sample has no one class.
+    multi-label data, where a sample may have several classes.
     """
     if kind == "natural":
         return None
@@ -44,7 +44,7 @@ def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
 
 def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
     try:
-        content = read_yaml(path, SMALL, switches=False)  # names and weights as the text that they are
+        content = read_yaml(path, SMALL, switches=False)  # names and weights stay text
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise Refused(
             f"--class_weights {path}: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file"

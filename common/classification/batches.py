@@ -99,7 +99,7 @@ class TrainingSamples(Dataset):
         return batch
 
     def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | device_decoding.Jpeg, int]:
-        """The transformed image at `index`, or of the next index that can be read, and the index that was read."""
+        """The transformed image at `index`, or at the next index that can be read, and the index that it comes from."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)

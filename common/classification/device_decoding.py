@@ -1,7 +1,7 @@
-"""How do JPEGs become pixels on the device, where the data workers have not the time to decode them?
+"""Decoding of JPEGs on the device (`--decode device`), for machines whose data workers are too slow for their GPUs.
 
-A worker reads the header and draws what to show, as always, and hands over the file as it is. The device decodes it whole (a
-GPU by nvJPEG, the CPU by libjpeg), cuts out, mirrors and resizes with anti-aliasing. What the device can't do, the worker does.
+A worker reads the header, draws the view as always, and hands over the file's bytes. The device decodes the whole image (a GPU
+with nvJPEG, the CPU with libjpeg), crops, flips and resizes it with anti-aliasing. Workers decode the images that it can't.
 """
 
 import contextlib
@@ -20,13 +20,12 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.errors import Refused
 
-# torchvision 0.29 and later say of their decoders that TorchCodec's shall replace them; a run needs that said once, in the
-# documentation.
+# torchvision 0.29 and later warn in each run that TorchCodec will replace their decoders. docs/data.md says so.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision", DeprecationWarning)
 
-_MOST_PIXELS = 2**25  # of an image: 100 MB decoded, and four times that while it is resized
+_MOST_PIXELS = 2**25  # of an image: 100 MB decoded, and four times as much while it is resized
 _MOST_REDUCTION = 32  # of a side: CUDA's anti-aliasing refuses more than 47
-_AT_ONCE = 2**27  # bytes of decoded pixels that lie in the device's memory together, unless one image is larger
+_AT_ONCE = 2**27  # bytes of decoded pixels in the device's memory at a time, unless one image is larger
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,15 @@ class Jpeg:
     data: bytes
     size: tuple[int, int]  # height and width, in pixels
     view: View
-    name: str  # for people, if it turns out to be broken
+    name: str  # for the report, if it turns out to be broken
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The JPEGs of a micro-batch. They stay on the host, in one tensor: a worker hands over one file descriptor for all."""
+    """The JPEGs of a micro-batch. They stay on the host, in one tensor, so that a worker hands over one file descriptor."""
 
-    data: torch.Tensor  # uint8[bytes of all]
-    jpegs: list[tuple[int, tuple[int, int], View, str]]  # bytes, and the rest of `Jpeg`
+    data: torch.Tensor  # uint8: the bytes of all files
+    jpegs: list[tuple[int, tuple[int, int], View, str]]  # number of bytes, and the other fields of `Jpeg`
     places: list[int]  # of these images in the micro-batch; the worker has decoded the others
     transform: TrainingTransform
 
@@ -55,7 +54,7 @@ class Encoded:
 
 
 def check(transform: TrainingTransform, cached: bool) -> None:
-    """Raise `Refused` for what needs pixels before they are on the device."""
+    """Raise `Refused` for options that need pixels in the worker."""
     if transform.policy:
         raise Refused(
             "--decode device: a policy works on images in the data worker; leave out --augment, or take --decode worker"
@@ -65,7 +64,7 @@ def check(transform: TrainingTransform, cached: bool) -> None:
 
 
 def varied(transform: TrainingTransform, picture: Picture, name: str) -> torch.Tensor | Jpeg:
-    """What `transform` makes of the image: the pixels, or what the device needs to know to make them."""
+    """The transformed pixels uint8[3, H, W], or what the device needs to make them."""
     view = transform.draw(picture.height, picture.width)
     small = picture.height * picture.width <= _MOST_PIXELS
     near = all(part <= _MOST_REDUCTION * wanted for part, wanted in zip(view.box[2:], transform.size, strict=True))
@@ -75,7 +74,7 @@ def varied(transform: TrainingTransform, picture: Picture, name: str) -> torch.T
 
 
 def stack(images: list[torch.Tensor | Jpeg], transform: TrainingTransform) -> tuple[torch.Tensor, Encoded | None]:
-    """Pixels uint8[n, 3, H, W] of the images that have some, colours together in memory, and the others, if there are any."""
+    """Pixels uint8[n, 3, H, W] (channels_last) of the images that the worker has decoded, and the others, or None."""
     pixels = [image.permute(1, 2, 0) for image in images if isinstance(image, torch.Tensor)]
     stacked = torch.stack(pixels) if pixels else torch.empty(0, *transform.size, 3, dtype=torch.uint8)
     jpegs = {place: image for place, image in enumerate(images) if isinstance(image, Jpeg)}
@@ -88,7 +87,7 @@ def stack(images: list[torch.Tensor | Jpeg], transform: TrainingTransform) -> tu
 
 
 def noise() -> Jpeg:
-    """An image as large as a photograph, all of which is shown, for trying what a batch takes."""
+    """Noise of the size of a photograph, shown whole, to try how much memory a batch takes."""
     pixels = torch.randint(256, (64, 64, 3), dtype=torch.uint8).repeat_interleave(16, 0).repeat_interleave(16, 1)
     size = tuple(pixels.shape[:2])
     return Jpeg(encode_jpeg(pixels.numpy()), size, View((0, 0, *size), vflip=False, hflip=False), "noise")
@@ -96,24 +95,24 @@ def noise() -> Jpeg:
 
 @functools.cache
 def decoder(device: torch.device) -> "Decoder":
-    """The one decoder of a device."""
+    """The decoder of a device: one per process."""
     return Decoder(device)
 
 
 class Decoder:
-    """Decodes on one device. On a GPU the current stream waits for the pixels, and the host for nvJPEG alone."""
+    """Decodes on one device. On a GPU the current stream waits for the pixels; the host waits only for nvJPEG."""
 
     def __init__(self, device: torch.device):
         self._device, self._decodes = device, False
-        # nvJPEG writes on a stream of its own, without waiting for what is still to be read of memory that is used again. So
-        # what it fills comes from a stream that does nothing else, and goes back there once it has been read.
+        # nvJPEG writes on a stream of its own and does not wait until reused memory has been read. So its output is allocated
+        # on a stream that does nothing else, and returns there after it has been read.
         self._memory = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last = None  # what nvJPEG has been given must not go away as long as it reads
+        self._last = None  # nvJPEG's input must live until it has been read
 
     def __call__(self, pixels: torch.Tensor, encoded: Encoded) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """uint8[B, 3, H, W] of a whole micro-batch, and which images are broken: name and reason. A black one stands in.
+        """uint8[B, 3, H, W] of a whole micro-batch, and name and reason of each broken image, which a black one replaces.
 
-        `pixels`, on the device, are those of the images that the worker decoded. Raises `Refused` where nothing can be decoded.
+        `pixels`, on the device, are those of the images that the worker decoded. Raises `Refused` if the device can't decode.
         """
         self._last, transform = encoded, encoded.transform
         images, broken = [], []
@@ -126,7 +125,7 @@ class Decoder:
                     part = view.mirrored(whole[None, :, top : top + height, left : left + width])
                     resized.append(_resized(part, transform))
                     continue
-                try:  # another decoder may know better, or what is wrong with it
+                try:  # another decoder may read it, or tell what is wrong with it
                     part = Picture(data.numpy().tobytes()).region(*view.box, transform.size, transform.interpolation)
                 except BrokenImage as error:
                     broken.append(f"{name}: {error}")
@@ -136,14 +135,14 @@ class Decoder:
         return _in_order(pixels, torch.cat(images), encoded.places), tuple(broken)
 
     def _decode(self, jpegs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """uint8[3, H, W] of each; None where the device can't."""
+        """uint8[3, H, W] of each, or None if the device can't decode it."""
         try:
             return self._try(jpegs)
         except RuntimeError as error:
             _raise_if_memory(error)
             self._see_that_it_decodes()
         result = []
-        for jpeg in jpegs:  # one of them fails all
+        for jpeg in jpegs:  # one by one: a single bad image makes all of them fail
             try:
                 result += self._try([jpeg])
             except RuntimeError as error:
@@ -163,7 +162,7 @@ class Decoder:
         return wholes
 
     def _see_that_it_decodes(self) -> None:
-        """Tell broken images from a device, or a torchvision, that decodes none."""
+        """Raise `Refused` if the device, or this torchvision, can't decode any image."""
         if self._decodes:
             return
         grey = torch.full((16, 16, 3), 128, dtype=torch.uint8).numpy()
@@ -177,7 +176,7 @@ class Decoder:
 
 
 def _portions(encoded: Encoded) -> Iterator[list[tuple[torch.Tensor, tuple[int, int], View, str]]]:
-    """The JPEGs in order, as many at a time as may lie decoded in memory."""
+    """The JPEGs in order, in portions that fit into `_AT_ONCE` when decoded."""
     portion, filled = [], 0
     for jpeg in encoded:
         _, (height, width), *_ = jpeg
@@ -190,7 +189,7 @@ def _portions(encoded: Encoded) -> Iterator[list[tuple[torch.Tensor, tuple[int, 
 
 
 def _resized(part: torch.Tensor, transform: TrainingTransform) -> torch.Tensor:
-    """uint8[1, 3, height, width] -> float32[1, 3, H, W]: CUDA has no anti-aliasing of bytes."""
+    """uint8[1, 3, height, width] -> float32[1, 3, H, W]: CUDA can't resize uint8 with anti-aliasing."""
     part = part.to(torch.float32)
     if part.shape[2:] == transform.size:
         return part
@@ -199,7 +198,7 @@ def _resized(part: torch.Tensor, transform: TrainingTransform) -> torch.Tensor:
 
 
 def _in_order(pixels: torch.Tensor, decoded: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Both, with `decoded` at `places`. The host knows these: indices on the device would have to be sent there."""
+    """Both in one tensor, with `decoded` at `places`. Slices, because indices would have to be copied to the device."""
     if not len(pixels):
         return decoded
     rows = dict(zip(places, decoded.split(1), strict=True))

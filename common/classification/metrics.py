@@ -1,4 +1,4 @@
-"""How good is the model, exactly, whatever the layout of the run?
+"""Metrics of a classifier, exact on any layout of the run.
 
 Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks, so
 that 1 and 1,000 processes get the same numbers. All results are fractions in 0..1.
@@ -18,14 +18,14 @@ CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device
 
 
 class ClassificationCounts:
-    """Counts of one evaluation; give it every sample once, on any rank, then read `reduce().results()`.
+    """Counts of one evaluation. Give it every sample once, on any rank, then read `reduce().results()`.
 
-    An image that could not be read counts as wrong, not as absent; only the loss leaves it out. It is marked by a label
-    of -1, or by `readable`, which keeps its true label so that it also counts against its class.
+    An image that could not be read counts as wrong; only the loss leaves it out. It is marked by a label of -1, or by
+    `readable`, which keeps its true label so that it also counts against its class.
 
     Attributes:
-        confusion: int64[classes, classes] of the readable images, rows are true classes, columns predicted ones;
-            None with more than `CONFUSION_CLASSES` classes or several labels an image.
+        confusion: int64[classes, classes] of the readable images: rows are true classes, columns predicted ones.
+            None with more than `CONFUSION_CLASSES` classes or several labels per image.
     """
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
@@ -47,7 +47,7 @@ class ClassificationCounts:
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Counts a batch.
+        """Count a batch.
 
         Args:
             logits: float[batch, classes]
@@ -69,7 +69,7 @@ class ClassificationCounts:
     def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         counts, true = self._counts, labels.clamp(min=0)
         true_logit = logits.gather(1, true[:, None])
-        predicted = logits.argmax(1)  # of equal ones the first, as below
+        predicted = logits.argmax(1)  # the first of equal ones, as below
         first = torch.arange(self.classes, device=logits.device) < true[:, None]
         ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
         sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN: it would look like a hit
@@ -84,7 +84,7 @@ class ClassificationCounts:
         return F.cross_entropy(logits, true, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        counts, predicted = self._counts, (logits > 0) & readable[:, None]  # a probability above one half
+        counts, predicted = self._counts, (logits > 0) & readable[:, None]  # probability above one half
         counts["true_positive"] += (predicted & labels).sum(0)
         counts["false_positive"] += (predicted & ~labels).sum(0)
         counts["false_negative"] += (~predicted & labels).sum(0)
@@ -92,7 +92,7 @@ class ClassificationCounts:
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
 
     def reduce(self) -> "ClassificationCounts":
-        """The counts of all ranks, on every rank and on the CPU; a collective. This object keeps its own rank's."""
+        """The counts of all ranks, on every rank and on the CPU. A collective; this object keeps the counts of its rank."""
         total = copy.copy(self)
         summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]).cpu())
         parts = summed.split([count.numel() for count in self._counts.values()])
@@ -101,12 +101,12 @@ class ClassificationCounts:
         return total
 
     def results(self) -> dict[str, float | int | list[float | None] | None]:
-        """Fractions, and None where there is nothing to divide by.
+        """Fractions, or None if there is nothing to divide by.
 
-        One label an image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
-        Several: f1 (over all decisions), f1_macro, exact_match.
+        One label per image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
+        Several labels: f1 (over all decisions), f1_macro, exact_match.
         f1_macro is the mean over classes that are true or predicted anywhere.
-        Both: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
+        Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
         """
         counts = {name: count.tolist() for name, count in self._counts.items() if name != "confusion"}
         count, broken = counts["count"], counts["broken"]
@@ -127,7 +127,7 @@ class ClassificationCounts:
 
 
 class Mistake(NamedTuple):
-    """A sample that the model got wrong."""
+    """A sample that was classified wrongly."""
 
     index: int
     label: int
@@ -136,7 +136,7 @@ class Mistake(NamedTuple):
 
 
 class Mistakes:
-    """The `keep` most confident mistakes of an evaluation, in memory that doesn't grow with it."""
+    """The `keep` most confident mistakes of an evaluation, in constant memory."""
 
     def __init__(self, keep: int = 24):
         self.keep = keep
@@ -144,9 +144,9 @@ class Mistakes:
 
     @torch.no_grad()
     def update(self, probabilities: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None) -> None:
-        """Takes in a batch: float[batch, classes], int64[batch], int64[batch], bool[batch] (`ClassificationCounts`).
+        """Add a batch: float[batch, classes], int64[batch], int64[batch], bool[batch], as in `ClassificationCounts`.
 
-        An image that could not be read is nothing to look at, and so no mistake here.
+        An image that could not be read is no mistake here: there is nothing to look at.
         """
         readable = labels >= 0 if readable is None else readable & (labels >= 0)
         confidence, predicted = probabilities.float().nan_to_num(-1.0).max(1)
@@ -159,7 +159,7 @@ class Mistakes:
         self._rows = confidence[order], facts[:, order]
 
     def merge(self) -> list[Mistake]:
-        """Those of all ranks, on every rank, most confident first and of equal ones the lower index; a collective."""
+        """The mistakes of all ranks, on every rank: most confident first, equal ones by index. A collective."""
         everyone = [Mistake(*mistake) for of_rank in gather_objects(list(self._own())) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
 

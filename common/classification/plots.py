@@ -14,7 +14,7 @@ __all__ = ["confusion", "mistakes"]
 
 
 def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
-    """Draws a sheet of wrongly classified images of `source`, captioned "true → predicted"."""
+    """Draw a sheet of wrongly classified images of `source`, captioned "true → predicted"."""
     columns = min(6, max(len(mistakes), 3))
     lines = max(1, math.ceil(len(mistakes) / columns))
     figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)

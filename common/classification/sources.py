@@ -1,7 +1,7 @@
 """Sources of labelled images: reads what `--data` names, and holds out a share for evaluation.
 
-A source holds columns (NumPy, Arrow, memory-mapped files), never a Python object a row: reading those would copy their
-memory pages into every loader worker, bit by bit, until the machine is full.
+A source holds columns (NumPy, Arrow, memory-mapped files), never one Python object per row: each data worker would
+copy the memory pages of those it reads, until the machine is full.
 """
 
 import os
@@ -18,7 +18,7 @@ import pyarrow as pa
 from common.classification import custom_data
 from common.classification.custom_data import CustomDataset
 from common.config.parsing import nearest_path
-from common.data import data_spec, partition
+from common.data import data_spec, splits
 from common.data.data_spec import DataSpec
 from common.data.digits import load_digits
 from common.data.huggingface import TableParts
@@ -54,7 +54,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
-    - a folder with `train/` and `val/`, as `partition.kind_of` knows them, each with one subfolder per class;
+    - a folder with `train/` and `val/`, as `splits.kind_of` knows them, each with one subfolder per class;
     - an image folder with one subfolder per class;
     - a Hugging Face data set: a folder written by `save_to_disk`, a parquet file, a folder of them or a pattern, or
       the Hub's `owner/name` or `owner/name:config`;
@@ -64,7 +64,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
 
     Columns are found by their type, or named; a label column may be several joined by commas, with 0 or 1 for a class each.
 
-    `split` names the part to evaluate on, as in `partition.choose`. If the data has no part to validate on, `val_share` of
+    `split` names the part to evaluate on, as in `splits.choose`. If the data has no part to validate on, `val_share` of
     each class is held out, chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its
     class to the other side. The held-out fifth of `digits` is fixed, so that its results compare across seeds and settings.
 
@@ -73,9 +73,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Raises `Refused` for what can't be found, read, or trained on, and if more than `max_broken_share` of the files of a
     part are missing.
     """
-    if custom is not None:
-        return custom_data.load(spec, custom)
-    if _SHARDS.search(spec.data):
+    if custom is None and _SHARDS.search(spec.data):
         raise Refused(f"--data {spec.data}: {_NOT_YET}")
     least = 1 if spec.alone else 2  # classes
 
@@ -83,7 +81,8 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
         parts = TableParts(spec.data, opener, spec.image_column, spec.label_column, least)
         return parts.labels, parts.read
 
-    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least))
+    read_custom = None if custom is None else partial(custom_data.read, spec, custom)
+    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least), read_custom)
 
 
 def _load_folder(spec: Spec, least: int, path: Path) -> tuple["Folder", ...]:
@@ -107,8 +106,8 @@ class Folder(Source):
     """Image files in one subfolder per class, at any depth below it; class ids are the sorted names of the folders."""
 
     root: Path
-    paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes, -1 of a link that leads nowhere
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
+    sizes: np.ndarray  # int64[N] bytes, -1 for a dangling link
     labels: np.ndarray
     classes: tuple[str, ...]
     origin: str = ""
@@ -130,7 +129,7 @@ class Folder(Source):
 
     def draws(self, key: int) -> np.ndarray:
         """uint64[N] random numbers, each a function of its image's path and `key` alone."""
-        return partition.draws_of(self.paths, key)
+        return splits.draws_of(self.paths, key)
 
     def part(self, rows: np.ndarray) -> "Folder":
         paths = self.paths.take(pa.array(rows))
@@ -138,12 +137,12 @@ class Folder(Source):
 
 
 def _part_folders(root: Path) -> dict[str, Path]:
-    """The folders that are parts of the data, each with class folders in it; where these are in `root`, that is all of it."""
+    """The folder of each part of the data, with class folders in it; {"train": root} if `root` has the class folders."""
     folders = _subfolders(root)
-    kinds = {name: partition.kind_of(name) for name in folders if partition.kind_of(name)}
+    kinds = {name: splits.kind_of(name) for name in folders if splits.kind_of(name)}
     if len({*kinds.values()}) > 1 or (kinds and len(kinds) == len(folders)):
         return {name: root / name for name in folders}
-    for name in kinds:  # also the name of a class: a train is a vehicle
+    for name in kinds:  # it may be the name of a class: a train is a vehicle
         inside = {*_subfolders(root / name)}
         for other in (other for other in folders if other != name):
             if len(shared := sorted(inside & {*_subfolders(root / other)})) > 1:
@@ -193,7 +192,7 @@ def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Folder:
 
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
-    """Path below `root` and size of every image; links are followed, each real folder once, and a dangling one counts."""
+    """Path below `root` and size of every image. Links are followed, each real folder once; a dangling link has size -1."""
     above = len(os.path.join(root, ""))
     for _, entries in walk(root / folder):
         for entry in entries:

@@ -1,8 +1,7 @@
-"""How does an image become a tensor: varied for training, plain for evaluation?
+"""Transforms of single images in data workers: random crop, flips and timm's policies for training, timm's own for evaluation.
 
-Geometry and policies are done here, by a data worker, an image at a time; what varies colours or erases is in
-`device_augmentation`. Draws come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's
-position. Pixels stay uint8 up to the device, where they are normalised.
+Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's position. Pixels
+stay uint8 until they are on the device, where the augmentations of whole batches follow (`common.classification.augmentation`).
 """
 
 import math
@@ -29,7 +28,7 @@ _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, suc
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of an image."""
+    """The part of an image that is shown, and its flips."""
 
     box: tuple[int, int, int, int]  # top, left, height and width, in pixels
     vflip: bool
@@ -43,10 +42,10 @@ class View:
 
 @dataclass(frozen=True)
 class TrainingTransform:
-    """An image -> uint8[3, H, W]: a random part of it, resized, mirrored, and what a policy does to that."""
+    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy."""
 
     size: tuple[int, int]  # height and width
-    least_area: float  # share of the image
+    least_area: float  # of a crop, as a share of the image
     hflip: float
     vflip: float
     interpolation: str
@@ -56,12 +55,12 @@ class TrainingTransform:
         return self.show(picture, self.draw(picture.height, picture.width))
 
     def draw(self, height: int, width: int) -> View:
-        """What to show of an image of this size; from Python's generator."""
+        """A random view of an image of this size in pixels, from Python's generator."""
         box = crop(height, width, self.least_area)
         return View(box, *(random.random() < probability for probability in (self.vflip, self.hflip)))
 
     def show(self, picture: Picture, view: View) -> torch.Tensor:
-        """uint8[3, H, W]; a policy draws anew."""
+        """This view as uint8[3, H, W]. A policy draws its own random numbers in each call."""
         pixels = view.mirrored(picture.region(*view.box, self.size, self.interpolation))
         if self.policy:
             image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
@@ -70,7 +69,7 @@ class TrainingTransform:
 
 
 def training_transform(config: AugmentationConfig, data_config: dict) -> TrainingTransform:
-    """Random crop, mirror and policy as `config` says, to `data_config["input_size"]` ([3, H, W]).
+    """Random crop, flips and policy as in `config`, to images of `data_config["input_size"]` ([3, H, W]).
 
     `data_config` is what `timm.data.resolve_model_data_config` returns. Raises `Refused` for a policy that timm lacks.
     """
@@ -78,7 +77,7 @@ def training_transform(config: AugmentationConfig, data_config: dict) -> Trainin
     policy = None
     try:
         for section in config.augment.split("-")[1:]:
-            if not _SECTION.fullmatch(section):  # timm skips what it does not understand
+            if not _SECTION.fullmatch(section):  # timm ignores unknown sections
                 raise ValueError(f"unknown section {section}")
         if config.augment:
             _, policy, _ = transforms_imagenet_train(  # in three parts: geometry, policy, conversion
@@ -100,7 +99,7 @@ def training_transform(config: AugmentationConfig, data_config: dict) -> Trainin
 def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random part with `least_area` to all of the image's area and a ratio of 3:4 to 4:3.
 
-    Drawn from Python's generator. Where no such part fits, it is the largest at the centre that has a ratio within the limits.
+    Drawn from Python's generator. If no such part fits, it is the largest centred one that has a ratio within the limits.
     Source: Szegedy et al., "Going deeper with convolutions", 2015, as in torchvision's RandomResizedCrop.
     """
     low, high = (math.log(ratio) for ratio in _RATIO)
@@ -116,13 +115,13 @@ def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int
 
 @dataclass(frozen=True)
 class EvaluationTransform:
-    """An RGB image -> uint8[3, H, W]: resized until it covers a size, of which the centre is cut out."""
+    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre."""
 
     covered: tuple[float, float]  # height and width
     resize_and_crop: Callable[[Image.Image], torch.Tensor]
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Raises `BrokenImage` for a stripe that would become larger than an image may be: its short side is enlarged, too."""
+        """Raises `BrokenImage` for a stripe that is so narrow that resizing would make it larger than an image may be."""
         scale = max(wanted / side for wanted, side in zip(self.covered, (image.height, image.width), strict=True))
         pixels = image.width * image.height * scale**2
         if pixels > MAX_PIXELS:
@@ -133,7 +132,7 @@ class EvaluationTransform:
 
 
 def evaluation_transform(data_config: dict) -> EvaluationTransform:
-    """Resize and centre crop as the model's `data_config` says: timm's own, exactly."""
+    """Resize and centre crop for the model's `data_config`: exactly timm's own."""
     height, width = data_config["input_size"][1:]
     resize_and_crop = timm.data.create_transform(
         data_config["input_size"],
@@ -146,7 +145,7 @@ def evaluation_transform(data_config: dict) -> EvaluationTransform:
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's operation, down to the 0 bits of its strongest policies: black, which Pillow from 13 on refuses to make."""
+    """timm's operation, also for the 0 bits of its strongest policies: black, which Pillow refuses from version 13 on."""
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
 
 

@@ -1,4 +1,4 @@
-"""How is a global batch spread over processes and micro-steps?"""
+"""Batch plan: how a global batch is spread over processes and micro-steps."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from common.errors import Refused
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The cut of `global_batch_size` samples into `world_size` x `micro_steps` contiguous micro-batches.
+    """How `global_batch_size` samples are cut into `world_size` x `micro_steps` contiguous micro-batches.
 
     Every rank has the same number of micro-steps, so that collectives stay in phase; no micro-batch is empty; there are at
     most two sizes, so that a compiled step has few shapes; and each is a multiple of `unit` samples, because MixUp works
-    on pairs and `--batch_norm group` on groups of neighbours. What is trained does not depend on this cut.
+    on pairs and `--batch_norm group` on groups of neighbours. The result of a training does not depend on this cut.
 
-    Raises `Refused` where no such cut exists.
+    Raises `Refused` if no such cut exists.
     """
 
     global_batch_size: int
@@ -57,12 +57,12 @@ class BatchPlan:
 
     @property
     def units(self) -> int:
-        """How many indivisible units a global batch has."""
+        """Number of indivisible units in a global batch."""
         return self.global_batch_size // self.unit
 
     @property
     def micro_steps(self) -> int:
-        """How many forward-backward passes each rank makes for one optimizer step."""
+        """Number of forward and backward passes that each rank makes per optimizer step."""
         return -(-self.units // (self.world_size * (self.max_micro_batch_size // self.unit)))
 
     @property
@@ -71,16 +71,16 @@ class BatchPlan:
 
     @property
     def loss_scale(self) -> float:
-        """What the *sum* of a micro-batch's per-sample losses is multiplied with: world_size / global_batch_size.
+        """Factor of the *sum* of a micro-batch's per-sample losses: world_size / global_batch_size.
 
-        DDP averages gradients over ranks and accumulation adds them over micro-steps; with this factor the outcome is
-        the gradient of the mean over the global batch, whatever the shares.
+        DDP averages gradients over ranks, and accumulation adds them over micro-steps. With this factor the result is
+        the gradient of the mean loss over the global batch, however large each rank's share is.
         """
         return self.world_size / self.global_batch_size
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that occur, largest first: one or two."""
+        """The one or two sizes of micro-batches, largest first."""
         sizes = {self.unit * (-(-self.units // self.parts)), self.unit * (self.units // self.parts)}
         return tuple(sorted(sizes, reverse=True))
 

@@ -1,8 +1,8 @@
-"""Where do decoded images wait for their next turn, so that a JPEG is decoded once and not in every epoch?
+"""Cache of decoded images: a JPEG is decoded once, not in every epoch.
 
-In a file without a name, in memory or in a folder, that all processes and data workers of a machine share. The system frees
-it when the last of them has gone, however it went, so nothing is left behind and nothing stale can be found. A slot is
-filled when its image first comes up; the first epoch sees the same pixels as the later ones.
+All processes and data workers of a machine share one file without a name, in memory or in a folder. The system frees it
+with the last process that has it open, however that process ends: nothing is left behind, and nothing stale can be found.
+A slot is filled when its image is first read; the first epoch sees the same pixels as the later ones.
 """
 
 import os
@@ -27,7 +27,7 @@ _RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # he
 
 @dataclass
 class Cache:
-    """Up to `count` images of at most `side` x `side` pixels, whatever their shape; larger ones are scaled to that area."""
+    """Up to `count` images of any shape with at most `side` x `side` pixels; larger ones are scaled down to that area."""
 
     count: int
     side: int
@@ -40,21 +40,21 @@ class Cache:
         self._seen = np.zeros(self.count, bool)
 
     def __str__(self) -> str:
-        """In words, for people."""
+        """One line for people."""
         most = _in_words(needed(self.count, self.side))
         return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {most}"
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
-        """The image at `index` as the cache keeps it, from there or, the first time, made of what `read` returns.
+        """The image at `index` as the cache keeps it: from its slot, or the first time from what `read` returns.
 
-        What was damaged, or is only half written by another process, is made anew. Raises what `read` raises.
+        A slot that is damaged, or only half written by another process, is filled again. Raises what `read` raises.
         """
         if size := self._find(index):
             return _Kept(self, index, *size)
         picture = read()
         height, width = shrunk(picture.height, picture.width, self.side)
         pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
-        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: a part of it lies together
+        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: rows are contiguous
         return Picture(pixels)
 
     def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
@@ -64,7 +64,7 @@ class Cache:
         return pixels if found == pixels.nbytes else None
 
     def _find(self, index: int) -> tuple[int, int] | None:
-        """Height and width of the image in a slot, if it is whole: looked at closely once a process."""
+        """Height and width of the image in a slot, if it is whole. Each process checks the hash of a slot once."""
         record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
         if not len(record) or not record["height"][0]:
             return None
@@ -78,9 +78,11 @@ class Cache:
         record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD).tobytes()
         try:
             os.pwrite(self._file.fileno(), pixels, self._place(index))
-            os.pwrite(self._file.fileno(), record, index * _RECORD.itemsize)  # last: it vouches for the pixels
+            os.pwrite(
+                self._file.fileno(), record, index * _RECORD.itemsize
+            )  # last: it says that the pixels are complete
         except OSError:
-            pass  # a disk that has filled up since: the same pixels are then made again each time
+            pass  # the disk has filled up since: the image is then decoded each time
 
     @property
     def _slot(self) -> int:
@@ -97,7 +99,7 @@ class Cache:
 
 
 class _Kept(Picture):
-    """An image in a slot, of which only the rows are read that are shown."""
+    """An image in a slot; only the rows that are used are read."""
 
     def __init__(self, cache: Cache, index: int, height: int, width: int):
         self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
@@ -115,7 +117,7 @@ def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
     if scale >= 1:
         return height, width
     height, width = max(1, int(height * scale)), max(1, int(width * scale))
-    return min(height, side**2), min(width, side**2)  # of a stripe, whose short side is one pixel
+    return min(height, side**2), min(width, side**2)  # for a stripe, whose short side is one pixel
 
 
 def needed(count: int, side: int) -> int:
@@ -124,9 +126,9 @@ def needed(count: int, side: int) -> int:
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:
-    """One cache a machine for `count` images; in memory, or in `folder`. None for side 0. Every rank must call it.
+    """One cache per machine for `count` images, in memory or in `folder`; None for side 0. Every rank must call it.
 
-    Raises `Refused` where there is no room for all images.
+    Raises `Refused` if there is no room for all images.
     """
     if not side:
         if folder:
@@ -140,7 +142,7 @@ def open_cache(count: int, side: int, folder: str) -> Cache | None:
         if not file:
             try:
                 file = open(path, "r+b", buffering=0)
-            except OSError:  # a system without /proc: one a process, then
+            except OSError:  # a system without /proc has one cache per process
                 file = _make(count, side, folder)
     return Cache(count, side, path, folder, file)
 

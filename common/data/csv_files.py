@@ -1,4 +1,4 @@
-"""Which columns does a CSV file have, and what is in them?"""
+"""CSV files as Arrow tables: finds the separator, the columns and their types."""
 
 import csv
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ _MOST = 2**32  # bytes
 
 
 def read_csv(files: Sequence[str | PathLike], file_column: str) -> pa.Table:
-    """The columns of files that have the same: whole numbers as int64, all else as text, an empty cell as null.
+    """The rows of all files, which must have the same columns. Whole numbers are int64, all else text, empty cells null.
 
-    `file_column` is one more, with the place in `files` of each row's file. Raises `Refused`.
+    `file_column` is an added column: the index in `files` of each row's file. Raises `Refused`.
     """
     tables = [_read(file) for file in files]
     for file, table in zip(files, tables, strict=True):
@@ -61,7 +61,7 @@ def _read(file: str | PathLike) -> pa.Table:
         raise Refused(f"{file}: not readable as CSV with {separator!r} between columns: {error}") from None
     if not len(table):
         raise Refused(f"{file}: no rows below the names of its columns")
-    return table.select([name for name in names if name])  # one without a name is pandas' own count of rows
+    return table.select([name for name in names if name])  # pandas writes its row numbers without a name
 
 
 def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:

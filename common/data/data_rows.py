@@ -1,14 +1,16 @@
-"""What does the start table say of the data, so that a person sees what is trained on and what is evaluated?"""
+"""Rows of the start table about the data: what is trained on and what is evaluated."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-_SHOWN = 5  # names in a row
+from common.data.data_spec import fingerprint
+
+_SHOWN = 5  # class names in a row of the table
 
 
-def data_rows(data: str, train, val, fingerprint: str, samples: str = "images") -> dict[str, str]:
-    """Rows of the start table about two sources of images, `labelled.Source` or `detection.annotated.Annotated`.
+def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
+    """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`.
 
     `samples` is what their `class_counts` count: images, or boxes.
     """
@@ -18,7 +20,7 @@ def data_rows(data: str, train, val, fingerprint: str, samples: str = "images") 
         "classes": _names(classes),
         "trained on": train.origin,
         "evaluated": val.origin,
-        "fingerprint": f"{fingerprint}, the same on all ranks",
+        "fingerprint": f"{fingerprint(train, val)}, the same on all ranks",
     }
     if counts is not None:
         fewest, most = int(counts.argmin()), int(counts.argmax())

@@ -1,8 +1,8 @@
-"""How do the pixels of a part of an image come out of its file with the least work?
+"""Decoding of a part of an image, with as little work as possible.
 
-JPEGs are most of what is trained on. Their header tells the size, so what to show is drawn before anything is decoded; of a
-large photograph libjpeg then computes a half, a quarter or an eighth of the resolution and no more; and what is shown is cut
-out before it is resized, in 8 bits. Other formats are decoded whole.
+Most training images are JPEGs. Their header has the size, so the crop is drawn before anything is decoded. For a large
+photograph libjpeg then decodes only a half, a quarter or an eighth of the resolution, and the crop is cut out before it is
+resized, in 8 bits. Other formats are decoded whole.
 """
 
 from os import PathLike
@@ -16,15 +16,15 @@ from simplejpeg import decode_jpeg, decode_jpeg_header
 from common.data.images import MAX_PIXELS, open_rgb, opened, orientation_of, read_file
 
 REDUCTIONS = (8, 4, 2)  # that libjpeg decodes to directly
-_HEAD = 2**17  # bytes in which such notes stand
-_SPARE = 2.0  # a reduced image has this many times the wanted size, so that the resize after it has the last word
+_HEAD = 2**17  # bytes at the start of a file that may hold EXIF data
+_SPARE = 2.0  # a reduced image is at least this many times the wanted size: the resize after it decides how it looks
 
 
 class Picture:
-    """An image, upright: pixels, or a JPEG of which only the header has been read.
+    """An upright image: pixels, or a JPEG of which only the header has been read.
 
     `content` is what `images.open_rgb` takes, or pixels uint8[3, H, W]. Raises `BrokenImage`, here or when pixels
-    are asked for.
+    are read.
     """
 
     def __init__(self, content: str | PathLike | bytes | Image.Image | torch.Tensor):
@@ -52,7 +52,7 @@ class Picture:
 
     @property
     def encoded(self) -> bytes | None:
-        """The JPEG that any decoder turns into these pixels; None for what is turned, in other colours, or no JPEG."""
+        """The JPEG that any decoder turns into these pixels; None if it is rotated, in other colours, or no JPEG."""
         return self._jpeg if self._jpeg and not self._is_turned and _size_in_header(self._jpeg) else None
 
     def region(
@@ -60,7 +60,7 @@ class Picture:
     ) -> torch.Tensor:
         """uint8[3, *size]: a part of the image, resized with anti-aliasing (`bilinear`; anything else is `bicubic`).
 
-        Of a part that is 4 times as large as wanted and more, the edges are moved to multiples of 2, 4 or 8 pixels.
+        If the part is 4 times as large as `size` or more, its edges are moved to multiples of 2, 4 or 8 pixels.
         """
         wanted = _SPARE * max(size[0] / height, size[1] / width)
         reduction = next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
@@ -68,27 +68,25 @@ class Picture:
         if part.shape[1:] == size:
             return part
         mode = "bilinear" if interpolation == "bilinear" else "bicubic"
-        all_or_none = part[None].contiguous(
-            memory_format=torch.channels_last
-        )  # a copy: resizing gets three times as fast
-        return F.interpolate(all_or_none, size, mode=mode, antialias=True)[0]
+        batch = part[None].contiguous(memory_format=torch.channels_last)  # the copy makes resizing three times as fast
+        return F.interpolate(batch, size, mode=mode, antialias=True)[0]
 
     def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
-        """uint8[3, bottom - top, right - left] of the image, of a JPEG smaller by `reduction`, sides rounded up."""
+        """uint8[3, bottom - top, right - left] of the image; a JPEG is smaller by `reduction`, its sides rounded up."""
         if self._pixels is not None:
             return self._pixels[:, top:bottom, left:right]
         if not self._is_turned:
             height, width = (-(-side // reduction) for side in (self.height, self.width))
-            try:  # the smallest that is at least this large: the reduction asked for
+            try:  # the smallest size that is at least this large is the requested reduction
                 pixels = decode_jpeg(self._jpeg, min_height=height, min_width=width, min_factor=1)
                 return torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
             except ValueError:
-                pass  # Pillow says what is wrong with it, or can read it all the same
+                pass  # Pillow reads it all the same, or says what is wrong
         return pixels_of(open_rgb(self._jpeg, reduction=reduction).crop((left, top, right, bottom)))
 
 
 def _size_of_usual(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG without notes of how the camera was held, in a tenth of the time that Pillow takes."""
+    """Height and width of a JPEG without EXIF data, in a tenth of the time that Pillow takes."""
     if data[:2] != b"\xff\xd8" or data.find(b"Exif\0", 0, _HEAD) >= 0:
         return None
     return _size_in_header(data)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from common.data.partition import held_out
 from common.data.source import Source, fingerprint_of
+from common.data.splits import held_out
 from common.randomness import key_of, mix
 
 
@@ -23,9 +23,9 @@ class _Columns(NamedTuple):
 
 
 def read_digits() -> _Columns:
-    """What `sklearn.datasets.load_digits` returns, from the file that it reads; its import takes most of a second.
+    """What `sklearn.datasets.load_digits` returns, from its file: importing scikit-learn takes most of a second.
 
-    Where an other version of scikit-learn has its file elsewhere, scikit-learn reads it.
+    If another version of scikit-learn has the file elsewhere, scikit-learn reads it.
     """
     package = importlib.util.find_spec("sklearn")
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -64,6 +64,7 @@ class Digits(Source):
 
 
 def load_digits() -> tuple[Source, Source]:
+    """The digits to train on, and a fixed fifth of each class to evaluate on."""
     digits = read_digits()
     small = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # [1797, 8, 8], from 0..16
     large = [Image.fromarray(image).resize((32, 32), Image.Resampling.BICUBIC) for image in small]

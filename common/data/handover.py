@@ -1,8 +1,9 @@
-"""How does a batch get from a data worker to its process, so that nothing is left behind whichever of them is killed when?
+"""Handover of batches from data workers to their process, which leaves nothing behind whichever of them is killed.
 
-Its pixels and numbers lie in memory without a name, which the system frees with the last process that has it open. The open
-file goes through a pair of sockets that is older than the workers, all else through the loader's queue. (torch's own way gives
-the memory a name in /dev/shm for a moment, which is small in containers, and each worker a listening socket in /tmp.)
+A batch's arrays are written to memory without a name, which the system frees with the last process that has it open. The
+open file is sent through a pair of sockets that is older than the workers; everything else goes through the loader's
+queue. (torch's own way gives the memory a name in /dev/shm for a moment, which is small in containers, and each worker a
+listening socket in /tmp.)
 """
 
 import errno
@@ -21,29 +22,29 @@ import torch
 from torch.utils.data import get_worker_info
 
 _ALIGNED = 64  # bytes
-_NAME = struct.Struct("<qq")  # of a batch: its worker's process, its number there
+_NAME = struct.Struct("<qq")  # of a batch: process id of its worker, its number there
 
 _numbers = itertools.count()
 _handovers: "weakref.WeakValueDictionary[int, Handover]" = weakref.WeakValueDictionary()
 
 
 class Handover:
-    """What a loader collates with: a batch comes out of its queue as it went in."""
+    """The collate function of a loader, which sends a batch from a worker's memory to its process unchanged."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self._near, self.far = socket.socketpair()  # of the process, and of its workers
-        self._came: dict[bytes, BinaryIO] = {}  # of batches whose turn has not come
+        self._near, self.far = socket.socketpair()  # ends for the process and for its workers
+        self._came: dict[bytes, BinaryIO] = {}  # files that have arrived before the queue's message about them
         _handovers[self.number] = self
 
     def __call__(self, batch):
         return _Parcel(batch, self) if get_worker_info() and hasattr(os, "memfd_create") else batch
 
-    def __getstate__(self) -> dict:  # for a worker that is not forked
+    def __getstate__(self) -> dict:  # for a worker that was not forked
         return {"number": self.number, "far": self.far}
 
     def memory(self, name: bytes) -> memoryview:
-        """What was sent under this name."""
+        """The memory that was sent under this name."""
         while name not in self._came:
             came, files, *_ = socket.recv_fds(self._near, _NAME.size, 1, socket.MSG_CMSG_CLOEXEC)
             if not files:
@@ -54,7 +55,7 @@ class Handover:
 
 
 class _Parcel:
-    """A batch that leaves a worker."""
+    """A batch on its way out of a worker."""
 
     def __init__(self, batch, handover: Handover):
         self._batch, self._handover = batch, handover
@@ -76,7 +77,7 @@ class _Parcel:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, item):
-        """A tensor's content goes apart, as an array's does anyway."""
+        """Pickle a tensor's content as a separate buffer, as pickle does with arrays."""
         if not isinstance(item, torch.Tensor) or not item.numel():
             return NotImplemented
         if not (item.dim() == 4 and item.is_contiguous(memory_format=torch.channels_last)):

@@ -1,4 +1,4 @@
-"""Which column of a Hugging Face data set holds the images, which the labels, and what do the labels say?"""
+"""Hugging Face data sets and CSV files: opens their splits, and finds the image and label columns."""
 
 import glob
 import logging
@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from common.config.parsing import nearest_path
 from common.data.csv_files import read_csv
 from common.data.images import SUFFIXES, BrokenImage
-from common.data.partition import kind_of, start_of
 from common.data.source import Source, fingerprint_of
+from common.data.splits import kind_of, start_of
 from common.errors import Refused, printable
 from common.files import check_regular, sizes_of
 from common.randomness import mix
@@ -34,17 +34,15 @@ _HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` al
 
 @dataclass(frozen=True, eq=False)
 class Table(Source):
-    """Rows of a split, memory-mapped. Images are decoded here, not in `datasets`: a broken one is then named as any."""
+    """Rows of a split, memory-mapped. Images are decoded here, not in `datasets`, so that a broken one is reported as any."""
 
-    column: "datasets.Dataset"  # the image column alone: bytes, a path, or both
+    column: "datasets.Dataset"  # only the image column: bytes, a path, or both
     rows: np.ndarray  # int64[N]
     labels: np.ndarray
     classes: tuple[str, ...]
     title: str
-    folder: str  # that relative paths start from
-    sizes: np.ndarray | None = (
-        None  # int64[N] bytes of files, -1 of one that is missing; None if the table has all images
-    )
+    folder: str  # relative paths start here
+    sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has all images
     origin: str = ""
     notes: tuple[str, ...] = ()
 
@@ -76,14 +74,14 @@ class Table(Source):
         folder, cell = glob.escape(self.folder), glob.escape(cell)
         patterns = (f"{folder}/*/{cell}", f"{folder}/{cell}.*", f"{folder}/*/{cell}.*")
         found = None
-        with suppress(OSError, ValueError):  # what is in a cell need not be a path
+        with suppress(OSError, ValueError):  # a cell may hold anything
             found = next((file for pattern in patterns for file in glob.iglob(pattern)), None)
         return " (paths start from the folder of the table" + (f"; {printable(found)} is there)" if found else ")")
 
     @cached_property
     def fingerprint(self) -> str:
         contents, paths = _contents(self.column)
-        if self.sizes is not None:  # else a path is where the bytes once came from
+        if self.sizes is not None:  # otherwise a path is only where the bytes once came from
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
         return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).to_numpy()[self.rows])
 
@@ -97,7 +95,7 @@ class Table(Source):
 
 
 def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
-    """What opens `data` as {split: datasets.Dataset}, or None if `data` is neither a Hugging Face data set nor CSV."""
+    """A function that opens `data` as {split: datasets.Dataset}; None if it is neither a Hugging Face data set nor CSV."""
     path = Path(data).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -113,7 +111,7 @@ def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
 
 
 class TableParts:
-    """The splits of a data set. The first that is read decides on columns and classes. Raises `Refused`."""
+    """The splits of a data set. The first one that is read decides on columns and classes. Raises `Refused`."""
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class TableParts:
         self.labels = split_labels(self._splits)
 
     def read(self, name: str, first: Table | None = None) -> Table:
-        """The split of this name, with the columns and classes of `first` where one was read before."""
+        """The split of this name, with the columns and classes of `first` if one was read before."""
         split, title = self._splits[name], f"{self._data} {name}"
         if first is None:
             image = find_column(self._data, split, "image", self._named[0], exclude="")
@@ -178,7 +176,7 @@ def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, An
 
 
 def split_labels(splits: dict[str, Any]) -> dict[str, str]:
-    """What people call the splits."""
+    """How messages call the splits: {name: label}."""
     return {name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows" for name in splits}
 
 
@@ -189,7 +187,7 @@ def folder_of(data: str) -> str:
 
 
 def _by_column(data: str, splits: dict[str, Any]) -> dict[str, Any]:
-    """The splits that a column named split gives the rows of the only one; a column of other words is just a column."""
+    """The only split cut by its column `split`, if that holds names of parts; otherwise the splits as they are."""
     (first, *others) = splits.values()
     name = next((name for name in first.column_names if name.casefold() == "split"), None)
     if others or name is None or not _is_text(first.features.arrow_schema.field(name).type):
@@ -212,7 +210,7 @@ def _by_column(data: str, splits: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No remarks of `datasets` on an error that it raises as well, and its progress bars on a terminal only."""
+    """Keep `datasets` from logging errors that it also raises, and from showing progress bars outside a terminal."""
     import datasets
 
     logger = logging.getLogger("datasets")
@@ -245,7 +243,7 @@ def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
     import datasets
 
     splits = {}
-    table = read_csv(files, " file")  # all at once: a column has one type
+    table = read_csv(files, " file")  # together, so that a column has one type
     for name, its in _splits_of(folder, files).items():
         rows = table.filter(pc.is_in(table[" file"], pa.array([files.index(file) for file in its])))
         splits[name] = datasets.Dataset(datasets.table.InMemoryTable(rows.drop_columns(" file")))
@@ -253,7 +251,7 @@ def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """Of several files, each belongs to the split that its name or folder begins with: `val-0000`, `test/0000`."""
+    """The files of each split: the one that a file's name or folder begins with, as in `val-0000` and `test/0000`."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         check_regular(file)
@@ -263,7 +261,7 @@ def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
 
 
 def _open_hub(name: str, config: str | None) -> dict[str, Any]:
-    """Asked once, with a short wait, before `datasets` would retry; without an answer the local cache is used."""
+    """The splits of a data set on the Hub. If the Hub does not answer one short request, the local cache is used."""
     import datasets
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -277,7 +275,7 @@ def _open_hub(name: str, config: str | None) -> dict[str, Any]:
             f"--data {name}: nothing of this name is here or on the Hugging Face Hub; "
             "check the spelling, or run `hf auth login` if it is private"
         ) from error
-    except Exception as error:  # whatever the client's own HTTP library raises
+    except Exception as error:  # the client's HTTP library raises errors of its own
         why = " ".join(str(error).split()) or type(error).__name__
     if not why:
         return datasets.load_dataset(name, config)
@@ -311,13 +309,13 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    """Bytes as such, or beside a path, as the Image type looks in a file that has lost Hugging Face's own notes."""
+    """Whether cells are bytes, or bytes beside a path, as images are in a file without Hugging Face's metadata."""
     is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
     return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.ChunkedArray | None]:
-    """Bytes and paths of a column of images, None for what it has not."""
+    """Bytes and paths of a column of images; None for what it does not have."""
     cells = column.with_format("arrow")[:].column(0)
     if pa.types.is_struct(cells.type):
         return pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
@@ -325,7 +323,7 @@ def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.Ch
 
 
 def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
-    """int64[N] bytes of each image, -1 where it has neither bytes nor a file; None if all have bytes."""
+    """int64[N]: size of each image in bytes, -1 if it has neither bytes nor a file; None if all have bytes."""
     contents, paths = _contents(column)
     if contents is not None and not contents.null_count:
         return None
@@ -349,7 +347,7 @@ def _names_of(feature: Any) -> list[str] | None:
 
 
 def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exclude: str) -> str:
-    """The column named, or the only one that says by its type that it is the image or label, or that could be it."""
+    """The column `named`, or the only one whose type says that it is the image or the label, or that could be it."""
     from datasets import Image as ImageFeature
 
     kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
@@ -378,13 +376,13 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
 
 
 def _is_image_name(split: "datasets.Dataset", column: str) -> bool:
-    """Whether the first of a column of texts is the name of an image file."""
+    """Whether the first cell of a text column is the name of an image file."""
     first = split.select_columns([column])[0][column] if len(split) else None
     return bool(first) and os.path.splitext(first)[1].lower() in SUFFIXES
 
 
 def _find_labels(data: str, split: "datasets.Dataset", named: str, exclude: str) -> tuple[str, ...]:
-    """The label column, or several that hold 0 or 1 for a class each: named with commas between, or all that could be it."""
+    """The label column, or several with 0 or 1 for one class each: as named, joined by commas, or all that could be labels."""
     names = tuple(name.strip() for name in named.split(","))
     if named not in split.column_names and len(names) > 1:
         if unknown := [name for name in names if name not in split.column_names]:
@@ -410,7 +408,7 @@ def cells_of(split: "datasets.Dataset", column: str) -> pa.Array:
 
 
 def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...], pa.Array]:
-    """Class names, and the values that stand for them in the column: as ClassLabel says, else those found, sorted."""
+    """Class names and their values in the column: as ClassLabel says, otherwise the values found, sorted."""
     feature = split.features[column]
     if names := _names_of(feature):
         classes, values = tuple(names), pa.array(range(len(names)), pa.int64())
@@ -418,7 +416,9 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
         cells = cells_of(split, column)
         values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
         if pa.types.is_integer(values.type):
-            values = values.filter(pc.greater_equal(values, 0))  # a negative number is a missing label everywhere
+            values = values.filter(
+                pc.greater_equal(values, 0)
+            )  # a negative number always means that the label is missing
         values = values.take(pc.sort_indices(values))
         classes = tuple(str(value) for value in values.to_pylist())
     return classes, values
@@ -428,7 +428,7 @@ _OF_ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": Fa
 
 
 def _zero_or_one(title: str, split: "datasets.Dataset", column: str) -> np.ndarray:
-    """bool[N] of a column of 0 and 1, in any type."""
+    """bool[N] from a column of 0 and 1 of any type."""
     cells = cells_of(split, column)
     words = pc.utf8_lower(cells.cast(pa.string()))
     found = pc.index_in(words, value_set=pa.array([*_OF_ZERO_OR_ONE])).fill_null(-1).to_numpy()

@@ -1,7 +1,7 @@
-"""How does any image file become the same upright RGB pixels a person would see?
+"""Image files as upright 8-bit RGB pixels, as a person would see them.
 
-Whatever the file holds (grey, palette, transparency, CMYK, 16 bits, floats, a camera's rotation), what comes out is
-upright 8-bit RGB. What can't be decoded is a `BrokenImage` with its reason; what to do about it is the caller's choice.
+This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. What can't be decoded
+is a `BrokenImage` with its reason; the caller decides what to do about it.
 """
 
 import errno
@@ -17,23 +17,23 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from common.files import open_regular, read_bytes
 
-MAX_PIXELS = 89_478_485  # Pillow's own line between large and suspicious: 256 MiB as RGB
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger ones are refused
-_MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for notes
+MAX_PIXELS = 89_478_485  # from here on Pillow warns of a decompression bomb: 256 MiB as RGB
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger images are refused
+_MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadata
 
-# Pillow hands EPS to Ghostscript, a program that a data set must not be able to start; the others it can't decode.
+# Pillow would start Ghostscript for EPS, which a data set must not be able to do. It can't decode the others.
 _NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 Image.preinit()  # the common formats first: they are tried in this order
 Image.init()
 _FORMATS = tuple(name for name in Image.ID if name not in _NEVER)
 SUFFIXES = frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS)
 
-# Errors that say something about the file. The others (too many open files, a failing disk) say something about the
-# machine: replacing the image then would train one layout on other samples than the next, so they stop the run.
+# Errors caused by the file. Others (too many open files, a failing disk) are the machine's: they stop the run, since
+# replacing the image would make the samples depend on the machine.
 _FAULTS_OF_THE_FILE = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _FAULTS_OF_THE_FILE |= {errno.ENAMETOOLONG}
 
-# The range of values that stands for black to white, of modes that hold more than 8 bits.
+# The value of white in modes that hold more than 8 bits; black is 0.
 _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65535, "F": 1.0}
 
 
@@ -46,18 +46,18 @@ def open_rgb(
 ) -> Image.Image:
     """Decode `source` (a path, the bytes of a file, an open file, or an image) to an upright image of mode RGB.
 
-    - Transparent pixels are laid on white: what lies under them is arbitrary (often black), and white is the page on
-      which such pictures were drawn to be seen.
-    - 16-bit grey is scaled from 0..65535 and floats from 0..1. Values beyond (32-bit integers, floats in another unit)
-      have no known white, and are stretched from the image's own minimum and maximum.
+    - Transparent pixels are blended with white: the colour stored there is arbitrary (often black), and such pictures
+      are drawn for a white page.
+    - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit integers, floats in another
+      unit), the white is unknown, and the image's own minimum and maximum become black and white.
     - The camera's rotation (EXIF orientation 1 to 8) is applied. A colour profile is not.
-    - Of an animation, the first frame.
-    - With `reduction` 2, 4 or 8 a JPEG comes out smaller by that factor, sides rounded up, for much less work: it is left
-      out of the inverse cosine transform. Other formats come out as they are.
+    - An animation gives its first frame.
+    - With `reduction` 2, 4 or 8 a JPEG becomes smaller by that factor, sides rounded up, for much less work: the inverse
+      cosine transform leaves the rest out. Other formats keep their size.
 
-    Raises `BrokenImage` for what is missing, no image, truncated, empty, or larger than `max_pixels` (or than twice
-    `MAX_PIXELS`, where Pillow itself stops), which is read from the header before anything is decoded. A JPEG with
-    flipped bits decodes to garbage without a word: that can't be seen here.
+    Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or larger than `max_pixels` (or than twice
+    `MAX_PIXELS`, where Pillow itself stops); the size is read from the header before anything is decoded. A JPEG with
+    flipped bits decodes to garbage without an error: that can't be detected here.
     """
     with opened(source, max_pixels) as image:
         if reduction > 1:
@@ -69,11 +69,11 @@ def open_rgb(
 def opened(
     source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS
 ) -> Iterator[Image.Image]:
-    """The image, its header read. What goes wrong in the block because of the file is a `BrokenImage`, as in `open_rgb`."""
+    """The image, with its header read. Errors in the block that the file causes are raised as `BrokenImage`."""
     if isinstance(source, bytes):
         source = io.BytesIO(source)
     with faults_of_the_file(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow remarks on sizes, which are checked below, and on odd EXIF tags
+        warnings.simplefilter("ignore")  # Pillow warns of sizes, which are checked below, and of odd EXIF tags
         if isinstance(source, Image.Image):
             yield _checked(source, max_pixels)
         elif isinstance(source, (str, PathLike)):
@@ -85,7 +85,7 @@ def opened(
 
 
 def read_file(path: str | PathLike) -> bytes:
-    """Its bytes. Raises `BrokenImage` where that is the file's fault."""
+    """The bytes of the file. Raises `BrokenImage` if the file is the reason that they can't be read."""
     with faults_of_the_file():
         return read_bytes(path, _MAX_BYTES)
 
@@ -108,10 +108,10 @@ def faults_of_the_file() -> Iterator[None]:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """How the camera was held, 1 (upright) to 8, as the image's EXIF notes say."""
+    """EXIF orientation of the image: 1 (upright) to 8."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # the pixels are good: a camera's note that can't be read is no reason to lose them
+    except Exception:  # EXIF data that can't be read is no reason to lose good pixels
         return 1
 
 

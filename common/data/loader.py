@@ -1,7 +1,7 @@
-"""How do samples get from the stream into batches on the device?
+"""Data loaders: batches of a task's samples, made by data workers, on the device.
 
-An endless batch sampler yields, micro-step after micro-step, the positions that are this rank's; a worker turns positions
-into sample indices, reads, varies and stacks. It starts at any step at once and workers never restart.
+For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them.
+Training can start at any step at once, and its workers run until the last step.
 """
 
 import atexit
@@ -33,34 +33,34 @@ _SMALL = 2**16  # bytes
 
 
 class Movable:
-    """A dataclass whose tensors, also in lists and dicts, go to a device together."""
+    """Base of a task's batch: a dataclass whose tensors, also those in lists and dicts, move to a device together."""
 
     def to(self, device: torch.device):
         # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
-        goes_on = torch.device(device).type == "cuda"
-        return _map(self, lambda tensor: tensor.to(device, non_blocking=goes_on))
+        on_cuda = torch.device(device).type == "cuda"
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=on_cuda))
 
     def __getstate__(self) -> dict:
-        """On the way out of a data worker: each tensor takes a file and a handshake, where small ones could just be sent."""
+        """What leaves a data worker: small tensors as arrays, since each tensor costs a file and a handshake."""
         return {name: _map(value, _small_as_array) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
 
     def complete(self):
-        """Do what is left to do once the batch is on its device; returns the whole batch."""
+        """Finishes the batch once it is on its device, for example decodes images there; returns it."""
         return self
 
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory, which another stream has filled, until `stream` has done what is asked of it so far."""
+        """Keep the memory, which another stream has filled, until `stream` has finished the work queued so far."""
         _map(self, lambda tensor: tensor.record_stream(stream))
 
 
 def _map(value, function, kind: type = torch.Tensor):
-    """`function` of each `kind`, wherever it stands in lists, dicts and batches; all else as it is."""
+    """Apply `function` to each `kind` in nested lists, dicts and batches; keep everything else."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Movable):
@@ -116,12 +116,12 @@ class _Positions:
 
 
 def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
-    """This rank's micro-batches of the steps `[start, stop)`, in order. Not for Accelerate's `prepare`: it is split already."""
+    """This rank's micro-batches of the steps `[start, stop)`, in order, split already: not for Accelerate's `prepare`."""
     positions = _Positions(samples.stream, plan, rank(), start, stop)
     if folder := os.environ.get(DRAWS):
         Path(folder).mkdir(parents=True, exist_ok=True)
         samples = RecordedSamples(samples, Path(folder))
-    return _loader(samples, positions, workers)
+    return _loader(samples, positions, worker_count(workers))
 
 
 def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
@@ -129,11 +129,13 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
 
     The batches are the same on every layout, so that an image meets the same neighbours in them.
     """
-    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
+    return _loader(
+        samples, samples.batches(batch_size)[rank() :: world_size()], worker_count(workers), _EvaluationLoader
+    )
 
 
 class _EvaluationLoader(DataLoader):
-    """Each of its batches shows that the evaluation gets on."""
+    """Tells the watchdog of each batch that the evaluation makes progress."""
 
     def __iter__(self) -> Iterator:
         for batch in super().__iter__():
@@ -142,7 +144,7 @@ class _EvaluationLoader(DataLoader):
 
 
 class Feed:
-    """The batches of a loader on the device, and what it took to get them.
+    """Batches of a loader on the device, with the time spent waiting for them.
 
     To a GPU they travel on a stream of their own, while it computes: training is queued ahead of it.
     """
@@ -180,7 +182,7 @@ class Feed:
 
 
 def worker_count(asked: int) -> int:
-    """`asked`, or for -1 the cores this process may use, shared by the ranks of the machine, less one for training itself."""
+    """`asked`, or for -1 this rank's share of the machine's cores, less one for training itself."""
     if asked >= 0:
         return asked
     return max(0, min(16, cores() // local_world_size() - 1))
@@ -188,7 +190,7 @@ def worker_count(asked: int) -> int:
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
     if workers:
-        # It comes before multiprocessing asks them by SIGTERM, to which they are deaf, and waits for them.
+        # Runs before multiprocessing sends SIGTERM, which workers ignore, and waits for them.
         atexit.unregister(data_workers.end)
         atexit.register(data_workers.end)
     handover = Handover()
@@ -207,7 +209,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = Da
 
 def _begin_worker(handover: Handover, _worker: int) -> None:
     data_workers.begin(handover.far.fileno())
-    # What can't be handed over (no memory, too few file descriptors) Python would drop, and training wait for ever.
+    # If a batch can't be handed over (no memory, too few file descriptors), Python drops it, and training would wait forever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
 
 

@@ -1,4 +1,4 @@
-"""What does every source of labelled images have, wherever the images come from?"""
+"""Protocol of a source of labelled images, and checks that hold for every source."""
 
 import hashlib
 import json
@@ -11,16 +11,16 @@ from PIL import Image
 from common.data.images import BrokenImage, open_rgb, opened
 from common.errors import Refused
 
-_TRIED = 16  # images, of which one must be readable
+_TRIED = 16  # images, one of which must be readable
 
 
 class Source(Protocol):
-    """A fixed list of labelled images; can be pickled and survives a fork."""
+    """A fixed list of labelled images. It can be pickled, and works after a fork."""
 
-    classes: tuple[str, ...]  # names, by class id
-    labels: np.ndarray  # int64[N] class ids, or bool[N, C] where an image may show several classes
+    classes: tuple[str, ...]  # names by class id
+    labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
     fingerprint: str  # hex; equal for the same list of images (names, sizes) with the same labels and classes
-    notes: tuple[str, ...]  # what a person should know of how they were read
+    notes: tuple[str, ...]  # what a person should know about how the data were read
     origin: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
 
     def name(self, index: int) -> str:
@@ -49,19 +49,16 @@ class Source(Protocol):
 
     @property
     def missing(self) -> np.ndarray:
-        """int64[...] indices of the images whose file is known not to be there."""
+        """int64[...] indices of the images whose file is known to be missing."""
         return np.zeros(0, np.int64)
 
     def near(self, index: int) -> str:
-        """Where the file of a missing image seems to be instead, for people; "" if nobody knows."""
+        """Where the file of a missing image seems to be instead, for people; "" if unknown."""
         return ""
 
 
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
-    """Find out before training if too many files are missing, or if nothing of a few images all over the data can be read.
-
-    Raises `Refused`.
-    """
+    """Raise `Refused`, before training, if too many files are missing or none of a few images all over the data can be read."""
     if not len(source):
         raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
     if len(missing := source.missing) > max_broken_share * len(source) or len(missing) == len(source):
@@ -94,6 +91,6 @@ def fingerprint_of(
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels))
     digest.update(np.ascontiguousarray(contents))
-    for start in range(0, 0 if names is None else len(names), 65536):  # in pieces: never a list of all names
+    for start in range(0, 0 if names is None else len(names), 65536):  # in chunks: never a list of all names
         digest.update(repr(names[start : start + 65536].to_pylist()).encode())
     return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""Which sample stands at this position of the endless training stream?
+"""Training stream: the endless sequence of samples that a run trains on.
 
 Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
-consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions it needs, from nothing: there is
-no list to shuffle, no iterator to fast-forward on resume, and a billion samples cost what a thousand cost.
+consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs: there is no list to
+shuffle and no iterator to fast-forward on resume, and a billion samples cost what a thousand cost.
 """
 
 import math
@@ -20,10 +20,10 @@ _ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structu
 
 
 def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a keyed bijection of `[0, size)` sends `index`: int64[n] -> int64[n].
+    """Pseudorandom permutation of `[0, size)`, different for each seed and epoch: int64[n] -> int64[n].
 
-    A Feistel network on pairs (left, right) of Z_a x Z_b with a * b barely above `size`; what falls outside walks the
-    cycle until it is inside again (at most a few steps, since a * b - size < a).
+    A Feistel network on pairs (left, right) of Z_a x Z_b, with a * b barely above `size`. A result outside the range is
+    permuted again until it lies inside (cycle walking: a few times at most, since a * b - size < a).
     Source: Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
     a = math.isqrt(size - 1) + 1
@@ -54,10 +54,10 @@ class Stream:
     """The endless stream of training samples of a data set of `size` samples, in global batches of `global_batch_size`.
 
     With `repeats` > 1 (repeated augmentation: Hoffer et al., "Augment Your Batch", 2020) each global batch holds
-    `global_batch_size / repeats` different samples, that many times; copies stand `global_batch_size / repeats` apart, so
-    that an image does not meet itself in a MixUp pair. An epoch is still `size` positions, as in timm and DeiT.
+    `global_batch_size / repeats` different samples, each `repeats` times. Copies stand `global_batch_size / repeats` apart,
+    so that an image is never mixed with itself. An epoch is still `size` positions, as in timm and DeiT.
 
-    With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample of them: each is
+    With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
     Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
@@ -90,7 +90,7 @@ class Stream:
             drawn = step * distinct + place % distinct
         epochs, places = np.divmod(drawn, self.size)
         result = np.empty(len(drawn), np.int64)
-        for epoch in set(epochs.tolist()):  # one, or two where a batch straddles epochs
+        for epoch in set(epochs.tolist()):  # one, or two if a batch straddles epochs
             here = epochs == epoch
             result[here] = self._draw(places[here], epoch)
         return result
@@ -107,13 +107,13 @@ class Stream:
         return step * self.global_batch_size + np.arange(*span, dtype=np.int64)
 
     def epoch(self, step: int) -> float:
-        """How many epochs `step` steps are."""
+        """`step` steps in epochs."""
         return step * self.global_batch_size / self.size
 
     def steps(self, epochs: float) -> int:
-        """How many steps `epochs` epochs are, rounded up: the last sample of the last epoch is still seen."""
-        return math.ceil(Fraction(str(epochs)) * self.size / self.global_batch_size)  # exact: as a person wrote it
+        """`epochs` epochs in steps, rounded up, so that the last sample of the last epoch is seen."""
+        return math.ceil(Fraction(str(epochs)) * self.size / self.global_batch_size)  # exact, of the decimal number
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch ended within the step that made `step` steps done."""
+        """Whether an epoch ends within the last of `step` steps."""
         return step * self.global_batch_size // self.size > (step - 1) * self.global_batch_size // self.size

@@ -1,8 +1,8 @@
-"""How do images with boxes become batches on one canvas?
+"""Batches of images with boxes, padded to one canvas.
 
-A canvas is the same for all micro-batches of a step: padding changes features, so it must not depend on how the step is
-split. It is a function of the sizes of the step's images, which every worker knows without decoding them. In an evaluation
-each image has the canvas that it would have alone.
+All micro-batches of a step have the same canvas: padding changes features, so it must not depend on how the step is
+split. The canvas is a function of the sizes of the step's images, which every worker knows without decoding them. In an
+evaluation each image has the canvas that it would have alone.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which defaults suit the data of a detector, and which settings does its family not have?"""
+"""Defaults that suit the data of a detector, and a refusal of settings that its family does not have."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""How does a trained detector become a folder that others can load, and such a folder a detector again?
+"""Export of a trained detector to a folder that others can load, and loading of such a folder.
 
 docs/detectors.md has the script that loads a folder without this project.
 """
@@ -15,10 +15,11 @@ from common.checkpoints.resume import load_model
 from common.config.origin import by_name
 from common.detection.data.annotated import Annotated
 from common.detection.models.detectors import FAMILIES, Detector
-from common.detection.models.detr import build_detr
+from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fpn import SimplePyramid
-from common.detection.models.selection import MOST
+from common.detection.models.postprocessing import MOST
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
@@ -142,7 +143,8 @@ def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
         if _is_transformers(detector):
             config["classes"] = [config["id2label"][str(number)] for number in range(len(config["id2label"]))]
             family = next(name for name, theirs in DETR_FAMILIES.items() if theirs == detector.config.model_type)
-            return config, build_detr(family, str(folder), detector.classes, names=config["classes"]).state_dict()
+            spec = DetectorSpec(family, str(folder), detector.classes, config["classes"])
+            return config, DETR(spec).state_dict()
         there = {key: config.get(key) for key in _FLAGS}
         config["classes"] = list(config.get("classes", []))
         tensors = load_file(folder / "model.safetensors")

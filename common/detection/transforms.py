@@ -1,4 +1,4 @@
-"""How large will an image with boxes be at its position of the stream, and what happens to it on the way there?"""
+"""Augmentation and resizing of images with boxes; the size of each image is known before it is decoded."""
 
 from dataclasses import dataclass
 

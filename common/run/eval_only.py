@@ -4,13 +4,16 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from common.checkpoints.resume import load_model
 from common.config.origin import Origin, by_name, read_origin
-from common.data import partition
+from common.data import splits
 from common.data.source import Source
 from common.distributed import launch
+from common.distributed.collectives import all_or_none
 from common.errors import Refused
 
 
@@ -27,9 +30,9 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     `build_data(config, origin)` is the recipe's. Logs which part of the data is evaluated.
     Raises `Refused` for classes that the model does not know.
     """
-    _, val, _ = build_data(config, origin)
+    _, val = build_data(config, origin)
     places = origin.places(val.classes, config.data)
-    launch.say(f"{partition.describe(config.data, val)}, {origin.matched(val.classes)}")
+    launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
     return val, origin.classes or val.classes, places
 
 
@@ -41,6 +44,13 @@ def model_of(config, origin: Origin) -> str:
         theirs = origin.config.get("model")
         raise Refused(f"--model {config.model}: {origin.path} brings its own model, {theirs}; leave --model out")
     return origin.path
+
+
+def load_weights(model: torch.nn.Module, origin: Origin) -> None:
+    """Load a checkpoint's weights into `model`; an exported model was built with its own."""
+    if origin.is_alone:
+        with all_or_none("loading the weights"):
+            load_model(model, Path(origin.path))
 
 
 def report(config, results: dict, classes: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
-"""How many samples does the device take at once?
+"""Search for the micro-batch that fits into memory: by a trial before the first step, and by halving after a failure.
 
-What is trained does not depend on it (but with `--batch_norm local`), so it may be found out: before the first step by trying,
-and later by what failed.
+The size does not change what is trained, except with `--batch_norm local`.
 """
 
 import dataclasses
@@ -24,11 +23,11 @@ _FILE = "micro_batch.json"
 def fit(
     plan: BatchPlan, attempt: Callable[[BatchPlan], None], model: torch.nn.Module, say: Callable[[str], None]
 ) -> tuple[BatchPlan, str]:
-    """`plan`, its micro-batches halved until `attempt(plan)`, the largest's forward and backward pass, fits on every rank.
+    """Halve the micro-batches of `plan` until `attempt(plan)`, a forward and backward pass of the largest, fits on every rank.
 
-    Also what that took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room; "" on the CPU.
-    A collective. While it is tried, as much memory is held as gradients and Adam's moments of `model` will take. Raises
-    `Refused` where no size fits.
+    Returns that plan, and what it took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room, ""
+    on the CPU. A collective. During a trial, as much memory is held as the gradients and Adam's moments of `model` will take.
+    Raises `Refused` if no size fits.
     """
     while True:
         size = plan.micro_batch_sizes[0]
@@ -59,12 +58,12 @@ def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
 
 
 def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
-    """Write down that devices of this kind take no more at once than `plan` says."""
+    """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
     write_json(run / _FILE, read_json(run / _FILE) | {_kind(device): plan.max_micro_batch_size})
 
 
 def kept(run: Path, device: torch.device) -> int | None:
-    """What `keep` wrote down, if anything."""
+    """What `keep` recorded, if anything."""
     most = read_json(run / _FILE).get(_kind(device))
     return most if isinstance(most, int) and most > 0 else None
 
@@ -74,14 +73,14 @@ def _kind(device: torch.device) -> str:
 
 
 def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> tuple[str, int, int]:
-    """How `attempt(plan)` failed for want of memory, "" if it did not; the bytes it took at its peak, and those there are."""
+    """Run `attempt(plan)`: why memory was too small, or ""; bytes at its peak; bytes of the device."""
     taken, room, failure = 0, 1, ""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_cuda = any(parameter.device.type == "cuda" for parameter in parameters)
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        # Of Adam's two moments the warm-up's copy of the weights is one. DDP's buffer stands beside gradients that wait.
+        # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie beside accumulated gradients.
         copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1)
         held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What does a run keep of itself beside its checkpoints: totals, rows, results, and where it happened?"""
+"""Records of a run beside its checkpoints: totals, rows of metrics, results, and the environment."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from common.training.optimizer import Schedule
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
-# The names of a row that are not free for numbers of one's own, and what they begin with.
+# Names and prefixes in a row that numbers of one's own can't have.
 OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps"}
 OWN_PARTS = {"data", "eval", "objects", "perf", "run", "summary"}
 
@@ -59,7 +59,7 @@ class Records:
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Around what the main process writes: where that fails, or the folder is lost, every rank raises `Refused`."""
+        """Put around what the main process writes: if that fails, or the folder is lost, every rank raises `Refused`."""
         with all_or_none(what), writing(self._path):
             try:
                 if self._folder:
@@ -70,12 +70,12 @@ class Records:
                     self._folder.check()
 
     def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
-        """Keep what rows, the summary and checkpoints are made of."""
+        """Set what rows, the summary and checkpoints are made of."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
         self._source = recipe
 
     def resume(self, found: Checkpoint, said: dict) -> int:
-        """Say from where the run goes on, and what its new length changes; returns the step after which it ends.
+        """Log from where the run resumes, and what a new length changes; returns the step after which it ends.
 
         `said` is the status.json that was found.
         """
@@ -100,17 +100,17 @@ class Records:
         if step >= now:
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now
-        say(f"going on from step {step} of {now} ({found.path})")
+        say(f"resuming from step {step} of {now} ({found.path})")
         if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             say(
                 f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
-                f"goes on at {self._schedule(step):.3g} (the last was {rate:.3g})"
+                f"continues at {self._schedule(step):.3g} (the last was {rate:.3g})"
             )
         return now
 
     def share(self) -> None:
-        """Give all ranks the totals that a checkpoint had, and count on from them; a collective."""
+        """Give all ranks the totals of the checkpoint, to count on from; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
         config = self._config
         self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
@@ -123,7 +123,7 @@ class Records:
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
 
     def open(self, accelerator: Accelerator, facts: dict) -> None:
-        """Write `facts`, where this start happens, drop the rows that will be made again, and open the tracker."""
+        """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
@@ -158,7 +158,7 @@ class Records:
             self.log.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str) -> bool:
-        """Note an evaluation's results as `eval/...`; whether `results[leading]` (larger is better) is the best so far."""
+        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the largest so far."""
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
@@ -169,7 +169,7 @@ class Records:
         return self.progress.judge(step, numbers, f"eval/{leading}")
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """What `Run.draw` does, on the main process."""
+        """See `Run.draw`; on the main process."""
         if self._folder and not self._folder.lost:
             path = self._path / "pictures" / f"{name}.png"
             try:
@@ -184,7 +184,7 @@ class Records:
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
-        """What a checkpoint keeps beside tensors."""
+        """What a checkpoint holds beside tensors."""
         return {
             "name": self._path.name,
             "recipe": stem(self._config),
@@ -217,7 +217,7 @@ class Records:
         }
 
     def _of_start(self, facts: dict) -> dict[str, int | float | str | Sequence[int] | None]:
-        """What the start table says, for comparing runs on a dashboard."""
+        """Facts of the start table for the tracker's configuration, to compare runs on a dashboard."""
         values = self._sizes | {
             "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
             "steps": self._schedule.total_steps,

@@ -22,6 +22,7 @@ from common.config.fields import RunConfig, steps_between
 from common.config.parsing import identity, short_hash
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
+from common.data.data_spec import fingerprint
 from common.data.loader import Movable
 from common.data.stream import Stream
 from common.distributed import launch, watchdog
@@ -46,7 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Run:
-    """One start of a run, from the claim on its folder to its last word."""
+    """One start of a run, from claiming its folder to its final status."""
 
     def __init__(self, config: RunConfig, accelerator: Accelerator):
         self.config, self.accelerator = config, accelerator
@@ -76,8 +77,8 @@ class Run:
         self._look_for_others()
         self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
-        self._ended_by = self._agreed = ""  # what was said to `stop`: on this rank; on some rank, as all know
-        self._asked_to_go = False  # whether it asked this machine to leave, rather than to start its processes again
+        self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
+        self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
         self._started = self._stopping = False
         self.plan: BatchPlan | None = None
 
@@ -97,7 +98,7 @@ class Run:
 
     def _close(self, error: BaseException | None) -> None:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
-        watchdog.end()  # from here on the main process alone has long work: pictures, the dashboard
+        watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
         lasting = self.plan and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
@@ -145,7 +146,7 @@ class Run:
         samples: Samples,
         losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
         totals_of: Callable[[Movable], torch.Tensor] | None = None,
-        data: tuple[Sized, Sized, str],
+        data: tuple[Sized, Sized],
         export: Callable[..., None],
         rows: dict[str, str],
     ) -> tuple:
@@ -158,7 +159,7 @@ class Run:
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list. `ema` is
         the moving average of `model` (`optimizer.build_ema`), or None. `losses_of` and `totals_of` are explained at
-        `step.TrainingStep`. `data` is (training set, validation set, fingerprint). `export(model, results=..., folder=...)`
+        `step.TrainingStep`. `data` is (training set, validation set). `export(model, results=..., folder=...)`
         writes a folder of the model that is evaluated, which becomes `best/`.
         """
         single = isinstance(optimizer, torch.optim.Optimizer)
@@ -174,7 +175,7 @@ class Run:
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         rows = rows | self._rows(schedule, samples.stream) | inexact
-        self._records.describe(rows, *data[:2], self.plan, getattr(samples, "sizes", {}))
+        self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
         self._start(
             TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler), schedule, data, export
         )
@@ -205,7 +206,7 @@ class Run:
         """Load the checkpoint to resume from, if there is one, and open the run folder's files."""
         stream = schedule.stream
         self._stream, self.total_steps = stream, schedule.total_steps
-        told, recipe = identity(self.config) | {"data": data[2]}, recipe_source.read(self.config)
+        told, recipe = identity(self.config) | {"data": fingerprint(*data)}, recipe_source.read(self.config)
         records = self._records
         records.begin(state, stream, schedule, told, recipe)
         watchdog.note("choosing and loading a checkpoint")
@@ -274,7 +275,7 @@ class Run:
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""
-        losses, positions, data_wait, broken = self._training.end()
+        outcome = self._training.end()
         step = self.step + 1
         if self._ema:
             self._ema.update(self.model, step)
@@ -283,7 +284,7 @@ class Run:
             self._ask("the end of its launcher")
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
-        self._step_reports.post(step, losses, positions, grad_norm, data_wait, broken, stop, self._ended_by)
+        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
@@ -293,10 +294,10 @@ class Run:
             self._profile.after()
 
     def stop(self, why: str) -> None:
-        """End the run as well as at its last step, such as by `run.stop("patience")`; on one rank or on all.
+        """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
 
-        Said after an evaluation, it ends there; else within three steps, with an evaluation. It is remembered: the same command
-        does not train on, but a larger --epochs or --max_steps does.
+        Called after an evaluation, it ends the run there; else within three steps. The reason is recorded: the same command
+        does not train further, but a larger --epochs or --max_steps does.
         """
         self._ended_by = self._ended_by or why or "the recipe"
 
@@ -322,7 +323,7 @@ class Run:
         return self._due(self.config.eval_every, self.step)
 
     def evaluate(self, evaluate: Callable[[torch.nn.Module], tuple], leading: str) -> list:
-        """Evaluate the model, and its moving average if there is one; returns what the last of them gave beside its results.
+        """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
 
         `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The larger
         `results[leading]`, of the average if there is one, the better: the best model so far goes to `best/`, at the next
@@ -351,7 +352,7 @@ class Run:
         self._saving.save(self.step)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is said, not raised.
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
 
         Images with boxes that it returns go to the dashboard, too.
         """
@@ -376,7 +377,7 @@ class Run:
         }
 
     def _look_for_others(self) -> None:
-        """Say which machines don't see the run folder; refuse them where processes may be restarted, on one of these alone."""
+        """Log which machines don't see the run folder; refuse if a restart could leave only such a machine."""
         blind = "" if self._scratch or self.path.is_dir() else socket.gethostname()
         if blind := ", ".join(sorted({*gather_objects(blind)} - {""})):
             text = f"{self.path} is not seen from {blind}: to go on from its checkpoints, name an --output_dir that all see"
@@ -386,7 +387,7 @@ class Run:
             self.say(f"{text}, or copy them before the next start")
 
     def _most(self) -> int:
-        """The most samples that a process takes at once: fewer than asked for where those once were too many."""
+        """The largest micro-batch of a process: less than asked for if that was too large before."""
         most = self.config.max_micro_batch_size
         kept = micro_batch.kept(self.path, self.accelerator.device) if self._folder else None
         return broadcast_object(min(most, kept or most))
@@ -411,7 +412,7 @@ class Run:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
 
     def _end(self, step: int) -> None:
-        """Let `step` be the run's last, if all ranks know that it is to end; before its evaluation and its checkpoint."""
+        """Make `step` the run's last if all ranks know that it is to end; called before its evaluation and its checkpoint."""
         if self._agreed and step < self.last:
             self.last, self._records.progress.ended_by = step, self._agreed
 
@@ -421,7 +422,7 @@ class Run:
         self._saving.wait()
 
     def _leave_early(self) -> None:
-        """The recipe has left its loop: keep what it has trained, as if it had said `stop`."""
+        """The recipe left its loop: save what it has trained, as after `stop`."""
         self.say(
             f"the loop was left at step {self.step} of {self.total_steps}, as by `break`: no last evaluation; "
             'run.stop("why") ends a run with one'

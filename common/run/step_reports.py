@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from common.distributed.collectives import gather_objects, host_group, world_size
 from common.errors import Refused
+from common.training.step import StepOutcome
 
 _LATE = 2  # steps between a step and its report on an accelerator
 _MOST_NAMES = 1_000  # of numbers of one's own, in a run
@@ -40,11 +41,8 @@ class StepReport:
 @dataclass
 class _Posted:
     step: int
-    losses: torch.Tensor  # per sample, on the device
-    positions: torch.Tensor
+    outcome: StepOutcome
     device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each number of one's own
-    data_wait: float
-    broken: tuple[str, ...]
     stop: bool
     ended_by: str
     counts: dict[str, int]  # of the values of each number of one's own
@@ -88,15 +86,13 @@ class StepReports:
     def post(
         self,
         step: int,
-        losses: torch.Tensor,
-        positions: torch.Tensor,
+        outcome: StepOutcome,
         grad_norm: torch.Tensor,
-        data_wait: float,
-        broken: tuple[str, ...],
         stop: bool,
         ended_by: str = "",
     ) -> None:
-        """Hand over what this rank knows of `step`: losses float[n] of its samples at `positions` int64[n], on the device."""
+        """Take what this rank knows of `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run."""
+        losses = outcome.losses
         loss = losses.sum(dtype=_exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
         if self.scaler:  # a factor of one: `get_scale` would wait for the device
@@ -106,7 +102,7 @@ class StepReports:
             for total in self._sums.values()
         ]
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, losses, positions, numbers, data_wait, broken, stop, ended_by, self._counts)
+        posted = _Posted(step, outcome, numbers, stop, ended_by, self._counts)
         self._sums, self._counts = {}, {}
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
@@ -117,7 +113,7 @@ class StepReports:
 
     def read(self) -> list[StepReport]:
         """The reports that are due, oldest first. Raises `Refused` on every rank where a step was not finite."""
-        late = _LATE if self._posted and self._posted[-1].losses.is_cuda else 1
+        late = _LATE if self._posted and self._posted[-1].outcome.losses.is_cuda else 1
         for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
             self._start(posted)
         return [self._finish() for _ in range(max(0, len(self._posted) - late))]
@@ -146,7 +142,15 @@ class StepReports:
         # An overflow is of gradients, which a smaller scale makes smaller; the loss is computed before it is scaled.
         bad = not (math.isfinite(loss) and (posted.skipped or math.isfinite(posted.grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
-        shared = [loss, bad, posted.data_wait, len(posted.broken), posted.stop, bool(posted.ended_by), new]
+        shared = [
+            loss,
+            bad,
+            posted.outcome.data_wait,
+            len(posted.outcome.broken),
+            posted.stop,
+            bool(posted.ended_by),
+            new,
+        ]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
@@ -165,7 +169,7 @@ class StepReports:
                 f"step {posted.step}: gradients still overflow in fp16 with a loss scale below {_LEAST_SCALE:.2g}; "
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
-        names = tuple(name for theirs in gather_objects(posted.broken) for name in theirs) if broken else ()
+        names = tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs) if broken else ()
         ended_by = first_said(posted.ended_by) if ended else ""
         logged = self._means(posted, sums, new > 0)
         mean = loss / self.global_batch_size
@@ -198,7 +202,7 @@ class StepReports:
         return {name: total / count for name, (total, count, _) in of_names.items() if count}
 
     def _refuse(self, posted: _Posted) -> None:
-        mine = posted.positions[~torch.isfinite(posted.losses.cpu())].tolist()
+        mine = posted.outcome.positions[~torch.isfinite(posted.outcome.losses.cpu())].tolist()
         positions = sorted(position for theirs in gather_objects(mine) for position in theirs)
         what = f"the loss of the samples at positions {_listed(positions)}" if positions else "the gradient norm"
         half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""

@@ -1,8 +1,8 @@
-"""Over which samples does batch normalisation take its statistics, so that the layout of a run does not change it?
+"""Batch normalisation over a chosen set of samples, so that a run's layout does not change its statistics.
 
 `convert` turns every batch norm of a model into a `StepBatchNorm`, in place and with the same parameters and keys.
-Its forward never touches the running statistics: it collects the mean and variance of what it normalised over, and
-`update_running_statistics` folds them in once per optimizer step, from all micro-batches of all ranks at once.
+Its forward never touches the running statistics: it collects the mean and variance that it normalised with, and
+`update_running_statistics` updates them once per optimizer step, from all micro-batches of all ranks at once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 MODES = ("local", "group", "node", "global", "frozen")
 DESCRIPTIONS = {
     "local": "statistics of each micro-batch: fastest, but the result depends on the layout; --batch_norm group avoids that",
-    "group": "statistics of fixed groups of consecutive samples: the same on every layout, nothing sent in the forward",
+    "group": "statistics of fixed groups of consecutive samples: the same on every layout, no communication in the forward",
     "node": "statistics of the micro-batches of a machine's ranks together: the result depends on the layout",
     "global": "statistics of the micro-batches of all ranks together: exact on every layout without accumulation",
     "frozen": "running statistics as loaded, never changed; weight and bias are trained",
@@ -31,10 +31,10 @@ DESCRIPTIONS = {
 
 
 class StepBatchNorm(_BatchNorm):
-    """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that move once a step.
+    """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that are updated once per step.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
-    Not constructed but made by `convert`, which sets `mode`, `group_size`, `micro_batch` and `collected`.
+    Made by `convert`, not constructed, which sets `mode`, `group_size`, `micro_batch` and `collected`.
     """
 
     mode: str
@@ -48,7 +48,7 @@ class StepBatchNorm(_BatchNorm):
         elif self.mode == "group":
             y = self._normalize_groups(x)
         elif self.mode in ("node", "global") and is_distributed():
-            # While compiling, the plain form: Inductor fuses it, and does not know these kernels.
+            # Inductor does not know the fused kernels, and fuses the plain form itself.
             fused = x.is_cuda and not torch.compiler.is_compiling()
             shared = _FusedSharedNormalization if fused else _SharedNormalization
             y, statistics = shared.apply(x, self.weight, self.bias, self.eps, self.mode)
@@ -56,14 +56,14 @@ class StepBatchNorm(_BatchNorm):
         else:
             y = self._normalize(x)
         if len(y) == 1 and y.device.type == "cpu" and y.requires_grad and not torch.compiler.is_compiling():
-            # torch 2.14 misreads a single sample's gradient where the sample's places became tokens.
+            # torch 2.14 misreads the gradient of a single sample whose places became tokens.
             y.register_hook(torch.Tensor.contiguous)
         if hasattr(self, "act"):  # timm's BatchNormAct2d drops and activates too
             y = self.act(self.drop(y))
         return y
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        # With momentum 1 the fused kernel leaves just this batch's mean and unbiased variance; the last row stays one.
+        # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last row stays one.
         statistics = torch.ones_like(self.collected)
         is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
         y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
@@ -79,8 +79,8 @@ class StepBatchNorm(_BatchNorm):
             )
         if groups == 1:
             return self._normalize(x)
-        # Some layers see several rows of each sample (windows, tokens), so that a group's rows are counted from here.
-        if x.device.type == "cpu":  # where kernels cost nothing to launch, and two copies of the activations do
+        # Some layers see several rows of each sample (windows, tokens), so the rows of a group are counted here.
+        if x.device.type == "cpu":  # launching kernels costs nothing there, but two copies of the activations do
             return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
         return self._normalize_groups_at_once(x, groups)
 
@@ -111,7 +111,7 @@ class StepBatchNorm(_BatchNorm):
 
 
 class _MicroBatch:
-    """How many samples are in the forward that is going on (a method as hook, so that a deepcopy has its own)."""
+    """Number of samples in the current forward pass. A method is the hook, so that a deepcopy has its own."""
 
     samples = 0
 
@@ -122,10 +122,10 @@ class _MicroBatch:
 class _SharedNormalization(torch.autograd.Function):
     """Normalise by the mean and variance of all samples of several ranks; gradients flow through the statistics.
 
-    Ranks may hold different numbers of samples. Parameters get this rank's share of the gradient, as everything else in
-    data-parallel training; the gradient of `x` includes what `x` does to the other ranks through the statistics.
+    Ranks may hold different numbers of samples. Parameters get this rank's share of the gradient, as always in
+    data-parallel training; the gradient of `x` includes its effect on other ranks through the statistics.
     Statistics are float32 for half precision and of `x`'s precision otherwise. Means and squared deviations are merged
-    (Chan, Golub & LeVeque 1979), so that nothing cancels where the mean is large.
+    (Chan, Golub & LeVeque 1979), so that nothing cancels if the mean is large.
     """
 
     @staticmethod
@@ -167,9 +167,9 @@ class _SharedNormalization(torch.autograd.Function):
 
 
 class _FusedSharedNormalization(torch.autograd.Function):
-    """The same by the kernels of torch.nn.SyncBatchNorm, which make no float32 copies of the activations. CUDA only.
+    """`_SharedNormalization` by the kernels of torch.nn.SyncBatchNorm, without float32 copies of the activations. CUDA only.
 
-    Unlike there, the host never waits.
+    Unlike in torch, the host never waits for the device.
     """
 
     @staticmethod
@@ -185,7 +185,7 @@ class _FusedSharedNormalization(torch.autograd.Function):
         shares = own.new_empty(dist.get_world_size(group), len(own))
         dist.all_gather_into_tensor(shares, own, group=group)
         means, inverse_deviations, counts = shares.split([len(mean), len(mean), 1], dim=1)
-        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel leaves mean and unbiased variance here
+        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel writes mean and unbiased variance here
         mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
             x, means, inverse_deviations, statistics[0], statistics[1], 1.0, eps, counts.flatten()
         )
@@ -210,9 +210,9 @@ class _FusedSharedNormalization(torch.autograd.Function):
 
 
 def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
-    """Turn every batch norm of `model` into a `StepBatchNorm`, in place; returns how many there are.
+    """Turn every batch norm of `model` into a `StepBatchNorm`, in place, and return their number.
 
-    Parameters, buffers, hooks and state_dict keys stay, so weights load into the plain model and from it.
+    Parameters, buffers, hooks and state_dict keys stay, so weights can be exchanged with the plain model.
     With mode "node" this is a collective. With "group" the model's first input must be as long as the micro-batch.
 
     Args:
@@ -220,7 +220,7 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
         group_size: samples in a group, at least 2; for mode "group" only.
 
     Raises:
-        Refused: for an unknown mode, a group of less than 2 samples, or a batch norm whose forward is not known here.
+        Refused: for an unknown mode, a group of less than 2 samples, or a batch norm of an unknown class.
     """
     if mode not in MODES:
         raise Refused(f"batch_norm {mode!r} is unknown: choose one of {', '.join(MODES)}")
@@ -232,23 +232,23 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
             raise Refused(f"{name} ({layer}) can't be converted: needs a known batch norm with running statistics")
     micro_batch = _MicroBatch()
     for _, layer in layers:
-        layer.__class__ = StepBatchNorm  # a new module would have to be put in its place, and would lose its hooks
+        layer.__class__ = StepBatchNorm  # a new module would lose the hooks
         layer.mode, layer.group_size, layer.micro_batch = mode, group_size, micro_batch
         layer.collected = layer.running_mean.new_zeros(3, layer.num_features)
-    model.step_batch_norms = [layer for _, layer in layers]  # to walk through a large model takes 0.1 ms, each step
+    model.step_batch_norms = [layer for _, layer in layers]  # walking through a large model takes 0.1 ms per step
     if mode == "group" and layers:
         model.register_forward_pre_hook(micro_batch.note, with_kwargs=True)
     if mode == "node":
-        node_group()  # made here, by all ranks, and not in the middle of a forward
+        node_group()  # all ranks make it here, not in the middle of a forward
     return len(layers)
 
 
 @contextlib.contextmanager
 def alone(model: nn.Module) -> Iterator[None]:
-    """Within it, `node` and `global` normalise by this rank's own samples, and wait for no other rank.
+    """In this context, `node` and `global` normalise by this rank's own samples and wait for no other rank.
 
-    For a trial that some ranks may leave by an exception while others would wait for their statistics. It takes the memory
-    that sharing takes on a GPU; the CPU makes a few copies of one layer's activations more.
+    It is for a trial that some ranks may leave by an exception while others would wait for their statistics. On a GPU it
+    takes the same memory as sharing; on the CPU sharing needs a few copies of one layer's activations more.
     """
     shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
     try:
@@ -261,7 +261,7 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 
 def freeze(*modules: nn.Module) -> None:
-    """Freeze parts of a model after `convert`: their weights stay, and their batch norms normalise by statistics that stay.
+    """Freeze parts of a model after `convert`: their weights stay, and so do the statistics of their batch norms.
 
     batch_norm.freeze(model.conv1, model.bn1, model.layer1)
     """
@@ -289,10 +289,10 @@ def describe(mode: str, model: nn.Module) -> str:
 
 @torch.no_grad()
 def update_running_statistics(model: nn.Module) -> None:
-    """Move the running statistics towards what the step's forwards collected; once per optimizer step, on all ranks.
+    """Update the running statistics with those that the step's forwards collected; once per optimizer step, on all ranks.
 
-    Each group, micro-batch or shared batch of the step counts one, and so does its second forward under gradient
-    checkpointing; a layer that no rank used keeps its statistics. One collective over all layers; none without layers.
+    Each group, micro-batch or shared batch of the step has the same weight, and so has its second forward under gradient
+    checkpointing. A layer that no rank used keeps its statistics. One collective for all layers; none if there are no layers.
     """
     layers = _collecting(model)
     if not layers:
@@ -303,10 +303,10 @@ def update_running_statistics(model: nn.Module) -> None:
     means, variances = [layer.running_mean for layer in layers], [layer.running_var for layer in layers]
     running = torch.stack([torch.cat(means), torch.cat(variances)])
     collected = sums[:2] / sums[2]
-    # Not finite: a layer that was not used, or an fp16 overflow, for which the optimizer skips the step as well.
+    # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step as well.
     collected = torch.where(collected.isfinite(), collected, running)
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
-    # Momentum None asks for the mean over all steps; reading the count waits for the device.
+    # Momentum None means the average over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
     new_means, new_variances = (row.split([layer.num_features for layer in layers]) for row in collected)
     torch._foreach_lerp_(means + variances, new_means + new_variances, momenta + momenta)
@@ -315,7 +315,7 @@ def update_running_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def discard_statistics(model: nn.Module) -> None:
-    """Forget what forwards collected since the last update, as after a warm-up that is no step. No communication."""
+    """Discard what forwards collected since the last update, as after a warm-up, which is no step. No communication."""
     for layer in _collecting(model):
         layer.collected.zero_()
 

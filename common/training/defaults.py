@@ -1,7 +1,7 @@
-"""Which defaults suit the data of a run?
+"""Defaults that suit the data of a run.
 
-Those of a recipe suit digits, which are small and never mirrored. Other data are taken for photographs, and fields that name a
-value for these (`option(..., photographs=0.5)`) have that as their default instead. Presets and flags win over both.
+Those of a recipe suit digits, which are small and never mirrored. Other data are assumed to be photographs: a field that
+names a value for these (`option(..., photographs=0.5)`) has it as its default instead. Presets and flags override both.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from common.training import timm_models
 
 
 def suited(config) -> dict:
-    """The defaults that fields of `config` have where its data are not digits: {} where they are.
+    """The defaults of the fields of `config` for photographs: {name: value}; {} if the data are digits.
 
-    An `image_size` or `crop_pct` of 0 stands for the model's own, and becomes that number if it is known before the model is.
+    An `image_size` or `crop_pct` of 0 means the model's own, and becomes that number if it is known before the model is built.
     """
     if config.data == "digits":
         return {}
@@ -26,7 +26,7 @@ def suited(config) -> dict:
 
 
 def describe(config, suit: Callable[..., dict] = suited) -> dict[str, str]:
-    """Rows for the start table: the defaults of `config` that were chosen for photographs, and which weights would help."""
+    """Rows of the start table: the defaults of `config` that were chosen for photographs, and a hint at pretrained weights."""
     chosen = {name: value for name, value in suit(config).items() if getattr(config, name) == value}
     if not chosen:
         return {}

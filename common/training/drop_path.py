@@ -1,4 +1,4 @@
-"""Which residual branches does a sample skip, whatever the layout of the run?"""
+"""Stochastic depth: which residual branches a sample skips, independent of the layout of the run."""
 
 import numpy as np
 import torch
@@ -9,10 +9,10 @@ from common.randomness import key_of, uniforms
 
 
 class PositionalDropPath(nn.Module):
-    """Stochastic depth per sample, decided by numbers set from outside: [batch, ...] -> [batch, ...].
+    """Stochastic depth per sample, decided by numbers that are set from outside: [batch, ...] -> [batch, ...].
 
-    The mathematics are those of timm's DropPath; in eval mode it is the identity.
-    A model that calls one layer several times in a forward drops these branches together.
+    It computes what timm's DropPath does; in eval mode it is the identity.
+    If a forward calls the layer several times, these branches are dropped together.
     Source: Huang et al. 2016, "Deep Networks with Stochastic Depth" (arXiv:1603.09382).
     """
 
@@ -27,7 +27,7 @@ class PositionalDropPath(nn.Module):
         mask = (self.shared.draws[self.layer] < keep_prob).to(x.dtype)
         if keep_prob > 0 and self.scale_by_keep:
             mask = mask / keep_prob
-        if len(mask) != len(x):  # windows or patches of a sample as rows of their own: they stay or go together
+        if len(mask) != len(x):  # windows or patches are rows of their own: those of a sample are dropped together
             mask = mask.repeat_interleave(len(x) // len(mask))
         return x * mask.view(-1, *[1] * (x.dim() - 1))
 
@@ -36,15 +36,15 @@ class PositionalDropPath(nn.Module):
 
 
 class _Draws:
-    """The numbers of the micro-batch that is going on, shared by a model's layers (a deepcopy has its own)."""
+    """The numbers of the current micro-batch, shared by a model's layers. A deepcopy has its own."""
 
     draws: torch.Tensor  # float32[layers, batch]
 
 
 def convert(model: nn.Module) -> int:
-    """Put a `PositionalDropPath` in the place of every active timm DropPath of `model`; returns how many there are.
+    """Replace every active timm DropPath of `model` by a `PositionalDropPath`, and return their number.
 
-    Layers are numbered in the order of `model.named_modules()`. Before every forward in training, `set_draws` is due.
+    Layers are numbered in the order of `model.named_modules()`. Call `set_draws` before every forward in training.
     """
     shared = _Draws()
     places = [
@@ -64,9 +64,9 @@ def layers(model: nn.Module) -> int:
 
 
 def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1] of samples by their positions in the stream: int64[n] -> float32[layers, n].
+    """Uniform numbers in [0, 1] for the samples at these positions of the stream: int64[n] -> float32[layers, n].
 
-    A pure function of (seed, position, layer): a sample gets the same column in whatever batch it stands.
+    A pure function of (seed, position, layer): a sample gets the same column in any batch.
     """
     rows = [uniforms(positions, key_of(seed, "drop path", layer)) for layer in range(layers)]
     return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(layers, len(positions)))
@@ -75,7 +75,7 @@ def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
 def set_draws(model: nn.Module, draws: torch.Tensor | None) -> None:
     """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on the model's device.
 
-    None is for a model without such layers.
+    `draws` is None for a model without such layers.
     """
     if draws is None:
         return

@@ -1,4 +1,4 @@
-"""What of a run depends on its layout, beside batch norm, and by how much?"""
+"""Rows of the start table about what depends on a run's layout apart from batch norm, and by how much."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,14 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.distributed import gradient_compression
 from common.training.warm_up import warm_up
 
-# Optimizers of timm whose step does not shrink with the gradient. So are all cautious ones, whose masks count signs.
+# Optimizers of timm whose step does not shrink with the gradient. All cautious ones belong here too: they count signs.
 _SCALE_FREE = ("lion", "laprop", "adafactor")
 _ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
-_LEAST_NOISE = 0.1  # share of a parameter: keys have a third of an attention's bias, and a single number may be near 0
+_LEAST_NOISE = (
+    0.1  # share of a parameter's numbers: keys have a third of an attention's bias; a single number may just be small
+)
 
 
 def describe(config, model: nn.Module, step: Callable[..., None]) -> dict[str, str]:
-    """Rows for the start table, none if all is exact. `step(scale=1.0)` adds the gradient of `scale` times some loss."""
+    """Rows of the start table; none if all is exact. `step(scale=1.0)` adds the gradient of `scale` times some loss."""
     rows = gradient_compression.describe(config)
     if getattr(config, "drop", 0):
         rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
@@ -34,18 +36,17 @@ def describe(config, model: nn.Module, step: Callable[..., None]) -> dict[str, s
 
 
 def moves_by_noise(name: str) -> bool:
-    """Whether an optimizer of timm moves a weight as far for a gradient of 1e-17 as for one of 1e-3, or nearly so."""
+    """Whether an optimizer of timm moves a weight (nearly) as far for a gradient of 1e-17 as for one of 1e-3."""
     name = name.lower()
     is_cautious = (timm.optim.get_optimizer_info(name).defaults or {}).get("caution", False)
     return is_cautious or any(part in name for part in _SCALE_FREE)
 
 
 def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
-    """Names of the parameters that have, in part, a gradient of zero but for rounding.
+    """Names of the parameters whose gradient is, in part, only rounding noise around zero.
 
-    Such as the bias of an attention's keys, which shifts all scores of a query alike, or that of a layer before a batch norm.
-    They are found by trying: a loss three times as large has a gradient three times as large, but is rounded in other
-    places. Noise is then another one.
+    Examples are the bias of an attention's keys, which shifts all scores of a query alike, and the bias of a layer before a
+    batch norm. They are found by trying: a loss three times as large has three times the gradient, but other rounding noise.
     """
     found = []
 
@@ -66,7 +67,7 @@ def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
 
 
 def narrowing_modules(model: nn.Module, step: Callable[..., None]) -> list[str]:
-    """Classes of the modules of a float64 model that compute in a narrower type inside."""
+    """Classes of the modules of a float64 model that compute in a narrower type internally."""
     running, found = [], set()
 
     class Casts(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate schedule, gradient clipping and moving average."""
+"""Optimizer, learning rate schedule, gradient clipping and moving average of the weights."""
 
 import math
 from collections.abc import Iterable
@@ -17,17 +17,17 @@ from common.data.stream import Stream
 from common.errors import Refused
 from common.training.timm_models import classifier
 
-# torch's own in timm's factory: 6 times as fast, and no host sync under fp16.
+# Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16.
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
-# Kron draws from a generator of its own and keeps lists of tensors, AdaHessian wants second derivatives.
+# Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
 _UNFIT = ["kron*", "adahessian"]
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
-    Norms, biases and what `model.no_weight_decay()` names have no weight decay; with `layer_decay` or `backbone_lr_factor`
-    parameter groups carry `lr_scale`. Set the rate of a step with `set_learning_rate`. Raises `Refused` for an unknown name.
+    Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or `backbone_lr_factor`
+    parameter groups have an `lr_scale`. `set_learning_rate` sets the rate of a step. Raises `Refused` for an unknown name.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
@@ -52,9 +52,10 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
 
 
 def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
-    """Begin each momentum with 0, from which the first step computes what it would compute without one.
+    """Initialise each momentum with 0, which gives the same first step as no momentum.
 
-    torch's fused SGD begins with memory that only its first step writes. Where fp16 skips that one, the next would read it.
+    torch's fused SGD begins with uninitialised memory that its first step overwrites. If fp16 skips that step, the next one
+    would read it.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -88,7 +89,7 @@ def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
 
 
 def _backbone(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Of a detector the features without a pyramid over them, of a classifier all but its head."""
+    """Parameters of a detector's features without its pyramid, or of a classifier without its head."""
     if hasattr(model, "backbone"):
         return list(getattr(model.backbone, "features", model.backbone).parameters())
     head = {id(parameter) for parameter in classifier(model).parameters()}
@@ -96,7 +97,7 @@ def _backbone(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def peak_learning_rate(config: OptimizationConfig) -> float:
-    """`lr` carried over from its reference batch to the run's global batch (Goyal et al., 2017; Krizhevsky, 2014)."""
+    """`lr` scaled from its reference batch to the run's global batch (Goyal et al., 2017; Krizhevsky, 2014)."""
     ratio = config.global_batch_size / config.lr_batch_size
     return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
@@ -124,7 +125,7 @@ class Schedule:
         return peak_learning_rate(self.config)
 
     def __call__(self, step: int) -> float:
-        """The learning rate at which step `step` (from 0) is made."""
+        """The learning rate of step `step`, counted from 0."""
         config, peak = self.config, self.peak
         warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
         if step < warmup:
@@ -140,15 +141,15 @@ class Schedule:
         return peak
 
     def _falls(self, step: int) -> int:
-        """How often the rate has fallen by a step factor before `step`."""
+        """How often the rate has been multiplied by the step factor before `step`."""
         at = [max(1, self.stream.steps(float(epochs))) for epochs in self.config.step_epochs.split(",")]
         return step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set `rate` in every parameter group, times the group's `lr_scale`.
+    """Set the rate of every parameter group to `rate` times the group's `lr_scale`.
 
-    A group without one, but with a rate of its own as in `{"params": ..., "lr": 1e-4}`, keeps the ratio of that to the
+    A group without `lr_scale`, but with a rate of its own as in `{"params": ..., "lr": 1e-4}`, keeps its ratio to the
     optimizer's rate.
     """
     for group in optimizer.param_groups:
@@ -159,9 +160,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode: str) -> torch.Tensor:
-    """Clip in place where `limit` > 0; the global L2 norm before clipping: a scalar on the device, nothing waits for it.
+    """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the device, without a wait.
 
-    mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights
+    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` those of each unit by the norm of its weights
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -176,6 +177,6 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode:
 def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 | None:
     """timm's exponential moving average of weights and buffers, or None. Its decay warms up with the step.
 
-    To be built before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
+    Build it before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
     """
     return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None

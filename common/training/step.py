@@ -5,13 +5,13 @@ The trial before the first step, DDP's warm-up and training make the same passes
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 
 from common.data.batch_plan import BatchPlan
-from common.data.loader import Feed, Movable, training_loader, worker_count
+from common.data.loader import Feed, Movable, training_loader
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
 from common.randomness import key_of, seed_model
@@ -27,6 +27,15 @@ class Samples(Protocol):
 
     def blank(self, count: int) -> Movable:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
+
+
+class StepOutcome(NamedTuple):
+    """What one step made on this rank, of its n samples."""
+
+    losses: torch.Tensor  # [n], on the device
+    positions: torch.Tensor  # int64[n], of the stream
+    data_wait: float  # seconds that were waited for data
+    broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
 
 class TrainingStep:
@@ -76,7 +85,7 @@ class TrainingStep:
     ) -> None:
         """Start the data workers for `steps`, (first, end)."""
         self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
-        loader = training_loader(self.samples, plan, *steps, worker_count(workers))
+        loader = training_loader(self.samples, plan, *steps, workers)
         self._feed = Feed(loader, self._device)
         self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
         self._losses, self._positions = [], []
@@ -108,13 +117,13 @@ class TrainingStep:
         self._accelerator.unscale_gradients(self._optimizers)
         return clip_gradients(self._parameters, limit, mode)
 
-    def end(self) -> tuple[torch.Tensor, torch.Tensor, float, tuple[str, ...]]:
-        """Move batch norm's running statistics; losses [n] and positions [n] of this rank, seconds waited, broken images."""
+    def end(self) -> StepOutcome:
+        """Move batch norm's running statistics, and say what this rank made of the step."""
         batch_norm.update_running_statistics(self.model)
         if len(self._losses) != len(self._positions):
             raise RuntimeError(
                 f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
             )
-        losses, positions = torch.cat(self._losses), torch.cat(self._positions)
+        outcome = StepOutcome(torch.cat(self._losses), torch.cat(self._positions), *self._feed.take())
         self._losses, self._positions = [], []
-        return losses, positions, *self._feed.take()
+        return outcome

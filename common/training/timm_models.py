@@ -1,4 +1,4 @@
-"""How does a name become a model, and a trained model a folder that others can load?"""
+"""Classifiers and backbones of timm: building one from its name, and exporting a trained one."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from common.distributed.collectives import is_main
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 
-# What timm gives these models only with `pretrained=True`, which is how others load them: they are trained with it, too.
+# Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
 _WISHES = {"drop_rate": "--drop", "drop_path_rate": "--drop_path", "img_size": "--image_size"}
 
@@ -46,9 +46,9 @@ def build_classifier(
 ) -> torch.nn.Module:
     """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
 
-    Initial weights are a function of `seed`. A local folder brings its weights; with `pretrained` a name does. What their head
-    knows of classes of the same `names` is taken over, the rest of it is new; without names on either side a head of the same
-    number of classes is kept. `image_size` 0 is the model's own. What it begins with is its `begins_with`, in words.
+    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name. The head keeps what
+    it knows of classes with the same `names`, and is new for the others; if either side has no names, a head of the same
+    number of classes is kept. `image_size` 0 is the model's own. `begins_with` of the model says which weights were loaded.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
@@ -65,7 +65,9 @@ def build_classifier(
     fresh = classes if theirs != classes else 0  # classes that the head does not know
     if names and known and list(names) != known:
         trained = model if theirs == classes else make(num_classes=theirs)
-        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps a head of as many
+        model = make(
+            num_classes=classes, pretrained_cfg_overlay={"num_classes": 0}
+        )  # otherwise timm keeps a head for as many classes
         fresh = take_rows(_head(model), _head(trained), names, known)
     everything = len(model.state_dict())
     model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, classes)
@@ -75,7 +77,7 @@ def build_classifier(
 
 
 def label_names(content: Mapping) -> list[str]:
-    """The class names in a configuration, by class id; none where it has none, or two are the same."""
+    """The class names in a configuration, by class id; empty if it has none or two are the same."""
     names = content.get("label_names") or ()
     if isinstance(names, Mapping):
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
@@ -83,21 +85,21 @@ def label_names(content: Mapping) -> list[str]:
 
 
 def begins_with(taken: int, everything: int, source: str, fresh: int, classes: int) -> str:
-    """What a model begins with, in words; `fresh` of its `classes` classes are new to its head."""
+    """Which weights a model begins with, in words; `fresh` of its `classes` classes are new to its head."""
     new = f"for {fresh} of {classes} classes" if fresh < classes else "for all classes"
     return f"{taken} of {everything} tensors of {source}" + (f", head new {new}" if fresh else "")
 
 
 def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
-    """The same of a model of which only the backbone has weights of `source`, which may be a name or a folder."""
+    """As `begins_with`, if only the backbone has weights of `source`, a name or a folder; "" if nothing was loaded."""
     loaded, everything = len(backbone.state_dict()), len(model.state_dict())
     return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
 
 
 def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> int:
-    """Take over what `trained` knows of the classes in `names` it knows, and return how many it does not.
+    """Copy the rows of `trained` for the classes in `names` that it knows, and return how many it does not know.
 
-    Both are tensors [classes, ...] by name, of `names` and of `known`.
+    `head` and `trained` are tensors [classes, ...] by name; their rows belong to `names` and to `known`.
     """
     places = {name: number for number, name in enumerate(known)}
     mine = [number for number, name in enumerate(names) if name in places]
@@ -118,11 +120,11 @@ def _head(model: torch.nn.Module) -> Tensors:
 def create(
     name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
 ) -> torch.nn.Module:
-    """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model knows.
+    """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model accepts.
 
-    A wish that is 0 or one of `optional` can be left out: some models drop by default, so 0 goes to those that know it.
-    What it was made with is the model's `created_with`.
-    Weights are a function of `seed` unless they are loaded; then what is saved of the model keeps its origin and licence.
+    A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models drop by default.
+    The model's `created_with` has the arguments that it was made with.
+    Weights are a function of `seed`, or loaded; in that case an export of the model keeps their origin and licence.
     Raises `Refused` as `build_classifier` does.
     """
     local = Path(name).is_dir()
@@ -151,7 +153,7 @@ def create(
                 unknown = [
                     wish for wish in wishes if re.search(f"(unexpected|for) keyword argument '{wish}'", str(error))
                 ]
-                if not unknown:  # the constructor's own, which may be somebody's own model
+                if not unknown:  # raised inside the constructor, which may be a person's own
                     where = traceback.extract_tb(error.__traceback__)[-1]
                     place = f"{Path(where.filename).name}, line {where.lineno}"
                     raise Refused(f"--model {name}: can't be made: TypeError in {place}: {error}") from None
@@ -177,7 +179,7 @@ def create(
 
 
 def _check_folder(name: str) -> None:
-    """Refuse a folder of which timm can't make a model, such as one with a detector."""
+    """Refuse a folder that timm can't make a model of, such as one with a detector."""
     file = Path(name) / "config.json"
     if not file.is_file():
         raise Refused(
@@ -196,7 +198,7 @@ def _check_folder(name: str) -> None:
 
 
 def _input_channels(model: torch.nn.Module) -> int:
-    """How many channels the images of `model` have, by its first layer or else by what its configuration says."""
+    """Number of channels of the images of `model`, according to its first layer, else to its configuration."""
     config = getattr(model, "pretrained_cfg", {})
     first = config.get("first_conv")
     with contextlib.suppress(AttributeError, TypeError):
@@ -205,9 +207,9 @@ def _input_channels(model: torch.nn.Module) -> int:
 
 
 def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
-    """What the model wants to see: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps the model's own.
+    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps its own.
 
-    Raises `Refused` where images would be resized beyond what an image may have, or a model's folder says nonsense.
+    Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
     """
     wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct or None}
     found = resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
@@ -228,9 +230,9 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
 
 
 def own_view(name: str) -> dict:
-    """A model's own `image_size` and `crop_pct`, without building it: {} if they aren't known before, or it sees no squares.
+    """A model's own `image_size` and `crop_pct`, without building it: {} if they are unknown, or its images are no squares.
 
-    `name` is as for `build_classifier`, which says what is wrong with it.
+    `name` is as in `build_classifier`, which refuses a wrong one.
     """
     try:
         if Path(name).is_dir():
@@ -246,7 +248,7 @@ def own_view(name: str) -> dict:
 
 
 def freeze_backbone(model: torch.nn.Module) -> None:
-    """Leave only the classifier trainable. Of some stages do so with `batch_norm.freeze`."""
+    """Freeze all but the head. `batch_norm.freeze` freezes single stages."""
     model.requires_grad_(False)
     classifier(model).requires_grad_(True)
 
@@ -306,14 +308,14 @@ def export(
 ) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 
-    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` beside it says what it reached.
+    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` has its results.
     The folder must not exist.
     """
     folder.mkdir(parents=True)
-    # Copies: safetensors refuses memory that two names share, as of tied weights.
+    # Copies: safetensors refuses memory that two names share, such as tied weights.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone
     _save_config(model, classes, config, folder, multi_label)
     (folder / "results.json").write_text(json.dumps(by_name(results, classes), indent=2) + "\n")
 
@@ -327,17 +329,19 @@ def _save_config(
     if is_of_timm(model):
         save_config_for_hf(model, file, model_config=labels, data_config=config)
         content = json.loads(file.read_text())
-        content["model_args"].pop("num_classes", None)  # it stands beside them, and transformers would give it twice
-    else:  # what its weights mean, for whoever has the class
+        content["model_args"].pop(
+            "num_classes", None
+        )  # it is stored beside them too, and transformers would pass it twice
+    else:  # what its weights mean, for people who have the class
         content = {"module": type(model).__name__, "num_classes": len(classes), **labels, "pretrained_cfg": config}
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def check_export(model: torch.nn.Module, config: dict) -> None:
-    """See before the first step that what is exported of a classifier is loaded as the same model. Main process only.
+    """Check before the first step that an exported classifier will load as the same model. Main process only.
 
-    Which weights it has makes no difference to that, so it is asked once. A module of another kind is exported as it
-    is, and has to give logits. Raises `Refused`.
+    The weights make no difference to that, so one check is enough. A module of another kind is exported as it is, and has to
+    give logits. Raises `Refused`.
     """
     if not is_main():
         return
@@ -348,7 +352,7 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
         try:
-            # Not as a file, for which the disk may have no room.
+            # Passed directly: the disk may have no room for a file.
             weights = {"source": "", "state_dict": model.state_dict()}
             loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
         except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
@@ -382,7 +386,7 @@ def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
 
 
 def check_features(features: torch.nn.Module, arguments: dict) -> None:
-    """See that `timm.create_model(features_only=True, **arguments)` makes `features` but for the weights. Main process only.
+    """Check that `timm.create_model(features_only=True, **arguments)` makes `features`, except for weights. Main process only.
 
     Raises `Refused`.
     """
@@ -395,7 +399,7 @@ def check_features(features: torch.nn.Module, arguments: dict) -> None:
 
 
 def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy on the CPU in which no branch is shut, as those that begin with a scale of 0 are."""
+    """A copy on the CPU where tensors of zeros are 0.1: a branch with a scale of 0 would hide a difference."""
     model = copy.deepcopy(model).to("cpu", torch.float32)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and not tensor.any():
@@ -406,11 +410,11 @@ def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
 @torch.no_grad()
 def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
-    # Of a classifier the logits of the only image, else the last map.
+    # The logits of the only image, or the last feature map.
     try:
         own = model.eval()(image)[-1]
     except (AssertionError, RuntimeError, ValueError):
-        return  # It can't see this size, as the trial of a step says in its words.
+        return  # It can't take this size; the trial of a step will say so.
     theirs = loaded.eval()(image)[-1]
     if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
         architecture = model.pretrained_cfg["architecture"]

@@ -10,8 +10,8 @@ from common.distributed.collectives import is_lost_peer
 from common.errors import Refused
 from common.training import batch_norm
 
-# What torch and its libraries say when memory is used up. Without memory for a workspace, cuDNN says that it finds no
-# algorithm; it says the same of a convolution that it can't do at all.
+# Messages of torch and its libraries when memory is used up. cuDNN finds no algorithm if a workspace does not fit, and also if
+# it does not support a convolution.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|std::bad_alloc|ALLOC_FAILED|ALLOCATION_FAILED|Allocation failed"
     "|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|unable to find a valid cuDNN algorithm",
@@ -34,7 +34,7 @@ def check_losses(losses: torch.Tensor, samples: int) -> None:
 
 
 def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[], None]) -> None:
-    """Let DDP settle before the first step: run `step`, a forward through `wrapped` and its backward; change nothing.
+    """Let DDP settle before the first step: run `step`, a forward and backward pass through `wrapped`, and restore the model.
 
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
@@ -67,12 +67,12 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is how a device, a library on it, or torch on the host says that it has no memory left."""
+    """Whether `error` means that a device, a library on it, or the host is out of memory."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or (isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error))))
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says first, without a full stop. Of a compiler's: what it failed of, not who tells it."""
+    """First line of the message, without a full stop; of a compiler's error that of its cause."""
     text = str(getattr(error, "inner_exception", error)).strip() or type(error).__name__
     return text.split("\n")[0][:300].rstrip(".")

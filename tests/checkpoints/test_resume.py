@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoints.resume import choose, choose_together, load_model
+from common.checkpoints.resume import choose_together, load_model
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints, verify
 from common.distributed.collectives import rank
@@ -28,7 +28,7 @@ def save(run: Path, *steps: int, identity: dict = MINE) -> list[Path]:
 
 def chosen(resume: object, run: Path, mine: dict = MINE) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    found = choose(str(resume), Checkpoints(run / "checkpoints"), mine, said.append)
+    found = choose_together(str(resume), Checkpoints(run / "checkpoints"), mine, said.append)
     return found and found.step, said
 
 
@@ -53,7 +53,7 @@ def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
             allowed,
         )
         for resume in ("auto", str(tmp_path / "checkpoints/step_00000003")):
-            assert choose(resume, *take).step == 3
+            assert choose_together(resume, *take).step == 3
         return said
 
     assert chosen_by("loss = 1") == chosen_by("loss   =  1  # words") == []

@@ -1,4 +1,4 @@
-"""What the device decodes is what the worker would have, but for rounding; nothing that is broken or odd stops a run."""
+"""The device decodes to the same pixels as a worker, up to rounding. No broken or unusual image stops a run."""
 
 import io
 from dataclasses import dataclass, field, replace

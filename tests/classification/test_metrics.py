@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common.classification import metrics
 from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
 from common.distributed import collectives
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
 from common.errors import Refused
+from tests.harness.drawings import pets, picture
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +43,10 @@ def refusal(data, **options) -> str:
     return str(refused.value)
 
 
-def picture(path: Path, value: int = 0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (4, 3), (value, 1, 2)).save(path)
-    return path
-
-
 def png(value: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (4, 3), (value, 1, 2)).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
-    for name, count in (("cat", cats), ("dog", dogs)):
-        for index in range(count):
-            picture(root / name / f"{index}.png", index)
-    return root
 
 
 def names(source, root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an image becomes is a function of the key alone, varied in training, timm's own in evaluation."""
+"""Training transforms depend on the image and its key alone; evaluation transforms are exactly timm's."""
 
 import random
 
@@ -16,7 +16,7 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
-from tests.odd_files import bounded
+from tests.harness.odd_files import bounded
 
 DATA = {
     "input_size": (3, 32, 32),

@@ -16,7 +16,7 @@ from common.data import cache as cache_module
 from common.data.cache import open_cache, shrunk
 from common.data.decoding import Picture
 from common.errors import Refused
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 def photograph(seed: int, width: int, height: int) -> Image.Image:

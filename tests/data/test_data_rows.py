@@ -7,12 +7,12 @@ import pytest
 from common.classification import sources
 from common.data.data_rows import data_rows
 from common.detection.data import sources as detection
-from tests.classification.test_sources import pets, picture
-from tests.detection.data.test_sources import annotation, coco
+from tests.harness.annotations import annotation, coco
+from tests.harness.drawings import pets, picture
 
 
 def rows(root: Path, **options) -> dict[str, str]:
-    return data_rows("here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options)), "f")
+    return data_rows("here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options)))
 
 
 @pytest.mark.smoke
@@ -53,7 +53,7 @@ def test_boxes_are_counted_and_a_class_that_roboflow_adds_is_named(tmp_path):
     for part, its in (("train", boxes), ("valid", boxes[:1])):
         coco(tmp_path, part, annotations=its, categories=categories)
     for _ in range(2):  # read, and from the index
-        found = data_rows("here", *detection.load(detection.Spec(str(tmp_path), seed=0, val_share=0.2)), "f", "boxes")
+        found = data_rows("here", *detection.load(detection.Spec(str(tmp_path), seed=0, val_share=0.2)), "boxes")
         assert found["boxes a class"] == "0 (birds) to 3 (owl)"
         assert found["not evaluated"] == "birds, tit: no boxes to evaluate"
         assert found["train notes"].endswith(

@@ -24,10 +24,11 @@ from common.detection.data import sources as detection
 from common.detection.data.image_headers import headers_of_files
 from common.detection.export import begin_with
 from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.run.folder import RunFolder, read_json
 from common.training import timm_models
-from tests.odd_files import IRREGULAR, bounded, huge
+from tests.harness.odd_files import IRREGULAR, bounded, huge
 
 Place = Callable[[Path], None]
 KINDS = IRREGULAR | {"a huge file": huge}
@@ -79,7 +80,9 @@ def config_of_a_detector(root: Path, put: Place) -> None:
     put(root / "config.json")
     if not (root / "config.json").is_file():
         raise Refused("no config.json is in it")  # as the recipe says before
-    begin_with(build_detector("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1), root, "abc")
+    begin_with(
+        build_detector(DetectorSpec("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1)), root, "abc"
+    )
 
 
 def checkpoint(file: str) -> Callable[[Path, Place], None]:

@@ -16,6 +16,7 @@ from common.detection.batches import EvaluationScenes, TrainingScenes
 from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages
 from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.training import batch_norm
 
@@ -196,7 +197,7 @@ def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
         assert target["masks"].shape == (len(target["boxes"]), *batch.images.shape[2:])
         assert target["masks"].dtype == torch.uint8 and target["masks"].flatten(1).any(1).all()
     options = {"levels": (3, 5), "width": 64, "hidden": 32, "mask_width": 32}
-    model = build_detector("mask_rcnn", "test_resnet", 10, **options, seed=0)
+    model = build_detector(DetectorSpec("mask_rcnn", "test_resnet", 10, **options, seed=0))
     batch_norm.convert(model, "frozen")
     model.drawn, model.rpn.drawn, model.rpn.candidates = 32, 32, {True: 50, False: 50}
     optimizer, totals, history = torch.optim.AdamW(model.parameters(), 5e-3), torch.tensor([3.0]), []

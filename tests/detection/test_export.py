@@ -18,11 +18,12 @@ from common.detection.batches import EvaluationScenes
 from common.detection.data import scenes
 from common.detection.export import begin_with, export, load
 from common.detection.models.detectors import Matched, build_detector
+from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.training import timm_models
 
-PAGE = (Path(__file__).parents[3] / "docs" / "detectors.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SOURCE = scenes.load(0)[1]  # ten classes
 TOLERANCE = 0.05  # pixels, as the page says; it prints two digits
@@ -31,7 +32,7 @@ TOLERANCE = 0.05  # pixels, as the page says; it prints two digits
 def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     """A detector that finds something, in the state that training leaves."""
     width = {"width": 32, "drop_path": 0.0} | options
-    detector = build_detector(family, backbone, classes, levels=levels, seed=3, **width)
+    detector = build_detector(DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -270,7 +271,7 @@ def test_what_begins_is_of_the_same_architecture(best) -> None:
 def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
     source = timm_models.build_classifier(backbone, 3, image_size=128)
     timm_models.export(source, Three.classes, timm_models.data_config(source, 128), False, {}, tmp_path / "timm")
-    built = build_detector(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64)
+    built = build_detector(DetectorSpec(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64))
     taken, everything = map(
         int, re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with).groups()
     )
@@ -298,7 +299,9 @@ def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
 
 def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
     pytest.importorskip("transformers")
-    detector, other = (build_detector("rtdetr_v2", "test_resnet", 10, width=64, seed=seed) for seed in (1, 2))
+    detector, other = (
+        build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 10, width=64, seed=seed)) for seed in (1, 2)
+    )
     folder = leave(detector, tmp_path / "best")
     load(other, folder)
     mine, theirs = detector.state_dict(), other.state_dict()
@@ -308,8 +311,11 @@ def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
     with pytest.raises(Refused, match="--detector None there, fcos here"):
         load(make("fcos"), folder)
     names = [*SOURCE.classes[:2], "cat"]  # as --model: what it knows of classes by name is kept
-    again = build_detector("rtdetr_v2", str(folder), 3, names=names)
+    again = build_detector(DetectorSpec("rtdetr_v2", str(folder), 3, names=names))
     head = [name for name in mine if "class_embed" in name or "enc_score_head" in name]
     said = f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes"
-    assert again.begins_with == said and build_detector("rtdetr_v2", "test_resnet", 3, width=64).begins_with == ""
+    assert (
+        again.begins_with == said
+        and build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 3, width=64)).begins_with == ""
+    )
     assert sum(torch.equal(mine[name], tensor) for name, tensor in again.state_dict().items()) >= len(mine) - len(head)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from common.distributed import collectives
 from common.errors import Refused
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 def identity() -> tuple:

@@ -28,11 +28,11 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-from tests.conftest import Launcher, Started
-from tests.faults.nodes import Node, machines, why_not
-from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, best_files, distance, draw_scenes, draw_stripes, identical
-from tests.recipes.forked import Fork, Forks
+from tests.harness.drawings import draw_scenes, draw_stripes
+from tests.harness.forked import Fork, Forks
+from tests.harness.launching import Launcher, Started, as_digits
+from tests.harness.machines import Node, machines, why_not
+from tests.harness.outcomes import Outcome, best_files, distance, identical
 
 STEPS = 16
 WORDS = (
@@ -310,16 +310,8 @@ class _AllBefore:
 
 
 def begin(temporary: Path, rank: int) -> None:
-    """In a fork: a folder for temporary files, and no pictures."""
+    """In a fork: a folder for temporary files."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-    without_pictures(rank)
-
-
-def without_pictures(rank: int) -> None:
-    """In a fork: matplotlib would take most of the time."""
-    from common.run.run import Run
-
-    Run.draw = lambda *_: None
 
 
 def _rank_of(process: psutil.Process) -> int | None:

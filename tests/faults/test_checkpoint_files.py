@@ -4,7 +4,6 @@ More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py,
 """
 
 import functools
-import hashlib
 import io
 import json
 import os
@@ -24,9 +23,8 @@ import yaml
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints, verify
 from common.training.optimizer import build_optimizer
-from tests.faults.campaign import without_pictures
-from tests.recipes.conftest import Outcome, identical
-from tests.recipes.disks import disk, mount
+from tests.harness.disks import disk, mount
+from tests.harness.outcomes import Outcome, identical, seal
 
 STEPS = 12
 WORDS = (
@@ -40,7 +38,6 @@ def at_step(step: int, act: Callable) -> None:
     """In a fork: `act(run)` when `step` steps are done, and nothing is being written."""
     from common.run.run import Run
 
-    without_pictures(0)
     end_step = Run.end_step
 
     def end_and_act(run: Run, grad_norm) -> None:
@@ -60,7 +57,7 @@ def die(run) -> None:
 def train(forks, data: Path, folder: Path, *words: object, before=None):
     """A run in `folder`, of one process."""
     command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *words)
-    return forks(*command, before=before or functools.partial(without_pictures, 0))
+    return forks(*command, before=before)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +104,7 @@ def test_damage_to_any_file_costs_the_steps_since_the_checkpoint_before(forks, d
         damage(folder / "checkpoints/step_00000008" / file)
         ended = train(forks, data, folder)
         assert ended.code == 0, ended
-        assert "step_00000008 is damaged" in ended.stdout and "going on from step 4 of 12" in ended.stdout, ended.stdout
+        assert "step_00000008 is damaged" in ended.stdout and "resuming from step 4 of 12" in ended.stdout, ended.stdout
         assert_same_run(folder, whole)
 
 
@@ -159,7 +156,7 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
         assert not list(folder.rglob(".*.tmp"))
         mend(folder)
         ended = train(forks, data, folder, *flags)
-        assert ended.code == 0 and "going on from step 5 of 12" in ended.stdout, ended
+        assert ended.code == 0 and "resuming from step 5 of 12" in ended.stdout, ended
         assert_same_run(folder, whole)
 
 
@@ -249,16 +246,6 @@ def as_endless_header(marker: Path) -> bytes:
 PAYLOADS = (as_pickle, as_torch, as_yaml, as_json, as_safetensors, as_endless_header)
 
 
-def seal(checkpoint: Path) -> None:
-    """Make the manifest fit what is there now."""
-    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
-    stamps = {
-        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in files
-    }
-    (checkpoint / "manifest.json").write_text(json.dumps(stamps))
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_a_payload_in_a_checkpoint_is_damage_and_never_executes(killed, tmp_path, file):
     """Also where whoever put it there has made the manifest fit."""
@@ -294,7 +281,7 @@ def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(
     shutil.copytree(killed, folder)
     run_files_with(content, folder)
     ended = train(forks, data, folder)
-    assert ended.code == 0 and "going on from step 8 of 12" in ended.stdout, ended
+    assert ended.code == 0 and "resuming from step 8 of 12" in ended.stdout, ended
     assert identical(*(Outcome("ok", "", "", 0.0, path).tensors() for path in (folder, whole)))
     config = tmp_path / "config.yaml"
     config.write_bytes(content)

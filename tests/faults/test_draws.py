@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.data.loader import DRAWS
-from tests.faults.campaign import without_pictures
-from tests.recipes.conftest import draw_stripes
+from tests.harness.drawings import draw_stripes
 
 STEPS, BATCH = 16, 14
 WORDS = (
@@ -24,7 +23,6 @@ def write_draws(folder: Path, stop_after: int, rank: int) -> None:
     """In a fork: write down what is drawn; rank 0 is asked to stop when `stop_after` steps are done."""
     from common.run.run import Run
 
-    without_pictures(rank)
     os.environ[DRAWS] = str(folder)
     end_step = Run.end_step
 

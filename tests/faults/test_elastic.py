@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import Started
-from tests.faults.nodes import Node, Watched
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import Started
+from tests.harness.machines import Node, Watched
+from tests.harness.outcomes import Outcome
 
 pytestmark = pytest.mark.alone
 
@@ -55,7 +55,7 @@ def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
 def resumed_without_a_loss(stdout: str, cause: str) -> None:
     """Whether the processes that were stopped by `cause` saved their last step, and the next ones went on from there."""
     stopped = re.findall(rf"stopped by {cause} at step (\d+): the run goes on from there", stdout)
-    resumed = re.findall(r"going on from step (\d+) of", stdout)
+    resumed = re.findall(r"resuming from step (\d+) of", stdout)
     assert stopped and set(stopped) <= set(resumed), (cause, stdout)
 
 
@@ -273,7 +273,7 @@ def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks
     assert left.stderr.splitlines()[-1].startswith(said), left.stderr
     done = start(second)[0].finish()
     assert done.returncode == 0, done.stderr
-    assert "going on from step 20 of" in done.stdout
+    assert "resuming from step 20 of" in done.stdout
     assert forks(*words, "--name", "alone").code == 0
     moved, one = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("run", "alone"))
     assert [row["step"] for row in moved.rows] == list(range(1, STEPS + 1))

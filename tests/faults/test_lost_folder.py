@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.checkpoints.store import Checkpoints, verify
-from tests.faults.campaign import without_pictures
-from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, identical
-from tests.recipes.interrupted import Interrupted
+from tests.harness.interrupted import Interrupted
+from tests.harness.launching import as_digits
+from tests.harness.outcomes import Outcome, identical
 
 STEPS = 12
 LOST_AT = 7
@@ -51,7 +50,6 @@ def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     from common.run.run import Run
 
     launch.FIRST_WORD_S = 0  # no launcher ends the others here
-    without_pictures(0)
     end_step = Run.end_step
 
     def end_and_lose(run: Run, grad_norm) -> None:
@@ -86,8 +84,8 @@ def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks,
     if lose is not delete:
         assert [verify(path).step for path in Checkpoints(tmp_path / "elsewhere/checkpoints").paths()] == [6, 4]
         (tmp_path / "elsewhere").rename(folder)  # as it was told to
-        back = forks(*words(data, folder), before=functools.partial(without_pictures, 0))
-        assert back.code == 0 and f"going on from step 6 of {STEPS}" in back.stdout, back
+        back = forks(*words(data, folder))
+        assert back.code == 0 and f"resuming from step 6 of {STEPS}" in back.stdout, back
 
 
 def test_the_same_command_may_be_started_while_the_first_one_is_still_there(launch, forks, data, tmp_path):
@@ -107,7 +105,7 @@ def test_the_same_command_may_be_started_while_the_first_one_is_still_there(laun
     )
     first = Interrupted(launch.start("multi_cpu", "recipes/cls.py", *long), folder).at_step(20)
     rename(folder)
-    second = forks(*words(data, folder), before=functools.partial(without_pictures, 0))
+    second = forks(*words(data, folder))
     assert second.code == 0, second
     assert first.gone() != 0
     said = [line for line in first.started.stderr.read_text().splitlines() if SAID in line]
@@ -115,7 +113,7 @@ def test_the_same_command_may_be_started_while_the_first_one_is_still_there(laun
     assert "finished" not in first.started.stdout.read_text()
     assert json.loads((folder / "status.json").read_text())["status"] == "finished"
     alone = tmp_path / "alone"
-    assert forks(*words(data, alone), before=functools.partial(without_pictures, 0)).code == 0
+    assert forks(*words(data, alone)).code == 0
     one, other = (Outcome("ok", "", "", 0.0, path) for path in (folder, alone))
     assert (one.column("train/loss") == other.column("train/loss")).all() and len(one.rows) == STEPS
     assert identical(one.tensors(), other.tensors())

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.recipes.conftest import Outcome
+from tests.harness.outcomes import Outcome
 
 STEPS = 8
 WORDS = (

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from common.distributed import launch
-from tests.recipes.conftest import draw_stripes
-from tests.recipes.forked import Ended, Fork
+from tests.harness.drawings import draw_stripes
+from tests.harness.forked import Ended, Fork
 
 pytestmark = pytest.mark.alone
 

@@ -23,12 +23,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from common.checkpoints.store import Checkpoints, verify
-from tests.faults.campaign import without_pictures
-from tests.faults.test_checkpoint_files import seal
-from tests.harness import as_digits
-from tests.recipes import forked
-from tests.recipes.conftest import Outcome, best_files, draw_stripes, identical, keeps_best
-from tests.recipes.disks import Ext4, after_power_loss, ext4
+from tests.harness import forked
+from tests.harness.disks import Ext4, after_power_loss, ext4
+from tests.harness.drawings import draw_stripes
+from tests.harness.launching import as_digits
+from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, seal
 
 STEPS = 6
 WORDS = (
@@ -157,14 +156,16 @@ def assert_promises(said: dict, found: Path) -> int:
     return newest
 
 
-def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=without_pictures) -> str:
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=None) -> str:
     """Run the same command in this folder to its end; what was said."""
-    ends = [fork.end() for fork in forks.start_ranks(processes, *words(data, folder), *more, before=before)]
+    drawn = before is improve
+    ranks = forks.start_ranks(processes, *words(data, folder), *more, before=before, pictures=drawn)
+    ends = [fork.end() for fork in ranks]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
 
 
-def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=without_pictures) -> None:
+def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=None) -> None:
     """The same command, in the folder that was found, ends as the run that nobody disturbed."""
     assert "damaged" not in train(forks, data, found, *more, before=before)
     one, other = (Outcome("ok", "", "", 0.0, path) for path in (found, whole))
@@ -200,7 +201,7 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole
     album.mkdir()
     with ext4(tmp_path, "40m") as disk:
         before = functools.partial(photographer, disk, album, commits, times)
-        ended = forks(*words(data, disk.folder / "run"), before=before)
+        ended = forks(*words(data, disk.folder / "run"), before=before, pictures=True)
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))

@@ -5,7 +5,7 @@ import re
 
 import psutil
 
-from tests.faults.nodes import Node, Watched
+from tests.harness.machines import Node, Watched
 
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "wandb"),

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.campaign import without_pictures
-from tests.recipes.conftest import Outcome, draw_stripes, identical
-from tests.recipes.disks import disk, mount
+from tests.harness.disks import disk, mount
+from tests.harness.drawings import draw_stripes
+from tests.harness.launching import free_port
+from tests.harness.outcomes import Outcome, identical
 
 pytestmark = pytest.mark.alone
 
@@ -31,7 +32,6 @@ def note_the_start(folder: Path, environment: dict[str, str], kill: bool, rank: 
     from common.run import tracking
     from common.run.run import Run
 
-    without_pictures(rank)
     os.environ.update(environment)
     tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
     began, end_step = time.perf_counter(), Run.end_step
@@ -86,7 +86,7 @@ def assert_same_run(one: Outcome, other: Outcome) -> None:
     assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
 
 
-def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, free_port, tmp_path):
+def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, tmp_path):
     run("warm", "none")
     alone = [run(f"alone_{number}", "none") for number in range(3)]
     whole, seconds = alone[0][2], sorted(seconds for _, seconds, _ in alone)[1]

@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import ROOT, Started
-from tests.faults.nodes import Node, Watched
-from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, draw_stripes
+from tests.harness.drawings import draw_stripes
+from tests.harness.launching import ROOT, Started, as_digits
+from tests.harness.machines import Node, Watched
+from tests.harness.outcomes import Outcome
 
 STEPS = 12
 WORDS = (

@@ -13,7 +13,7 @@ import torch
 
 from common.classification import sources
 from tests.gpu.machine import Failed, Launched, Machine, NotRun, Trained
-from tests.recipes.conftest import distance, identical
+from tests.harness.outcomes import distance, identical
 
 OPTIONS = "--augment rand-m5-n1 --random_erasing 0.25 --color_jitter 0.3 --mixup 0.2 --cutmix 0.2 --label_smoothing 0.1"
 VARIED = f"{OPTIONS} --ema_decay 0.9 --clip 1".split()
@@ -92,7 +92,7 @@ def resume(recipe: str, deterministic: bool, machine: Machine) -> str:
     kill(killed)
     whole = whole or undisturbed.end()
     went_on = machine.train(*words, **options, name=killed.folder.name)
-    require("going on from step 5 of 16" in went_on.stdout, "it did not resume from its checkpoint of step 5")
+    require("resuming from step 5 of 16" in went_on.stdout, "it did not resume from its checkpoint of step 5")
     bits = all(identical(whole.tensors(file), went_on.tensors(file)) for file in ("model", "ema", "optimizer"))
     rows = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (whole, went_on)]
     if bits and rows[0] == rows[1]:

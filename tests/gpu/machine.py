@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 import psutil
 
-from tests.conftest import Launcher, Started
-from tests.harness import end_with_stacks
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import Launcher, Started
+from tests.harness.outcomes import Outcome
+from tests.harness.waiting import end_with_stacks
 
 SUFFIX = {"fp32": "", "bf16": "_bf16", "fp16": "_fp16"}  # of the files in accelerate_configs/
 # Lines with errors. A launcher that reports the end of its processes, or a process that lost another, is not the cause.

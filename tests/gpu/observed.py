@@ -28,7 +28,7 @@ import torch
 from common.distributed import launch
 from common.run import micro_batch
 from common.run.run import Run
-from tests.recipes.several import load
+from tests.harness.several import load
 
 OWN = {Path(__file__).resolve().parents[2] / folder for folder in ("common", "recipes")}
 GIB = 2**30

@@ -22,7 +22,7 @@ from tests.gpu.report import make
 FACTS = {"gpus": ["one", "other"], "precisions": ["fp32", "bf16", "fp16"]}
 SEEN = {"waits": [], "graphs": 1, "first_step_s": 9, "held_gib": [0.1, 0.2], "trial_gib": 2.0, "steps_gib": 1.9}
 FALLING = tuple(2.3 * 0.9**step for step in range(20))
-RESUMED = {"stdout": "going on from step 5 of 16"}
+RESUMED = {"stdout": "resuming from step 5 of 16"}
 SCALED = {"rows": {"loss_scale": 2.0**16, "skipped_steps": 8}}
 PIXELS = {"most": 70, "most allowed": 80, "mean": 2, "mean allowed": 2.5}
 

@@ -5,9 +5,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.conftest import ROOT, Launcher, Started
+from tests.harness.launching import ROOT, Launcher, Started
 from tests.pretended_gpu.build import build, why_not
-from tests.recipes.conftest import run_several, scenes, thorough  # noqa: F401 (fixtures)
 
 
 class Gpus:
@@ -49,16 +48,16 @@ def gpus(launch: Launcher) -> Gpus:
 
 
 @pytest.fixture(scope="session")
-def run_on_gpus(run_several, gpus: Gpus):  # noqa: F811
-    """`run_several(devices, cases)` of tests/recipes/conftest.py, on pretended GPUs."""
+def run_on_gpus(run_several, gpus: Gpus):
+    """`run_several(devices, cases)` of tests/conftest.py, on as many pretended GPUs."""
 
     def run(devices: int, cases, *, config: str = "", **options):
-        def launch(*arguments, timeout, **more):
-            done = gpus.start(*arguments, devices=devices, **more).finish(timeout)
+        def launch(*arguments, timeout):
+            file = config or ("multi_gpu" if devices > 1 else "single_gpu")
+            done = gpus.start(file, *arguments, devices=devices).finish(timeout)
             assert "no kernel" not in done.stderr, done.stderr
             return done
 
-        config = config or ("multi_gpu" if devices > 1 else "single_gpu")
-        return run_several(devices, cases, config=config, launch=launch, **options)
+        return run_several(devices, cases, launch=launch, **options)
 
     return run

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from common.distributed.collectives import rank, world_size
 from common.run.run import Run
-from tests.recipes import several
+from tests.harness import several
 
 overflows = {int(step) for step in sys.argv[1].split(",")}
 steps, backward = Run.steps, Accelerator.backward

@@ -6,8 +6,8 @@ import sys
 import psutil
 import pytest
 
-from tests.conftest import ROOT
 from tests.gpu.checks import CHECKS
+from tests.harness.launching import ROOT
 
 THROUGH = ("--quick", "--through", "tests/pretended_gpu/run.py")
 

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.conftest import ROOT
+from tests.harness.launching import ROOT
 
 WORDS = "--max_steps 2 --eval_every 2 --workers 0 --tracker none --mixup 0.2 --random_erasing 0.3 --clip 1".split()
 LOSSES = "        def losses_of(network, batch):\n"
@@ -26,7 +26,7 @@ def test_deterministic_kernels_are_asked_for_and_an_operator_without_one_is_refu
     cases = [[plain, "--deterministic"], [pooled, "--deterministic"], [pooled]]
     cases = [[*map(str, case), *WORDS, "--output_dir", str(tmp_path)] for case in cases]
     (tmp_path / "CASES.json").write_text(json.dumps(cases))
-    several = "tests/recipes/several.py", "recipes/cls.py", tmp_path / "CASES.json", "without_pictures"
+    several = "tests/harness/several.py", "recipes/cls.py", tmp_path / "CASES.json", "without_pictures"
     gpus("single_gpu", *several)
     plain, refused, free = json.loads((tmp_path / "OUTCOMES.json").read_text())
     assert plain["outcome"] == free["outcome"] == "ok"

@@ -16,7 +16,8 @@ import torchvision
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.recipes.conftest import Outcome, Tensors, draw_stripes, identical
+from tests.harness.drawings import draw_stripes
+from tests.harness.outcomes import Outcome, Tensors, identical
 
 STEPS, HALF = 6, 3
 SHORT = f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every {HALF}"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes, identical
+from tests.harness.drawings import draw_scenes, draw_stripes
+from tests.harness.launching import as_digits
+from tests.harness.outcomes import Outcome, identical
 
 LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
 SMALL = "--width 32 --short_sides 64 --long_side 64"

@@ -1,6 +1,6 @@
 """The kernels that the pretended GPU has of its own compute what their operators are defined to compute."""
 
-from tests.conftest import ROOT
+from tests.harness.launching import ROOT
 
 HERE = ROOT / "tests" / "pretended_gpu"
 

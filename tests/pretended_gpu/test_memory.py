@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.harness import as_digits
-from tests.recipes.conftest import Outcome, draw_scenes, draw_stripes
+from tests.harness.drawings import draw_scenes, draw_stripes
+from tests.harness.launching import ROOT, as_digits
+from tests.harness.outcomes import Outcome
 
 WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
 STEPS = 6
@@ -81,7 +81,7 @@ def several(gpus, folder: Path, config: str, cases: dict[str, list], **options) 
     """`run_several` on pretended GPUs."""
     commands = [[*case, *WORDS, "--output_dir", folder / "runs", "--name", name] for name, case in cases.items()]
     (folder / "CASES.json").write_text(json.dumps([[str(word) for word in command] for command in commands]))
-    words = ("tests/recipes/several.py", "recipes/cls.py", folder / "CASES.json", "without_pictures")
+    words = ("tests/harness/several.py", "recipes/cls.py", folder / "CASES.json", "without_pictures")
     gpus(config, *words, **options)
     outcomes = json.loads((folder / "OUTCOMES.json").read_text())
     return {name: Outcome(**each, folder=folder / "runs" / name) for name, each in zip(cases, outcomes, strict=True)}

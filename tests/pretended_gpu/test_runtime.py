@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.faults.nodes import Watched
+from tests.harness.launching import ROOT
+from tests.harness.machines import Watched
 from tests.pretended_gpu import build
 
 UNCOMPUTED = """

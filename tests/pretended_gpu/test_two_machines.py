@@ -4,10 +4,7 @@ import json
 
 import numpy as np
 
-from tests.conftest import ROOT
-from tests.faults.conftest import nodes
-
-__all__ = ["nodes"]
+from tests.harness.launching import ROOT
 
 WORDS = (
     "--tracker none --workers 2 --log_every 1 --max_steps 3 --eval_every 3 --checkpoint_every 3 --dtype float64".split()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from several import load
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from common.distributed import launch
+from tests.harness.several import load
 
 cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
 register = DistributedDataParallelKwargs.register_comm_hook

@@ -4,7 +4,6 @@ Every case is the real recipe on two ranks: each must refuse on both with the sa
 limit and the way out. Some start with `accelerate launch` and the script itself, to see what a person then sees.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -14,7 +13,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +26,12 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoints.store import verify
 from common.run.folder import RunFolder
-from tests.harness import Limit
-from tests.recipes.disks import disk, mount
-from tests.recipes.forked import Ended, Forks
+from tests.harness.disks import disk, mount
+from tests.harness.forked import Ended
+from tests.harness.launching import NO_NETWORK, Bad
+from tests.harness.outcomes import seal
+from tests.harness.waiting import Limit
 
-NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
 SMALL = [
     "--model",
     "test_vit",
@@ -47,14 +46,6 @@ SMALL = [
 ]
 
 
-@dataclass(frozen=True)
-class Bad:
-    """A command line, and the refusal that it must meet (a regular expression for the whole of it)."""
-
-    words: list[object]
-    text: str
-
-
 def snapshot(folder: Path) -> dict[str, bytes | None]:
     """Every file below `folder`, and None for a folder; without what may grow or change hands: log.txt and the lock."""
     return {
@@ -62,11 +53,6 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         for path in sorted(folder.rglob("*"))
         if path.name not in ("log.txt", ".lock")
     }
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks"))
 
 
 # ---- before there is a process group
@@ -558,16 +544,6 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def seal(checkpoint: Path) -> None:
-    """Make the manifest agree with the files, as one would who forges a checkpoint."""
-    contents = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
-    stamps = {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
-    (checkpoint / "manifest.json").write_text(json.dumps(stamps))
-
-
 def forge(file: str, sealed: bool) -> Callable[[Path, bytes], None]:
     """Put a pickle in the place of a file of the checkpoint, or beside them."""
 
@@ -777,7 +753,7 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_a_larger_one_goes_on(run_
 
         mount("mount", "-o", "remount,size=20m", folder)
         ended = forks(*words, "--output_dir", folder)
-        assert ended.code == 0 and "going on from step 2 of 4" in ended.stdout, ended
+        assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended
         assert [row["step"] for row in full.rows] == [2, 4]
 
 
@@ -809,4 +785,4 @@ def test_a_limit_on_file_sizes_is_said_and_an_older_checkpoint_stays_whole(forks
     assert verify(tmp_path / "run/checkpoints/step_00000002").step == 2
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
     ended = forks(*words)
-    assert ended.code == 0 and "going on from step 2 of 4" in ended.stdout, ended
+    assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended

@@ -16,8 +16,8 @@ import timm
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.conftest import ROOT
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import ROOT
+from tests.harness.outcomes import Outcome
 
 CLASSES = ("an emu", "chat", "犬")
 STEPS = 8  # of 8 samples: two passes over 30 images and the beginning of a third
@@ -267,7 +267,7 @@ def test_jpegs_that_the_device_decodes_train_nearly_the_same_and_broken_ones_are
 def test_a_resumed_run_replaces_broken_images_by_the_same_neighbours_and_goes_on_counting(runs):
     for world in (1, 2):
         halves, whole = runs[world]["second half"], runs[world]["broken"]
-        assert "going on from step 4 of 8" in halves.stdout
+        assert "resuming from step 4 of 8" in halves.stdout
         assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
         assert np.array_equal(halves.column("data/broken"), whole.column("data/broken"))
 

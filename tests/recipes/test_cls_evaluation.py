@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.conftest import ROOT
-from tests.recipes.conftest import Outcome, distance, parameters
-from tests.recipes.several import load
+from tests.harness.drawings import save_colours
+from tests.harness.launching import ROOT
+from tests.harness.outcomes import Outcome, distance, parameters
+from tests.harness.several import load
 
 PROCESSES = (1, 2, pytest.param(3, marks=pytest.mark.long))
 DIGITS = (  # 359 images to evaluate on, a prime, in batches of 32
@@ -38,24 +38,6 @@ def data(stripes, tmp_path_factory) -> dict[str, Path]:
         shutil.copy(stripes / "val" / name / "0.png", folder / "tiny" / "val" / name)
     save_colours(folder / "labels")
     return {"stripes": stripes} | {path.name: path for path in folder.iterdir()}
-
-
-def save_colours(folder: Path) -> None:
-    """A Hugging Face data set of 80 + 23 images that are bright in none, some or all of three colours, which are the labels."""
-    import datasets
-
-    def rows(count: int, seed: int) -> dict:
-        generator = np.random.default_rng(seed)
-        shows = generator.integers(0, 2, (count, 3))
-        pixels = 60 + 120 * shows[:, None, None] + generator.normal(0, 30, (count, 32, 32, 3))
-        images = [Image.fromarray(image) for image in pixels.clip(0, 255).astype(np.uint8)]
-        return {"image": images, "colours": [np.flatnonzero(row).tolist() for row in shows]}
-
-    colours = datasets.Sequence(datasets.ClassLabel(names=["red", "green", "blue"]))
-    features = datasets.Features({"image": datasets.Image(), "colours": colours})
-    splits = {"train": rows(80, seed=0), "validation": rows(23, seed=1)}
-    parts = {name: datasets.Dataset.from_dict(part, features=features) for name, part in splits.items()}
-    datasets.DatasetDict(parts).save_to_disk(str(folder))
 
 
 @pytest.fixture(scope="module")

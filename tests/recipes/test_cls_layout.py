@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.config.parsing import parse
-from tests.recipes.conftest import Outcome, Tensors, distance, identical, parameters, statistics
-from tests.recipes.several import load
+from tests.harness.outcomes import Outcome, Tensors, distance, identical, parameters, statistics
+from tests.harness.several import load
 
 STEPS = 30  # of 48 samples: seven epochs, whose ends fall into the middle of batches
 

@@ -4,7 +4,6 @@ One process; what happens to several, and to launchers, is in test_cls_signals.p
 """
 
 import functools
-import json
 import os
 import shutil
 import signal
@@ -18,10 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, verify
-from tests.recipes.conftest import Outcome, best_files, identical, keeps_best
-from tests.recipes.forked import Ended
+from tests.harness.forked import Ended
+from tests.harness.outcomes import Outcome, identical, keeps_best
+from tests.harness.resumed import STEPS, assert_same_run, kill_at_step, read
 
-STEPS = 12
 SMALL = (
     *("--image_size", 16, "--global_batch_size", 8, "--max_micro_batch_size", 4, "--workers", 0, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 4, "--eval_every", 5, "--warmup_epochs", 0.5),
@@ -53,41 +52,9 @@ def train(forks, images, tmp_path):
 
     def run(name: str, *words, before=None, **options) -> Ended:
         command = [*("--data", images, "--output_dir", tmp_path, "--name", name), *SMALL, *words]
-        return forks(*command, before=functools.partial(_without_pictures, before), **options)
+        return forks(*command, before=before, **options)
 
     return run
-
-
-def _without_pictures(before=None) -> None:
-    """Matplotlib would take most of the time."""
-    from common.run import plots
-
-    for name in ("curves", "confusion", "mistakes"):
-        setattr(plots, name, lambda *_: None)
-    if before:
-        before()
-
-
-def _kill_at_step(step: int, once_tracked: bool = False, once_written: bool = True) -> None:
-    """SIGKILL to the process itself when `step` steps are done, before what follows on it.
-
-    By then the tracker has begun, and no checkpoint is being written any more, unless that does not matter.
-    """
-    from common.run.run import Run
-
-    end_step = Run.end_step
-
-    def end_and_die(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        done = run.step
-        if done == step:
-            while once_tracked and not run._log._tracker.where():  # it starts in a thread
-                time.sleep(0.01)
-            if once_written:
-                run._writer.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Run.end_step = end_and_die
 
 
 def _write_only_while_training_goes_on() -> None:
@@ -129,32 +96,6 @@ def _signal_at_step(step: int, number: int, times: int = 1) -> None:
     Run.end_step = end_and_signal
 
 
-def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
-    """Losses of every step, evaluations, weights, statistics, optimizer and moving average agree bit for bit."""
-    one, other = (Outcome("ok", "", "", 0.0, path) for path in (folder, reference))
-    assert [row["step"] for row in one.rows] == list(range(1, steps + 1)), "a step is missing or there twice"
-    for row, expected in zip(one.rows, other.rows, strict=True):
-        assert _without_pace(row) == _without_pace(expected)
-    for file in one.checkpoint.glob("*.safetensors"):
-        assert identical(one.tensors(file.stem), other.tensors(file.stem)), file.name
-    records = [json.loads((each.checkpoint / "record.json").read_text()) for each in (one, other)]
-    for record in records:
-        record["ledger"].pop("seconds")
-    assert one.checkpoint.name == other.checkpoint.name
-    for key in ("step", "identity", "numbers", "ledger"):
-        assert records[0][key] == records[1][key], key
-    assert best_files(folder) == best_files(reference)
-    assert read(folder, "status.json")["status"] == "finished"
-
-
-def _without_pace(row: dict) -> dict:
-    return {key: value for key, value in row.items() if not key.startswith("perf/")}
-
-
-def read(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text())
-
-
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
@@ -173,7 +114,7 @@ def test_run_killed_at_every_step_is_bit_equal_to_the_uninterrupted(train, tmp_p
     assert train("whole", *EVERYTHING, *norm).code == 0
     folder = tmp_path / "killed"
     for step in range(1, STEPS + 1):
-        kill = functools.partial(_kill_at_step, step, once_written=False)
+        kill = functools.partial(kill_at_step, step, once_written=False)
         died = train("killed", *EVERYTHING, *norm, before=kill)
         assert died.code == -signal.SIGKILL, died.stderr
         with (folder / "metrics.jsonl").open("a") as rows:
@@ -243,7 +184,7 @@ class _Spared(set):
 @pytest.mark.parametrize("opt", ["sgd", "lamb", "lion"])
 def test_optimizers_go_on_bit_equal(train, tmp_path, opt):
     assert train("whole", "--opt", opt, "--layer_decay", 0.9).code == 0
-    train("killed", "--opt", opt, "--layer_decay", 0.9, before=functools.partial(_kill_at_step, 7))
+    train("killed", "--opt", opt, "--layer_decay", 0.9, before=functools.partial(kill_at_step, 7))
     assert train("killed", "--opt", opt, "--layer_decay", 0.9).code == 0
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
@@ -351,7 +292,7 @@ def test_resume_never_and_resume_path(train, tmp_path):
     assert identical(one.tensors(), other.tensors()) and identical(one.tensors("optimizer"), other.tensors("optimizer"))
 
     longer = train("branch", "--resume", older, "--max_steps", 18)  # the same command goes on, as after a kill
-    assert longer.code == 0 and "going on from step 12 of 18" in longer.stdout, longer.stderr
+    assert longer.code == 0 and "resuming from step 12 of 18" in longer.stdout, longer.stderr
 
     goes_on = train("run", "--resume", newest, "--max_steps", 18)
     assert goes_on.code == 0, goes_on.stderr
@@ -377,7 +318,7 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(train,
 
 
 def test_layout_cadence_length_and_tracker_may_change(train, tmp_path):
-    train("run", before=functools.partial(_kill_at_step, 6))
+    train("run", before=functools.partial(kill_at_step, 6))
     changed = ("--max_micro_batch_size", 8, "--checkpoint_every", 3, "--eval_every", 2, "--log_every", 2)
     changed += ("--workers", 1, "--tracker", "tensorboard", "--keep_checkpoints", 3, "--epochs", 1, "--max_steps", 10)
     goes_on = train("run", *changed)
@@ -388,13 +329,13 @@ def test_layout_cadence_length_and_tracker_may_change(train, tmp_path):
 
 def test_same_command_without_a_name_resumes_and_another_seed_does_not(forks, images, tmp_path):
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
-    first = forks(*command, before=functools.partial(_without_pictures, functools.partial(_kill_at_step, 6)))
+    first = forks(*command, before=functools.partial(kill_at_step, 6))
     assert first.code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")
-    second = forks(*command, "--workers", 1, before=_without_pictures)
-    assert second.code == 0 and "going on from step 4 of 12" in second.stdout
-    assert forks(*command, "--seed", 1, before=_without_pictures).code == 0
+    second = forks(*command, "--workers", 1)
+    assert second.code == 0 and "resuming from step 4 of 12" in second.stdout
+    assert forks(*command, "--seed", 1).code == 0
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -422,19 +363,19 @@ def _lose_manifest(checkpoint: Path) -> None:
 
 def test_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(train, tmp_path):
     assert train("whole").code == 0
-    train("damaged", before=functools.partial(_kill_at_step, 9))
+    train("damaged", before=functools.partial(kill_at_step, 9))
     for damage in (_truncate, _flip, _lose, _lose_manifest):  # the step that is made again replaces what was damaged
         damage(tmp_path / "damaged/checkpoints/step_00000008")
-        again = train("damaged", before=functools.partial(_kill_at_step, 9))
+        again = train("damaged", before=functools.partial(kill_at_step, 9))
         assert "step_00000008 is damaged" in again.stdout, again.stdout
-        assert "going on from step 4 of 12" in again.stdout
+        assert "resuming from step 4 of 12" in again.stdout
         assert {"step_00000004", "step_00000008"} < set(checkpoints(tmp_path / "damaged"))
-    assert "going on from step 8 of 12" in train("damaged").stdout
+    assert "resuming from step 8 of 12" in train("damaged").stdout
     assert_same_run(tmp_path / "damaged", tmp_path / "whole")
 
 
 def test_all_checkpoints_damaged_is_refused_and_nothing_is_lost(train, tmp_path):
-    train("run", before=functools.partial(_kill_at_step, 9))
+    train("run", before=functools.partial(kill_at_step, 9))
     for checkpoint in (tmp_path / "run/checkpoints").iterdir():
         _flip(checkpoint)
     before = content(tmp_path / "run")
@@ -471,7 +412,7 @@ def _kill_services_at_step(step: int) -> None:
 def test_dashboard_goes_on_as_one_run_and_its_failures_change_nothing(train, tmp_path):
     wandb = ("--tracker", "wandb")
     assert train("whole").code == 0
-    train("resumed", *wandb, before=functools.partial(_kill_at_step, 7, once_tracked=True))
+    train("resumed", *wandb, before=functools.partial(kill_at_step, 7, once_tracked=True))
     first = read(tmp_path / "resumed", "tracker.json")["id"]
     assert train("resumed", *wandb).code == 0
     assert read(tmp_path / "resumed", "tracker.json")["id"] == first

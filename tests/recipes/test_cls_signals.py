@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.recipes.conftest import Outcome, distance, identical
-from tests.recipes.interrupted import Interrupted
+from tests.harness.interrupted import Interrupted
+from tests.harness.outcomes import Outcome, distance, identical
 
 STEPS = 50
 EVERYTHING = (

@@ -14,7 +14,7 @@ from common.config.fields import RunConfig
 from common.distributed.gradient_compression import data_parallel, describe
 from common.errors import Refused
 from common.training import timm_models
-from tests.recipes.conftest import Outcome, identical
+from tests.harness.outcomes import Outcome, identical
 
 STEPS, HALF = 20, 10
 COMMAND = (

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.checkpoints.resume import choose
+from common.checkpoints.resume import choose_together
 from common.checkpoints.store import Checkpoints
 from common.classification import sources
 from common.classification.color_jitter import ColorJitter
@@ -31,7 +31,7 @@ from common.run.folder import RunFolder
 from common.training import timm_models
 from common.training.optimizer import Schedule, build_optimizer
 from recipes import cls, det
-from tests.odd_files import bounded
+from tests.harness.odd_files import bounded
 
 NUMBERS = ["nan", "inf", "-inf", "-0.0", "0", "1", "-1", "2", "0.5", "1e-300", "5e-324", "1e-9", "1e300", "1e400"]
 NUMBERS += [
@@ -228,7 +228,7 @@ LOOKUPS = {
     "--data": lambda text: sources.load(sources.Spec(text, seed=0, val_share=0.2)),
     "--data of detection": lambda text: detection.load(detection.Spec(text, seed=0, val_share=0.2)),
     "--model": lambda text: timm_models.build_classifier(text, 3),
-    "--resume": lambda text: choose(text, Checkpoints(Path("run/checkpoints")), {}, print),
+    "--resume": lambda text: choose_together(text, Checkpoints(Path("run/checkpoints")), {}, print),
     "--resume as --eval_only": read_origin,  # which the parser itself reads
     "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
     "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.recipes.conftest import Outcome
+from tests.harness.outcomes import Outcome
 from tests.recipes.copied import CHANGES, PAGE, apply, changed_lines, copy
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def test_one_rank_can_stop_a_run(runs) -> None:
 
 def test_a_longer_run_goes_on_where_it_was_stopped(runs) -> None:
     run = runs[1]["stopped, longer"]
-    assert run.outcome == "ok" and "going on from step 12 of 44" in run.stdout
+    assert run.outcome == "ok" and "resuming from step 12 of 44" in run.stdout
     assert status(run)[:2] == ("finished", 16), "its patience ends it again"
 
 
@@ -266,7 +266,7 @@ def test_a_mean_as_loss_is_refused_before_the_first_step(processes: int, runs) -
 def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
     run, longer = runs[1]["module"], runs[1]["resumed, longer"]
     assert re.search("model +Small: ", run.stdout)
-    assert "going on from step 4 of 8" in longer.stdout
+    assert "resuming from step 4 of 8" in longer.stdout
     for name, tensor in run.tensors().items():
         assert torch.equal(longer.tensors()[name], tensor), name
     exported = json.loads((run.folder / "best/config.json").read_text())
@@ -288,7 +288,7 @@ def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
     for way_out in ("--name", "--allow_changed_source", "put the source back"):
         assert way_out in refused.text
     assert "+        log_probabilities = logits.log_softmax(1)" in refused.stdout
-    assert "going on from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
+    assert "resuming from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
     finished = runs[1]["finished, allowed"]
     assert finished.outcome == "refused" and "is finished, and was made by another source" in finished.text
     allowed = runs[1]["allowed"]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from common.config.parsing import parse
-from tests.recipes.conftest import distance, parameters, statistics
-from tests.recipes.several import load
-from tests.recipes.test_cls_resume import STEPS as KILLED_STEPS
-from tests.recipes.test_cls_resume import _kill_at_step, assert_same_run
+from tests.harness.outcomes import distance, parameters, statistics
+from tests.harness.resumed import STEPS as KILLED_STEPS
+from tests.harness.resumed import assert_same_run, kill_at_step
+from tests.harness.several import load
 
 STEPS = 20
 VARIED = (
@@ -130,21 +130,11 @@ def test_a_run_killed_again_and_again_is_bit_equal_to_the_uninterrupted(detector
         words += ["--detector", detector, "--batch_norm", "group", "--norm_batch_size", 2, "--global_batch_size", 4]
         words += ["--max_micro_batch_size", 2, "--max_steps", KILLED_STEPS, "--checkpoint_every", 3, "--eval_every", 5]
         words += ["--log_every", 1, "--workers", 0]
-        return forks(*words, recipe="det", before=functools.partial(_without_pictures, before))
+        return forks(*words, recipe="det", before=before)
 
     assert train("whole").code == 0
     for step in (2, 4, 5, 8, KILLED_STEPS):
-        died = train("killed", functools.partial(_kill_at_step, step))
+        died = train("killed", functools.partial(kill_at_step, step))
         assert died.code == -signal.SIGKILL, died.stderr
     assert train("killed").code == 0
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
-
-
-def _without_pictures(before=None) -> None:
-    """Matplotlib would take most of the time."""
-    from common.run import run
-
-    run.Run.draw = lambda *_: None
-    run.pictures.curves = lambda *_: None
-    if before:
-        before()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.recipes.conftest import Outcome
-from tests.recipes.test_cls_bad_input import NO_NETWORK, Bad
+from tests.harness.launching import NO_NETWORK, Bad
+from tests.harness.outcomes import Outcome
 
 RECIPE = "recipes/det.py"
 IMAGES = 8

@@ -22,10 +22,10 @@ from PIL import Image
 from common.config.parsing import parse
 from common.detection.batches import EvaluationScenes
 from common.detection.data import sources
-from common.detection.evaluation.coco_metrics import Detections
+from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
-from tests.processes import Processes
-from tests.recipes.several import load
+from tests.harness.processes import Processes
+from tests.harness.several import load
 
 recipe = load(Path("recipes/det.py"))
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", Path("docs/detectors.md").read_text(), re.MULTILINE | re.DOTALL)

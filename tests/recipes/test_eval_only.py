@@ -13,9 +13,8 @@ import timm
 from safetensors.torch import load_file
 
 from common.training import timm_models
-from tests.recipes.conftest import draw_stripes
-from tests.recipes.forked import Ended, Forks
-from tests.recipes.test_cls_evaluation import save_colours
+from tests.harness.drawings import draw_stripes, save_colours
+from tests.harness.forked import Ended, Forks
 
 STUFFS = [f"stuff_{number}" for number in range(5)]
 

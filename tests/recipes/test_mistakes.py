@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import ROOT
-from tests.recipes.conftest import draw_stripes
-from tests.recipes.forked import Fork, Forks
+from tests.harness.drawings import draw_stripes
+from tests.harness.forked import Fork, Forks
+from tests.harness.launching import ROOT
 
 FIRST = "cls --data pets --name first --global_batch_size 8 --max_steps 2 --tracker none --workers 0"
 

@@ -11,8 +11,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from common.config.parsing import parse
-from tests.harness import OF_DIGITS
-from tests.recipes.several import load
+from tests.harness.launching import OF_DIGITS
+from tests.harness.several import load
 
 SHAPES = ((320, 240), (240, 320), (300, 300), (427, 200))
 

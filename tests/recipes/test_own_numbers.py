@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import ROOT
-from tests.recipes.conftest import Outcome
+from tests.harness.launching import ROOT
+from tests.harness.outcomes import Outcome
 
 CHANGES = {
     "            return loss_fn(logits, targets)\n\n        trial": """

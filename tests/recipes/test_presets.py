@@ -13,7 +13,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.detection import defaults as detection
 from common.training import defaults
-from tests.recipes.several import load
+from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent.parent
 PRESETS = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))

@@ -12,7 +12,7 @@ from common.config.parsing import parse
 from common.distributed import watchdog
 from common.errors import Refused
 from common.run.profiling import idleness_of
-from tests.conftest import Launcher
+from tests.harness.launching import Launcher
 
 FLAGS = ["--tracker", "none", "--workers", 0]
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +13,7 @@ from PIL import Image
 from common.classification.metrics import Mistake
 from common.classification.plots import mistakes
 from common.run import plots
+from tests.harness.pictures import drawn, has, texts
 
 ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
@@ -34,32 +34,6 @@ class Source:
 
     def name(self, index: int) -> str:
         return f"/data/a very long path to/where/the images are/train/{self.classes[0]}/{index}.png"
-
-
-def texts(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> list[str]:
-    """All texts of what `draw` draws."""
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    figures = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, file, **options: figures.append(figure))
-        draw()
-    return [text.get_text() for text in figures[0].findobj(Text) if text.get_text()]
-
-
-def drawn(path: Path) -> np.ndarray:
-    """The picture's pixels; nothing else may lie beside it."""
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    pixels = np.asarray(Image.open(path).convert("RGB"))
-    assert min(pixels.shape[:2]) > 150
-    path.unlink()
-    return pixels
-
-
-def has(pixels: np.ndarray, colour: str) -> bool:
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
-    return bool((np.abs(pixels.astype(int) - wanted).sum(2) < 12).any())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4], ids=lambda rows: f"{rows} rows")

@@ -11,7 +11,7 @@ from common.errors import Refused
 from common.run.folder import RunFolder
 from common.run.records import Records, check_names
 from common.run.step_reports import StepReport
-from tests.run.test_log import Dashboard
+from tests.harness.dashboard import Dashboard
 
 NAN = float("nan")
 

@@ -10,7 +10,8 @@ from common.distributed.collectives import rank, world_size
 from common.errors import Refused
 from common.run import step_reports
 from common.run.step_reports import StepReport, StepReports
-from tests.processes import Processes
+from common.training.step import StepOutcome
+from tests.harness.processes import Processes
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,11 +27,13 @@ def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, 
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
     state.post(
         step,
-        torch.tensor(losses),
-        torch.arange(first, first + len(losses)),
+        StepOutcome(
+            torch.tensor(losses),
+            torch.arange(first, first + len(losses)),
+            options.get("wait", 0.0),
+            options.get("broken", ()),
+        ),
         torch.tensor(norm),
-        options.get("wait", 0.0),
-        options.get("broken", ()),
         stop,
         options.get("ended_by", ""),
     )

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from common.errors import Refused
 from common.run import tracking
-from tests.conftest import Launcher
+from tests.harness.launching import Launcher
 
 pytestmark = pytest.mark.alone
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import Refused
 from common.training import batch_norm
 from common.training.batch_norm import convert, discard_statistics, update_running_statistics
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 class Rows(nn.Module):

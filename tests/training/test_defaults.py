@@ -9,9 +9,8 @@ import pytest
 from common.config.parsing import parse, save
 from common.detection import defaults as detection
 from common.training import defaults
-from tests.conftest import ROOT
-from tests.harness import OF_DIGITS
-from tests.recipes.several import load
+from tests.harness.launching import OF_DIGITS, ROOT
+from tests.harness.several import load
 
 pytestmark = pytest.mark.smoke
 

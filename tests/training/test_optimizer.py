@@ -109,7 +109,7 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
 
 def test_layer_decay_is_refused_for_a_module_that_does_not_tell_its_layers() -> None:
     build_optimizer(Config(), network())
-    with pytest.raises(Refused, match="--layer_decay 0.5: Sequential does not say which parameters form a layer"):
+    with pytest.raises(Refused, match=r"--layer_decay 0.5: Sequential does not say which parameters form a layer"):
         build_optimizer(Config(layer_decay=0.5), network())
 
 

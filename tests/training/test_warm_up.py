@@ -15,7 +15,7 @@ from common.errors import Refused
 from common.training import batch_norm
 from common.training.step import TrainingStep
 from common.training.warm_up import is_out_of_memory, warm_up
-from tests.processes import Processes
+from tests.harness.processes import Processes
 
 
 def network(norm: str = "local") -> nn.Module:

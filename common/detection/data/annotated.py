@@ -1,7 +1,7 @@
-"""What does every source of images with boxes have, wherever the images come from?
+"""Protocol of a source of images with boxes, and the columns of annotations that all of them share.
 
-Annotations are columns, the boxes of all images behind one another: no object for each image or box, whose memory pages
-every loader worker would copy.
+The boxes of all images stand one after another in columns. There is no Python object for each image or box, whose memory
+pages every data worker would copy.
 """
 
 from dataclasses import dataclass, field

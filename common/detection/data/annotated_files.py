@@ -1,4 +1,4 @@
-"""How do image files and what is written beside them become one source of annotated images?"""
+"""Sources of image files with annotations in files of their own."""
 
 import os
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.images import open_rgb
-from common.data.partition import draws_of
+from common.data.splits import draws_of
 from common.detection.data.annotated import Annotations, FixedImages
 from common.detection.data.box_checks import FoundBoxes, check
 from common.detection.data.image_headers import headers_of_files

@@ -1,8 +1,8 @@
-"""What was found in a folder of annotated images at an earlier start, if nothing in it has changed since?
+"""Annotation cache: what an earlier start read from a folder, if nothing in the folder has changed since.
 
-Reading COCO's annotations takes many seconds and gigabytes. What comes out are columns: they are kept in a file, in Arrow's
-format, which later starts and the other processes of a machine load. A file that is damaged, of other data or of other code
-counts as none, and where none can be written the data are read as if there were no index.
+Reading COCO's annotations takes many seconds and gigabytes. The columns that come out are kept in a file in Arrow's
+format, which later starts and the other processes of a machine map. A file that is damaged, or was made from other data
+or by other code, is not used. If no file can be written, the data are read as if there were no cache.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
-"""Which boxes of a data set can be trained on, and where do they lie in the upright images?
+"""Checks of boxes: which can be trained on, and where they lie in the upright images.
 
-Looked at once, on loading: what is mended or left out is counted and named, what looks like another format is refused.
+Boxes are checked once, on loading: what is corrected or left out is counted and named, and what looks like another format
+is refused.
 """
 
 from collections.abc import Callable

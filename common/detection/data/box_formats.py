@@ -1,4 +1,4 @@
-"""What do the four numbers of a box mean?"""
+"""Box formats: what the four numbers of a box mean."""
 
 import numpy as np
 

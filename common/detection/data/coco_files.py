@@ -1,7 +1,7 @@
-"""Which images and boxes does a folder with annotations in COCO's format hold?
+"""Reader of folders with annotations in COCO's format.
 
-The format: https://cocodataset.org/#format-data. One JSON file a part, read by Arrow without a Python object a row: in
-seconds for COCO itself, where Python's reader takes five times as long and gigabytes.
+The format: https://cocodataset.org/#format-data. There is one JSON file per part. Arrow reads it without a Python object per
+row, in seconds for COCO itself; Python's reader takes five times as long, and gigabytes.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""How large is an image file, and how is it turned, without decoding it?"""
+"""Size and orientation of image files, read from their headers without decoding."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Which column of a Hugging Face data set holds the boxes, and of which classes are they?"""
+"""Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

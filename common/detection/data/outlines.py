@@ -1,6 +1,6 @@
-"""What shape does an object have, where the data says more than its box?
+"""Outlines of objects, from which masks are made.
 
-COCO's two forms: polygons, and run lengths of pixels, column after column. They stay columns until an image needs them.
+They are COCO's polygons, or run lengths of pixels, column after column. They stay columns until an image needs them.
 """
 
 from dataclasses import dataclass

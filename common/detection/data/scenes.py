@@ -1,4 +1,4 @@
-"""How do scikit-learn's small digits become scenes to detect them in?"""
+"""Synthetic scenes of scikit-learn's handwritten digits, to detect them in."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.config.parsing import nearest_path
-from common.data import data_spec, partition
+from common.data import data_spec, splits
 from common.data.data_spec import DataSpec
-from common.data.partition import kind_of
+from common.data.splits import kind_of
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotated
 from common.detection.data.annotated_files import AnnotatedFiles
@@ -79,7 +79,7 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     - a folder in the format of YOLO: with a data.yaml, or images/ and labels/;
     - a Hugging Face data set with a column of objects, as in `classification.sources`; `box_format` is xywh, xyxy or cxcywh.
 
-    `split` names the part to evaluate on, as in `partition.choose`. If the data has no part to validate on, `val_share` of
+    `split` names the part to evaluate on, as in `splits.choose`. If the data has no part to validate on, `val_share` of
     the images is held out, chosen by `seed` and the image's path or row alone. The `notes` of both say what was corrected or
     left out. With `masks` samples have masks: those of digits, and of COCO's format with segmentations.
 
@@ -134,7 +134,7 @@ def read_folder(path: Path, spec: Spec, is_own_process: bool = False) -> tuple[A
     is_large = origin.is_file() and origin.stat().st_size > _LARGE
     arguments = json.dumps([str(path), asdict(spec)])
     command = [sys.executable, "-P", "-c", _READ, arguments] if is_large and not is_own_process else None
-    held_out = (spec.seed, spec.val_share) if any(piece.side != partition.WHOLE for piece in pieces) else None
+    held_out = (spec.seed, spec.val_share) if any(piece.side != splits.WHOLE for piece in pieces) else None
     return indexed((folder.what, spec.masks, pieces, held_out), origin, read, command)
 
 

@@ -1,4 +1,4 @@
-"""What did files look like before they were read, and have they changed since?"""
+"""Stamps of files: their sizes and times, which tell whether a file has changed since it was read."""
 
 import os
 import time

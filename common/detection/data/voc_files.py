@@ -1,4 +1,4 @@
-"""Which images and boxes does a folder in the format of Pascal VOC hold?
+"""Reader of folders in the format of Pascal VOC.
 
 JPEGImages/NAME.jpg, Annotations/NAME.xml, and lists of names in ImageSets/Main. Source: Everingham et al., "The Pascal
 Visual Object Classes Challenge", 2010, and its development kit.
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.images import SUFFIXES
-from common.data.partition import kind_of
+from common.data.splits import kind_of
 from common.detection.data.annotated_files import AnnotatedFiles, name_of, read_files, text_of
 from common.detection.data.box_checks import FoundBoxes
 from common.detection.data.stamps import Stamps

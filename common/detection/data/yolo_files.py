@@ -1,6 +1,6 @@
-"""Which images and boxes does a folder in the format of YOLO hold?
+"""Reader of folders in the format of YOLO.
 
-images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes in
+images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes as
 shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://docs.ultralytics.com/datasets/detect
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.images import SUFFIXES
-from common.data.partition import kind_of
+from common.data.splits import kind_of
 from common.detection.data.annotated_files import AnnotatedFiles, name_of, read_files, text_of
 from common.detection.data.box_checks import FoundBoxes
 from common.detection.data.stamps import Stamps

@@ -1,4 +1,4 @@
-"""Which object does each detection show, what was missed, and what was seen that is not there?"""
+"""Matching of detections with objects: hits, misses and false alarms."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What does a detector see? (PNG files: predictions, precision and recall, confusion matrix, worst misses and false alarms)"""
+"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, worst misses and false alarms."""
 
 import math
 from collections.abc import Sequence

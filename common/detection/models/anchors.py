@@ -1,4 +1,4 @@
-"""Where are a detector's anchors, and which boxes do they stand for?"""
+"""Anchors of a detector, and which boxes they are matched with."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_area, box_iou
 
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import clip
+from common.detection.models.postprocessing import clip
 
 
 class Anchors:

@@ -1,7 +1,7 @@
-"""How are boxes coded, compared and suppressed, so that the host waits for as little as can be?
+"""Coding, comparing and suppressing of boxes, with as few waits of the host for the device as possible.
 
-What is computed here torchvision and transformers compute, too. But they look at numbers on the way, or send some to the
-device from memory that is not pinned, and the host then waits until the device has done all that it was asked to do.
+torchvision and transformers compute the same. But they look at numbers on the way, or send some to the device from memory
+that is not pinned, and the host then waits until the device has finished all queued work.
 """
 
 import torch

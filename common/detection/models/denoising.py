@@ -1,7 +1,7 @@
-"""Which noised boxes does a DETR learn to mend, whatever the layout of the run?
+"""Denoising of a DETR, independent of the layout of the run.
 
-Beside its queries, the decoder sees copies of the true boxes with noise on them, and learns to say what they were.
-Which noise is a function of (seed, position); how many copies, of the image's own number of boxes.
+Besides its queries, the decoder sees copies of the true boxes with noise on them, and learns to restore them. The noise
+is a function of (seed, position); the number of copies depends on the number of boxes of the image alone.
 """
 
 from dataclasses import dataclass

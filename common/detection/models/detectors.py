@@ -1,18 +1,20 @@
-"""What is a detector to a recipe, and how does a name become one?"""
+"""Protocol of a detector, and building one from its specification."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from common.detection.models.detr import build_detr
+from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fcos import FCOS
 from common.detection.models.fpn import SimplePyramid, build_backbone
 from common.detection.models.mask_rcnn import MaskRCNN
 from common.detection.models.rcnn import FasterRCNN
 from common.detection.models.retinanet import RetinaNet
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training.timm_models import begins_with_backbone
 
@@ -62,61 +64,26 @@ class Matched(nn.Module):
         return found
 
 
-def build_detector(
-    family: str,
-    backbone: str,
-    classes: int,
-    *,
-    pretrained: bool = False,
-    levels: tuple[int, int] = (0, 0),
-    width: int = 256,
-    convolutions: int = 4,
-    drop_path: float = 0.0,
-    seed: int = 0,
-    names: Sequence[str] = (),
-    **options,
-) -> Detector:
-    """A detector on a timm backbone; its initial weights are a function of `seed`, or loaded: `begins_with` says it in words.
+def build_detector(spec: DetectorSpec) -> Detector:
+    """A detector on a timm backbone, or one of transformers. Its `begins_with` says in words which weights were loaded.
 
-    Args:
-        family: one of `FAMILIES` or of `detr_models.FAMILIES`, for which `detr_models.build_model` says the rest.
-        backbone: a timm name, `hf-hub:owner/name` or a local timm folder.
-        levels: finest and coarsest level of the pyramid, of stride 2^level; (0, 0) is the family's own.
-        width: channels of the pyramid.
-        convolutions: in each head of fcos and retinanet.
-        names: of the classes. A pretrained model of transformers keeps what it knows of those it has.
-        options: `hidden` width of the second stage (faster_rcnn, mask_rcnn), `mask_width` (mask_rcnn).
-
-    Raises:
-        Refused: for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
+    Raises `Refused` for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
     """
-    if family not in FAMILIES | DETR_FAMILIES:
-        raise Refused(f"--detector {family} is unknown: choose one of {', '.join(FAMILIES | DETR_FAMILIES)}")
-    if width % 32:
-        raise Refused(f"--width {width}: the heads normalise 32 groups of channels; take a multiple of 32")
-    if family in DETR_FAMILIES:
-        own = {"pretrained": pretrained, "width": width, "drop_path": drop_path, "seed": seed, "names": names}
-        return build_detr(family, backbone, classes, **own)
-    kind = FAMILIES[family]
-    built = build_backbone(
-        backbone,
-        pretrained=pretrained,
-        levels=levels if any(levels) else kind.levels,
-        width=width,
-        coarser=kind.coarser,
-        drop_path=drop_path,
-        seed=seed,
-    )
-    if family in ("fcos", "retinanet"):
-        options["convolutions"] = convolutions
-    torch.manual_seed(seed + 3)
-    detector = kind(built, classes, **options)
-    detector.seed = seed  # what a detector draws at random is a function of it and the images' positions
+    if spec.family not in FAMILIES | DETR_FAMILIES:
+        raise Refused(f"--detector {spec.family} is unknown: choose one of {', '.join(FAMILIES | DETR_FAMILIES)}")
+    if spec.width % 32:
+        raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
+    if spec.family in DETR_FAMILIES:
+        return DETR(spec)
+    kind = FAMILIES[spec.family]
+    backbone = build_backbone(replace(spec, levels=spec.levels or kind.levels), kind.coarser)
+    torch.manual_seed(spec.seed + 3)
+    detector = kind(backbone, spec)
     # What images are normalised with. The mean is a whole pixel value, so that padding with it becomes 0, as torchvision pads.
-    mean = tuple(round(255 * value) / 255 for value in built.pretrained_cfg["mean"])
-    detector.pretrained_cfg = built.pretrained_cfg | {"mean": mean}
-    features = built.features.features if isinstance(built.features, SimplePyramid) else built.features
-    detector.begins_with = begins_with_backbone(features, detector, backbone, pretrained)
+    mean = tuple(round(255 * value) / 255 for value in backbone.pretrained_cfg["mean"])
+    detector.pretrained_cfg = backbone.pretrained_cfg | {"mean": mean}
+    features = backbone.features.features if isinstance(backbone.features, SimplePyramid) else backbone.features
+    detector.begins_with = begins_with_backbone(features, detector, spec.model, spec.pretrained)
     return detector
 
 

@@ -1,4 +1,4 @@
-"""How do RT-DETRv2 and D-FINE, whose queries each become one box, learn and detect?"""
+"""RT-DETRv2 and D-FINE: detectors whose queries each become one box."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ from torchvision.ops import box_convert
 from common.detection.models.boxes import filled, overlaps, sent
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model
-from common.detection.models.selection import MOST
+from common.detection.models.postprocessing import MOST
+from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
 
@@ -27,10 +28,10 @@ class DETR(nn.Module):
     Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842).
     """
 
-    def __init__(self, model: nn.Module, normalization: dict, seed: int = 0) -> None:
-        """`model`: RTDetrV2Model or DFineModel of transformers, whose decoder has its heads; the `mean` and `std` it sees."""
+    def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
-        self.model, self.config, self.pretrained_cfg, self.seed = model, model.config, normalization, seed
+        model, self.pretrained_cfg = build_model(spec)
+        self.model, self.config, self.seed = model, model.config, spec.seed
         self.begins_with = model.begins_with
         self.classes, self.queries = model.config.num_labels, model.config.num_queries
         self.stride = max(model.config.feat_strides)
@@ -306,22 +307,6 @@ class DETR(nn.Module):
         logs = F.log_softmax(edges, -1)
         below, above = (logs.gather(-1, place[..., None]).squeeze(-1) for place in (left, left + 1))
         return -(below * (1 - share) + above * share).sum(-1)
-
-
-def build_detr(
-    family: str,
-    name: str,
-    classes: int,
-    *,
-    pretrained: bool = False,
-    width: int = 256,
-    drop_path: float = 0.0,
-    seed: int = 0,
-    names: Sequence[str] = (),
-) -> DETR:
-    """RT-DETRv2 or D-FINE, see `common.detection.models.detr_models.build_model`."""
-    options = {"pretrained": pretrained, "width": width, "drop_path": drop_path, "seed": seed, "names": names}
-    return DETR(*build_model(family, name, classes, **options), seed)
 
 
 @dataclass

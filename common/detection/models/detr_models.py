@@ -1,14 +1,16 @@
-"""How does a name become a DETR of transformers, and a trained one a folder that others load?"""
+"""DETRs of transformers: building one from its name, and exporting a trained one."""
 
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import timm
 import torch
 from torch import nn
 
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
@@ -71,56 +73,45 @@ _LEVELS = (8, 16, 32)  # strides of the maps that a timm backbone gives
 _PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}  # the published models see pixels in 0..1 as they are
 
 
-def build_model(
-    family: str,
-    name: str,
-    classes: int,
-    *,
-    pretrained: bool = False,
-    width: int = 256,
-    drop_path: float = 0.0,
-    seed: int = 0,
-    names: Sequence[str] = (),
-) -> tuple[nn.Module, dict]:
-    """RTDetrV2Model or DFineModel with its heads in the decoder, and the mean and std of what it sees.
+def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
+    """RTDetrV2Model or DFineModel with its heads in the decoder, and the mean and std of the images it was trained on.
 
-    Initial weights are a function of `seed`, or loaded; no two layers share any.
+    Initial weights are a function of the seed, or loaded; no two layers share any. `spec.model` is one of
 
-    Args:
-        family: one of `FAMILIES`.
-        name: one of `ARCHITECTURES`; a model of transformers as owner/name on the hub or as a local folder, which brings
-            its weights; or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32,
-            under the neck and the decoder of the smallest published model.
-        pretrained: load the weights of the hub's model or of the timm backbone.
-        width: channels of neck and decoder over a timm backbone, a multiple of 32; other models have their own.
-        drop_path: of a timm backbone.
-        names: of the classes. A loaded model that has classes of these names, in any case, keeps what it knows of them.
+    - `ARCHITECTURES`;
+    - a model of transformers, as owner/name on the hub or as a local folder, which brings its weights;
+    - a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32, under the neck and the
+      decoder of the smallest published model, which then have `spec.width` channels. Others have their own width.
 
-    Raises:
-        Refused: without transformers, and for a name of no model, of another family, or of weights out of reach.
+    A loaded model that has classes of the spec's names, in any case, keeps what it knows of them.
+    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
     """
-    transformers = _transformers()
+    transformers, name = _transformers(), spec.model
     is_timm = name not in ARCHITECTURES and _is_timm(name)
     if not is_timm:
-        if drop_path:
-            raise Refused(f"--drop_path {drop_path}: {name} has none; a timm backbone under --detector {family} has")
-        whole, normalization = _whole(transformers, family, name, pretrained, seed)
+        if spec.drop_path:
+            raise Refused(
+                f"--drop_path {spec.drop_path}: {name} has none; a timm backbone under --detector {spec.family} has"
+            )
+        whole, normalization = _whole(transformers, spec)
     else:
-        whole, normalization = _over_timm(transformers, family, name, pretrained, width, drop_path, seed)
+        whole, normalization = _over_timm(transformers, spec)
     model = whole.model
     # Untied, as the published models are, and transformers only when it loads weights that differ.
     for name_of_heads in ("class_embed", "bbox_embed"):
         heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
         setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
-    fresh = _set_classes(model, classes, names, seed)
+    fresh = _set_classes(model, spec)
     model.config.tie_word_embeddings = False
     if is_timm:
-        model.begins_with = timm_models.begins_with_backbone(model.backbone.model._backbone, model, name, pretrained)
-    elif pretrained or Path(name).is_dir():
+        model.begins_with = timm_models.begins_with_backbone(
+            model.backbone.model._backbone, model, name, spec.pretrained
+        )
+    elif spec.pretrained or Path(name).is_dir():
         everything = model.state_dict().keys()
         heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
         taken = len(everything) - len(heads) * bool(fresh)
-        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, classes)
+        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, spec.classes)
     else:
         model.begins_with = ""
     return model, normalization
@@ -181,10 +172,11 @@ def _text(file: Path) -> str:
         raise Refused(f"--model {file.parent}: can't be read: {error}") from None
 
 
-def _whole(transformers, family: str, name: str, pretrained: bool, seed: int) -> tuple[nn.Module, dict]:
+def _whole(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A model of transformers, and what its images are normalised with."""
+    family, name = spec.family, spec.model
     if name in ARCHITECTURES:
-        if pretrained:
+        if spec.pretrained:
             raise Refused(
                 f"--pretrained: {name} is a configuration without weights; --model owner/name has them, as "
                 "PekingU/rtdetr_v2_r18vd and ustc-community/dfine-small-coco on the hub"
@@ -192,7 +184,7 @@ def _whole(transformers, family: str, name: str, pretrained: bool, seed: int) ->
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
         config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
-        return _fresh(transformers, config, seed), _PLAIN
+        return _fresh(transformers, config, spec.seed), _PLAIN
     is_folder = Path(name).is_dir()
     if not is_folder and "/" not in name:
         raise Refused(f"--model {name}: no model of --detector {family}; {_known(family)}")
@@ -201,11 +193,11 @@ def _whole(transformers, family: str, name: str, pretrained: bool, seed: int) ->
         if config.model_type != FAMILIES[family]:
             raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
-        if pretrained or is_folder:
+        if spec.pretrained or is_folder:
             load = transformers.AutoModelForObjectDetection.from_pretrained
             whole = load(name, config=config, dtype=torch.float32)
         else:
-            whole = _fresh(transformers, config, seed)
+            whole = _fresh(transformers, config, spec.seed)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {_known(family)}: {reason}") from None
@@ -218,31 +210,35 @@ def _known(family: str) -> str:
     return f"there are {', '.join(known)}, timm's backbones, and owner/name on the hub"
 
 
-def _over_timm(
-    transformers, family: str, name: str, pretrained: bool, width: int, drop_path: float, seed: int
-) -> tuple[nn.Module, dict]:
-    """A small neck and decoder over the features of a timm model, and what that is used to see."""
-    wishes = {"drop_path_rate": drop_path}
-    features = timm_models.create(name, pretrained=pretrained, seed=seed, wishes=wishes, features_only=True)
+def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
+    """A small neck and decoder over the features of a timm model, and what its images are normalised with."""
+    name, width = spec.model, spec.width
+    create = partial(
+        timm_models.create,
+        name,
+        pretrained=spec.pretrained,
+        seed=spec.seed,
+        wishes={"drop_path_rate": spec.drop_path},
+        features_only=True,
+    )
+    features = create()
     reductions, channels_last = features.feature_info.reduction(), getattr(features, "output_fmt", "") == "NHWC"
     if not set(_LEVELS) <= set(reductions) or channels_last:
         strides = ", ".join(map(str, sorted(set(reductions))))
         raise Refused(
-            f"--model {name}: has features at strides {strides}{', channels last' * channels_last}; --detector {family} "
+            f"--model {name}: has features at strides {strides}{', channels last' * channels_last}; --detector {spec.family} "
             "needs 8, 16 and 32, channels first, as convolutional networks have"
         )
     # The deepest of each: its place among the model's stages.
     places = {reduction: place for place, reduction in enumerate(reductions)}
     indices = [features.feature_info.out_indices[places[stride]] for stride in _LEVELS]
-    features = timm_models.create(
-        name, pretrained=pretrained, seed=seed, wishes=wishes, features_only=True, out_indices=indices
-    )
+    features = create(out_indices=indices)
     normalization = features.pretrained_cfg
     timm_models.check_features(
         features, {"model_name": normalization["architecture"]}
     )  # all that transformers will know
     config = transformers.AutoConfig.for_model(
-        FAMILIES[family],
+        FAMILIES[spec.family],
         backbone_config={
             "model_type": "timm_backbone",
             "backbone": normalization["architecture"],  # which transformers can make again, wherever it came from
@@ -257,9 +253,9 @@ def _over_timm(
         encoder_ffn_dim=4 * width,
         decoder_ffn_dim=4 * width,
         **_SETTINGS,
-        **copy.deepcopy(_SMALL_OF[family]),
+        **copy.deepcopy(_SMALL_OF[spec.family]),
     )
-    whole = _fresh(transformers, config, seed)
+    whole = _fresh(transformers, config, spec.seed)
     whole.model.backbone.model._backbone = features
     return whole, normalization
 
@@ -280,18 +276,16 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     return whole
 
 
-def _set_classes(model: nn.Module, classes: int, names: Sequence[str], seed: int) -> int:
-    """Layers for `classes` classes; those that the model knows by name are kept. Returns how many are new."""
-    known, names = (
-        {name.lower(): number for number, name in model.config.id2label.items()},
-        [name.lower() for name in names],
-    )
+def _set_classes(model: nn.Module, spec: DetectorSpec) -> int:
+    """Give `model` heads for the spec's classes; those that it knows by name are kept. Returns how many are new."""
+    classes, names = spec.classes, [name.lower() for name in spec.names]
+    known = {name.lower(): number for number, name in model.config.id2label.items()}
     if model.config.num_labels == classes and list(known) == (names or list(known)):
         return 0
     kept = [(new, known[name]) for new, name in enumerate(names) if name in known]
     new, old = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
     width = model.config.d_model
-    torch.manual_seed(seed + 3)
+    torch.manual_seed(spec.seed + 3)
 
     def scores(layer: nn.Linear) -> nn.Linear:
         fresh = nn.Linear(width, classes)

@@ -1,4 +1,4 @@
-"""How does FCOS, which has a box regressed from every point, learn and detect?"""
+"""FCOS: a detector without anchors, which regresses a box from every point."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,8 @@ from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import select
+from common.detection.models.postprocessing import select
+from common.detection.models.spec import DetectorSpec
 
 
 class FCOS(nn.Module):
@@ -24,11 +25,11 @@ class FCOS(nn.Module):
     radius = 1.5  # foreground points lie within so many strides of their box's centre
     score_threshold, nms_threshold = 0.05, 0.6
 
-    def __init__(self, backbone: Backbone, classes: int, convolutions: int = 4) -> None:
+    def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
-        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
-        self.convolutions = convolutions
-        self.head = FCOSHead(backbone.width, 1, classes, convolutions)
+        self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
+        self.convolutions = spec.convolutions
+        self.head = FCOSHead(backbone.width, 1, self.classes, self.convolutions)
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
         """int64[1]: foreground points of these images."""

@@ -1,7 +1,7 @@
-"""Which feature maps of an image does a detector look at?
+"""Backbone with a feature pyramid: the feature maps that a detector looks at.
 
-A level `l` is a feature map with one cell for each 2^l x 2^l pixels of the canvas. Those that the backbone has come from
-it through a feature pyramid; coarser ones are made from the pyramid's coarsest.
+A level `l` is a feature map with one cell for each 2^l x 2^l pixels of the canvas. Levels that the backbone has go through
+the feature pyramid; coarser ones are made from the pyramid's coarsest.
 """
 
 import math
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training.timm_models import AS_PRETRAINED, check_features, create
 
@@ -107,31 +108,18 @@ class SimplePyramid(nn.Module):
         return [resample(plain) for resample in self.resample]
 
 
-def build_backbone(
-    name: str,
-    *,
-    pretrained: bool = False,
-    levels: tuple[int, int] = (3, 7),
-    width: int = 256,
-    coarser: str = "convolutions",
-    drop_path: float = 0.0,
-    seed: int = 0,
-) -> Backbone:
-    """A timm model's features with a feature pyramid of `width` channels on the levels from `levels[0]` to `levels[1]`.
+def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
+    """The features of the timm model `spec.model`, with a feature pyramid from the first to the second of `spec.levels`.
 
-    Args:
-        name: a timm name, `hf-hub:owner/name` or a local timm folder, which brings its weights.
-        coarser: how levels come about that the backbone does not have: "convolutions" or "subsampling".
-
-    Raises:
-        Refused: for an unknown name, weights out of reach, and levels that the model has no features for.
+    `coarser` says how levels are made that the backbone does not have: by "convolutions" or by "subsampling".
+    Raises `Refused` for an unknown name, weights out of reach, and levels that the model has no features for.
     """
-    lowest, highest = levels
+    name, (lowest, highest) = spec.model, spec.levels
     if not 1 <= lowest <= highest <= _COARSEST:
         raise Refused(
             f"--levels {lowest}-{highest}: the first is at least 1 and at most the second, which is at most {_COARSEST}"
         )
-    features = _create(name, pretrained, seed, drop_path)
+    features = _create(spec)
     normalization, info = features.pretrained_cfg, features.feature_info
     found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}  # each level's deepest
     picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
@@ -139,22 +127,22 @@ def build_backbone(
     kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
     kept |= AS_PRETRAINED.get(normalization["architecture"], {})
     arguments = {"model_name": normalization["architecture"], "out_indices": indices, **kept}
-    if len(found) == 1 and 4 in found and levels != (4, 4):
+    if len(found) == 1 and 4 in found and spec.levels != (4, 4):
         made = list(range(lowest, max(lowest, min(highest, 5)) + 1))
         channels = [info.channels()[-1]] * len(made)
-        torch.manual_seed(seed + 1)
+        torch.manual_seed(spec.seed + 1)
         features = SimplePyramid(features, channels[0], 4, made)
         picks = {level: place for place, level in enumerate(made)}
     elif list(picks) != list(range(lowest, int(min(highest, max(found))) + 1)) or not picks:
         strides = ", ".join(str(reduction) for reduction in sorted(set(info.reduction())))
         raise Refused(f"--levels {lowest}-{highest}: {name} has features at strides {strides} (level l is stride 2^l)")
     elif max(picks) < max(found):  # layers behind the last map in use would have no gradient
-        features = _create(name, pretrained, seed, drop_path, out_indices=indices)
+        features = _create(spec, out_indices=indices)
         picks = {level: place for place, level in enumerate(picks)}
     if not isinstance(features, SimplePyramid):
         check_features(features, arguments)
-    torch.manual_seed(seed + 2)
-    backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), width, coarser)
+    torch.manual_seed(spec.seed + 2)
+    backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), spec.width, coarser)
     backbone.pretrained_cfg = normalization  # the mean and standard deviation it is used to
     backbone.arguments = arguments  # with which `timm.create_model(features_only=True)` makes the same features
     return backbone
@@ -169,13 +157,12 @@ def _resample(width: int, by: int) -> nn.Module:
     return nn.Sequential(*between[:-2])
 
 
-def _create(name: str, pretrained: bool, seed: int, drop_path: float, **options) -> nn.Module:
-    wishes = {"drop_path_rate": drop_path, **_OF_ANY_SIZE}
+def _create(spec: DetectorSpec, **options) -> nn.Module:
     return create(
-        name,
-        pretrained=pretrained,
-        seed=seed,
-        wishes=wishes,
+        spec.model,
+        pretrained=spec.pretrained,
+        seed=spec.seed,
+        wishes={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
         optional=tuple(_OF_ANY_SIZE),
         features_only=True,
         **options,

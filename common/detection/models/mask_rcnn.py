@@ -1,4 +1,4 @@
-"""How does Mask R-CNN, which draws the outline of what it finds, learn and detect?"""
+"""Mask R-CNN: Faster R-CNN with a mask for each box."""
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.fpn import Backbone
 from common.detection.models.rcnn import FasterRCNN
+from common.detection.models.spec import DetectorSpec
 
 
 class MaskRCNN(FasterRCNN):
@@ -21,10 +22,11 @@ class MaskRCNN(FasterRCNN):
 
     mask_size = 28
 
-    def __init__(self, backbone: Backbone, classes: int, hidden: int = 1024, mask_width: int = 256) -> None:
-        super().__init__(backbone, classes, hidden)
-        self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (mask_width,) * 4, 1)
-        self.roi_heads["mask_predictor"] = MaskRCNNPredictor(mask_width, mask_width, classes + 1)
+    def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
+        super().__init__(backbone, spec)
+        width = spec.mask_width
+        self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (width,) * 4, 1)
+        self.roi_heads["mask_predictor"] = MaskRCNNPredictor(width, width, spec.classes + 1)
         names = [str(level) for level in self.pooled]
         self.mask_pool = MultiScaleRoIAlign(names, output_size=self.mask_size // 2, sampling_ratio=2)
 

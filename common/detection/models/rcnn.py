@@ -1,4 +1,4 @@
-"""How does Faster R-CNN, which looks twice, learn and detect?"""
+"""Faster R-CNN: a detector in two stages, proposals and boxes."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,10 @@ from torchvision.ops import MultiScaleRoIAlign
 from common.detection.models.anchors import match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
+from common.detection.models.postprocessing import best_of
 from common.detection.models.rpn import Proposals
 from common.detection.models.sampling import lots, sample
-from common.detection.models.selection import best_of
+from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 
 
@@ -28,16 +29,15 @@ class FasterRCNN(nn.Module):
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
     score_threshold, nms_threshold, least_side = 0.05, 0.5, 1e-2
-    seed = 0
 
-    def __init__(self, backbone: Backbone, classes: int, hidden: int = 1024) -> None:
+    def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
-        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.backbone, self.classes, self.stride, self.seed = backbone, spec.classes, backbone.stride, spec.seed
         self.rpn = Proposals(backbone)
         self.roi_heads = nn.ModuleDict(
             {
-                "box_head": TwoMLPHead(backbone.width * 7**2, hidden),
-                "box_predictor": FastRCNNPredictor(hidden, classes + 1),
+                "box_head": TwoMLPHead(backbone.width * 7**2, spec.hidden),
+                "box_predictor": FastRCNNPredictor(spec.hidden, spec.classes + 1),
             }
         )
         self.pooled = [level for level in backbone.levels if 2**level <= backbone.stride]

@@ -1,4 +1,4 @@
-"""How does RetinaNet, which has several anchors at every point, learn and detect?"""
+"""RetinaNet: a detector with several anchors at every point."""
 
 from functools import partial
 
@@ -11,7 +11,8 @@ from torchvision.ops import sigmoid_focal_loss
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
-from common.detection.models.selection import select
+from common.detection.models.postprocessing import select
+from common.detection.models.spec import DetectorSpec
 
 
 class RetinaNet(nn.Module):
@@ -27,14 +28,14 @@ class RetinaNet(nn.Module):
     foreground_iou, background_iou = 0.5, 0.4
     score_threshold, nms_threshold = 0.05, 0.5
 
-    def __init__(self, backbone: Backbone, classes: int, convolutions: int = 4) -> None:
+    def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
-        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
-        self.convolutions = convolutions
+        self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
+        self.convolutions = spec.convolutions
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
-        self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, classes, partial(nn.GroupNorm, 32))
+        self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, partial(nn.GroupNorm, 32))
         for part in (self.head.classification_head, self.head.regression_head):
-            part.conv = part.conv[:convolutions]
+            part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where in an image may there be an object, whatever its class?"""
+"""Region proposal network: where in an image there may be an object of any class."""
 
 from typing import ClassVar
 
@@ -10,8 +10,8 @@ from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_laye
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled, suppress
 from common.detection.models.fpn import Backbone
+from common.detection.models.postprocessing import clip
 from common.detection.models.sampling import lots, sample
-from common.detection.models.selection import clip
 from common.randomness import key_of, mix
 
 

@@ -1,4 +1,4 @@
-"""Which anchors and proposals does an R-CNN learn from in an image?"""
+"""Sampling of the anchors and proposals that an R-CNN learns from."""
 
 import torch
 from torch import Tensor

@@ -14,9 +14,9 @@ import pytest
 from common.detection.data import annotation_cache, coco_files, sources, stamps
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.conftest import ROOT
-from tests.detection.data.test_sources import annotation, check_same, coco, picture, voc, yolo
-from tests.recipes.disks import disk
+from tests.harness.annotations import annotation, check_same, coco, picture, voc, yolo
+from tests.harness.disks import disk
+from tests.harness.launching import ROOT
 
 LOAD = """
 import os, signal, sys

@@ -14,7 +14,7 @@ from common.detection.batches import EvaluationScenes
 from common.detection.data.sources import Spec, load
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
-from tests.odd_files import bounded
+from tests.harness.odd_files import bounded
 
 OBJECT = "<object><name>{}</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>4</xmax><ymax>4</ymax></bndbox></object>"
 LAUGHS = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation import coco_metrics
-from common.detection.evaluation.coco_metrics import Detections
+from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
-from tests.detection.evaluation.test_coco_metrics import awkward
+from common.detection.evaluation.metrics import Detections
+from tests.harness.detections import awkward
 
 A, B = (10, 10, 50, 50), (60, 60, 80, 80)
 
@@ -48,7 +48,7 @@ def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     images, rows = detections.columns()
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
-        truth.dataset = coco_metrics._coco(source)
+        truth.dataset = metrics._coco(source)
         truth.createIndex()
         boxes = rows[:, :4].astype(float)
         boxes[:, 2:] -= boxes[:, :2]

@@ -12,7 +12,7 @@ from common.detection.data.annotated import Annotations
 from common.detection.evaluation import plots
 from common.detection.evaluation.matching import Matches
 from common.run.plots import BLUE, GREY, ORANGE
-from tests.run.test_plots import drawn, has, texts
+from tests.harness.pictures import drawn, has, texts
 
 
 class Plain(Annotations):

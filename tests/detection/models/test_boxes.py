@@ -8,6 +8,7 @@ from torchvision.ops import batched_nms, generalized_box_iou_loss
 from common.detection.models.boxes import BoxCoder, filled, overlaps, suppress
 from common.detection.models.detectors import build_detector
 from common.detection.models.detr import _Outputs
+from common.detection.models.spec import DetectorSpec
 
 
 def drawn(count, seed=0, dtype=torch.float64):
@@ -50,7 +51,9 @@ def test_suppression_is_torchvisions(count):
 @pytest.mark.parametrize("bad", ["none", "some", "all"])
 def test_proposals_without_a_side_are_left_out(bad):
     """As if they were left out before the suppression, of which they take no part."""
-    proposals = build_detector("faster_rcnn", "test_resnet", 2, levels=(3, 4), width=32, hidden=8).rpn.double()
+    proposals = build_detector(
+        DetectorSpec("faster_rcnn", "test_resnet", 2, levels=(3, 4), width=32, hidden=8)
+    ).rpn.double()
     anchors = drawn(60) * 4 + filled((0, 0, 3, 5), drawn(1))
     proposals.anchors.level_lengths = lambda canvas: [40, 20]
     deltas = torch.randn(1, 60, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 4
@@ -79,7 +82,7 @@ def test_proposals_without_a_side_are_left_out(bad):
 def test_queries_and_boxes_are_matched_as_transformers_matches_them(family):
     """Images with any number of boxes, also none or more than queries; with predictions that are not finite."""
     matching = pytest.importorskip("transformers.loss.loss_rt_detr")
-    detector = build_detector(family, "test_resnet", 5, width=32)
+    detector = build_detector(DetectorSpec(family, "test_resnet", 5, width=32))
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(4, 2, 8, 5, generator=generator)
     boxes = torch.rand(4, 2, 8, 4, generator=generator) * 0.5 + 0.1

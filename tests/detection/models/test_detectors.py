@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.detection.models.detectors import DETR_FAMILIES, FAMILIES, build_detector
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
 
@@ -21,7 +22,7 @@ def make(family, **options):
         options |= {"hidden": 64}
     if family == "mask_rcnn":
         options |= {"mask_width": 16}
-    detector = build_detector(family, "test_resnet", CLASSES, width=64, seed=1, **options)
+    detector = build_detector(DetectorSpec(family, "test_resnet", CLASSES, width=64, seed=1, **options))
     if "rcnn" in family:  # few are drawn, so that it matters which
         detector.drawn, detector.rpn.drawn = 32, 32
     batch_norm.convert(detector, "frozen")
@@ -176,7 +177,9 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
 def test_initial_weights_are_a_function_of_the_seed(family):
-    first, again, other = (build_detector(family, "test_resnet", 2, width=64, seed=seed) for seed in (5, 5, 6))
+    first, again, other = (
+        build_detector(DetectorSpec(family, "test_resnet", 2, width=64, seed=seed)) for seed in (5, 5, 6)
+    )
     states = [model.state_dict() for model in (first, again, other)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
@@ -184,4 +187,4 @@ def test_initial_weights_are_a_function_of_the_seed(family):
 
 def test_an_unknown_family_is_refused():
     with pytest.raises(Refused, match="fcos"):
-        build_detector("yolo", "test_resnet", 2)
+        build_detector(DetectorSpec("yolo", "test_resnet", 2))

@@ -11,6 +11,7 @@ import torch
 from common.detection.models import denoising
 from common.detection.models.detectors import build_detector
 from common.detection.models.detr_models import ARCHITECTURES, FAMILIES, build_model
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
 from tests.detection.models.pieces import CANVAS, scene
@@ -20,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 def make(family, dtype=torch.float64, norm="frozen"):
     """A small detector that has moved off its initial weights, where many distributions are alike."""
-    detector = build_detector(family, "test_resnet", 4, width=64, seed=1)
+    detector = build_detector(DetectorSpec(family, "test_resnet", 4, width=64, seed=1))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -203,7 +204,7 @@ def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_p
     torch.testing.assert_close(found["boxes"], expected["boxes"][:count], rtol=1e-4, atol=1e-2)
 
     # With other classes, those of the same name are kept.
-    other = build_detector(family, str(tmp_path / "best"), 3, names=("new", "four", "two"), seed=2).eval()
+    other = build_detector(DetectorSpec(family, str(tmp_path / "best"), 3, names=("new", "four", "two"), seed=2)).eval()
     assert other.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
     mine, loaded = detector.model.decoder.class_embed[-1], other.model.decoder.class_embed[-1]
     assert torch.equal(loaded.weight[1:], mine.weight[[3, 1]]) and loaded.weight.shape == (3, 64)
@@ -238,22 +239,22 @@ def test_an_architecture_has_as_many_parameters_as_the_published_model(name, pub
 )
 def test_what_can_not_be_built_is_refused_in_one_line(family, name, options, told):
     with pytest.raises(Refused, match=told) as raised:
-        build_model(family, name, 4, **options)
+        build_model(DetectorSpec(family, name, 4, **options))
     assert "\n" not in str(raised.value)
 
 
 def test_a_folder_of_another_family_and_one_without_a_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rt_detr_v2"}))
     with pytest.raises(Refused, match="a rt_detr_v2, which --detector dfine can't train"):
-        build_model("dfine", str(tmp_path), 4)
+        build_model(DetectorSpec("dfine", str(tmp_path), 4))
     with pytest.raises(Refused, match="can't be loaded"):
-        build_model("rtdetr_v2", str(tmp_path), 4)
+        build_model(DetectorSpec("rtdetr_v2", str(tmp_path), 4))
     (tmp_path / "config.json").unlink()
     with pytest.raises(Refused, match=r"the folder has no config.json"):
-        build_model("dfine", str(tmp_path), 4)
+        build_model(DetectorSpec("dfine", str(tmp_path), 4))
 
 
 def test_without_transformers_the_refusal_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Refused, match="pip install transformers"):
-        build_model("dfine", "dfine_s", 4)
+        build_model(DetectorSpec("dfine", "dfine_s", 4))

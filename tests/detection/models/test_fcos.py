@@ -8,11 +8,16 @@ from torchvision.models.detection.fcos import FCOSHead
 from torchvision.ops import box_iou
 
 from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, LEVELS, OrderedMaps, scene
 
 
 def both():
-    ours = build_detector("fcos", "test_resnet", 4, levels=LEVELS, width=32, convolutions=2, seed=2).double().eval()
+    ours = (
+        build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=LEVELS, width=32, convolutions=2, seed=2))
+        .double()
+        .eval()
+    )
     nn.init.normal_(ours.head.regression_head.bbox_reg.bias, mean=2.0, std=0.5)
     anchors = AnchorGenerator(tuple((2**level,) for level in range(3, 7)), ((1.0,),) * 4)
     theirs = TorchvisionFCOS(
@@ -82,7 +87,7 @@ class Perfect(nn.Module):
 
 
 def test_perfect_outputs_are_perfect_boxes_also_under_bf16():
-    detector = build_detector("fcos", "test_resnet", 4, levels=LEVELS, width=32).eval()
+    detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=LEVELS, width=32)).eval()
     targets = [scene(6), scene(0), scene(2)]
     detector.head = Perfect(detector, targets)
     images = torch.zeros(3, 3, *CANVAS)
@@ -99,7 +104,7 @@ def test_perfect_outputs_are_perfect_boxes_also_under_bf16():
 
 
 def test_a_crowd_region_is_no_background_but_boxes_within_it_count():
-    detector = build_detector("fcos", "test_resnet", 4, levels=(3, 3), width=32)
+    detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 3), width=32))
     places = detector._places((64, 64), torch.device("cpu"))
     region, within = [8.0, 8.0, 56.0, 56.0], [24.0, 24.0, 40.0, 40.0]
     target = {
@@ -115,7 +120,7 @@ def test_a_crowd_region_is_no_background_but_boxes_within_it_count():
 
 def test_every_size_belongs_to_some_level():
     """A box whose far side is exactly at a boundary is not lost between two levels."""
-    detector = build_detector("fcos", "test_resnet", 4, levels=(3, 5), width=32)
+    detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
     target = {
         "boxes": torch.tensor([[64.0, 64.0, 192.0, 192.0]]),  # 64 from its centre: the boundary of levels 3 and 4
         "labels": torch.tensor([0]),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.detection.models.fpn import build_backbone
+from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 
 
@@ -23,7 +24,7 @@ from common.errors import Refused
 def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, stride, coarser):
     if coarser == "subsampling" and name.startswith("swin"):
         pytest.skip("slow to build, and no other case for the pyramid")
-    backbone = build_backbone(name, levels=levels, width=32, coarser=coarser)
+    backbone = build_backbone(DetectorSpec("fcos", name, 1, levels=levels, width=32), coarser)
     assert backbone.stride == stride
     canvas = (96, 160)  # not a multiple of 64 or 128: coarse levels round up
     maps = backbone(torch.randn(1, 3, *canvas))
@@ -36,7 +37,7 @@ def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, s
 @pytest.mark.parametrize("name", ["test_mambaout", "test_vit", "test_resnet"])
 def test_maps_are_not_transposed(name):
     """What changes in a corner of the image changes the map there most."""
-    backbone = build_backbone(name, levels=(4, 4), width=32).eval()
+    backbone = build_backbone(DetectorSpec("fcos", name, 1, levels=(4, 4), width=32), "convolutions").eval()
     image = torch.randn(1, 3, 64, 256, generator=torch.Generator().manual_seed(0))
     other = image.clone()
     other[:, :, :16, 240:] += 3  # the right upper corner
@@ -55,5 +56,5 @@ def test_maps_are_not_transposed(name):
 )
 def test_what_can_not_be_is_refused_in_one_line(name, levels, says):
     with pytest.raises(Refused, match=says) as error:
-        build_backbone(name, levels=levels, width=32)
+        build_backbone(DetectorSpec("fcos", name, 1, levels=levels, width=32), "convolutions")
     assert "\n" not in str(error.value)

@@ -10,6 +10,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, LEVELS, OrderedMaps, scene
 
 EVERYTHING = 20_000  # more than there are anchors and proposals: nothing is left to chance
@@ -17,7 +18,7 @@ EVERYTHING = 20_000  # more than there are anchors and proposals: nothing is lef
 
 def both(masks=False):
     family, options = ("mask_rcnn", {"mask_width": 8}) if masks else ("faster_rcnn", {})
-    ours = build_detector(family, "test_resnet", 4, levels=LEVELS, width=32, hidden=48, seed=2, **options)
+    ours = build_detector(DetectorSpec(family, "test_resnet", 4, levels=LEVELS, width=32, hidden=48, seed=2, **options))
     ours.double().eval()
     for part in (ours, ours.rpn):
         part.drawn, part.foreground_share = EVERYTHING, 1.0

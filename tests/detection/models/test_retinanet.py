@@ -11,11 +11,12 @@ from torchvision.ops import box_iou
 
 from common.detection.models.anchors import match
 from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, LEVELS, OrderedMaps, scene
 
 
 def both():
-    ours = build_detector("retinanet", "test_resnet", 4, levels=LEVELS, width=32, seed=2).double().eval()
+    ours = build_detector(DetectorSpec("retinanet", "test_resnet", 4, levels=LEVELS, width=32, seed=2)).double().eval()
     sizes = tuple((4 * 2**n, int(4 * 2**n * 2 ** (1 / 3)), int(4 * 2**n * 2 ** (2 / 3))) for n in range(3, 7))
     theirs = TorchvisionRetinaNet(
         OrderedMaps(ours.backbone),
@@ -81,7 +82,7 @@ class Perfect(nn.Module):
 
 
 def test_perfect_outputs_are_perfect_boxes_also_under_bf16():
-    detector = build_detector("retinanet", "test_resnet", 4, levels=LEVELS, width=32).eval()
+    detector = build_detector(DetectorSpec("retinanet", "test_resnet", 4, levels=LEVELS, width=32)).eval()
     targets = [scene(6), scene(0), scene(2)]
     detector.head = Perfect(detector, targets)
     images = torch.zeros(3, 3, *CANVAS)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.harness import Limit, end_with_stacks
+from tests.harness.waiting import Limit, end_with_stacks
 
 PATIENCE = 120  # seconds until a case counts as hanging
 

@@ -1,6 +1,6 @@
 """How does one launch run a recipe several times? Starting ranks and importing torch costs more than a small run.
 
-    accelerate launch --config_file <file> tests/recipes/several.py recipes/cls.py CASES.json [without_pictures]
+    accelerate launch --config_file <file> tests/harness/several.py recipes/cls.py CASES.json [without_pictures]
 
 CASES.json is a list of command lines (lists of words, without the program's name; or with that of another recipe, such as a
 copy). On every rank the recipe's own `main` runs once for each, in one process group that lives to the end. OUTCOMES.json
@@ -25,11 +25,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common.classification import plots as classification
 from common.distributed.collectives import gather_objects, leave_process_group
 from common.distributed.exit_codes import LAST_WORD
 from common.errors import Refused
-from common.run import plots
+from common.run.run import Run
 
 
 def load(recipe: Path):
@@ -53,13 +52,9 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
     return "ok", ""
 
 
-def draw_nothing(*_) -> None:
-    """In the place of a function that draws."""
-
-
 def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
-        plots.curves = classification.confusion = classification.mistakes = draw_nothing
+        Run.draw = lambda *_: None
     os.environ.pop(LAST_WORD, None)  # the launcher would end all processes with the first run that says it was stopped
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):

@@ -11,48 +11,9 @@ import torch
 
 from common.detection.data import outlines
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation import coco_metrics
-from common.detection.evaluation.coco_metrics import NAMES, Detections
-
-CLASSES = ("never there", "cat", "dog", "bird")
-
-
-def awkward(seed: int) -> tuple[Annotations, list[dict]]:
-    """Ids with gaps, images without boxes, crowds, a class that is absent, tied scores, and more detections than count."""
-    random = np.random.default_rng(seed)
-    counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    corner = random.uniform(0, 200, (offsets[-1], 2))
-    boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(np.float32)
-    labels = random.integers(1, len(CLASSES), len(boxes))
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(np.float32)
-    source = Annotations(
-        classes=CLASSES,
-        category_ids=np.array([2, 7, 90, 91]),
-        image_ids=np.sort(random.choice(1_000, 21, replace=False)),
-        sizes=np.full((21, 2), 400, np.int32),
-        offsets=offsets,
-        boxes=boxes,
-        labels=labels,
-        crowd=random.random(len(boxes)) < 0.15,
-        areas=areas,
-    )
-    found = []
-    for index in range(21):
-        true = boxes[offsets[index] : offsets[index + 1]]
-        near = true + random.normal(0, 4, true.shape)
-        corner = random.uniform(0, 200, (random.integers(0, 130), 2))
-        wrong = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1)
-        guesses = np.concatenate([near, wrong]).astype(np.float32)
-        right = labels[offsets[index] : offsets[index + 1]]
-        found.append(
-            {
-                "boxes": torch.from_numpy(guesses),
-                "scores": torch.from_numpy(np.round(random.random(len(guesses)), 1).astype(np.float32)),
-                "labels": torch.from_numpy(np.concatenate([right, random.integers(0, len(CLASSES), len(wrong))])),
-            }
-        )
-    return source, found
+from common.detection.evaluation import metrics
+from common.detection.evaluation.metrics import NAMES, Detections
+from tests.harness.detections import CLASSES, awkward
 
 
 def of_pycocotools(source: Annotations, detections: Detections) -> dict[str, float]:
@@ -61,7 +22,7 @@ def of_pycocotools(source: Annotations, detections: Detections) -> dict[str, flo
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
-        truth.dataset = coco_metrics._coco(source)
+        truth.dataset = metrics._coco(source)
         truth.createIndex()
         rows = [
             {
@@ -116,13 +77,13 @@ def test_an_image_that_two_ranks_looked_at_counts_once(monkeypatch) -> None:
     gathered = [
         (np.concatenate(rank.images), np.concatenate(rank.rows), np.array(rank.seen)) for rank in (first, second)
     ]
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: gathered)
+    monkeypatch.setattr(metrics, "gather_to_main", lambda _: gathered)
     assert first.results(source) == alone.results(source)
     for one, other in zip(first.columns(), alone.columns(), strict=True):
         np.testing.assert_array_equal(one, other)  # to draw from
 
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda _: None)  # as on the other ranks
-    monkeypatch.setattr(coco_metrics, "broadcast_object", lambda _: {"AP": 0.5})
+    monkeypatch.setattr(metrics, "gather_to_main", lambda _: None)  # as on the other ranks
+    monkeypatch.setattr(metrics, "broadcast_object", lambda _: {"AP": 0.5})
     assert second.results(source) == {"AP": 0.5}
     assert [len(column) for column in second.columns()] == [0, 0] and second.precision is None
 
@@ -177,7 +138,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     results = detections.results(source)
     with contextlib.redirect_stdout(io.StringIO()):
         truth, rows = COCO(), []
-        truth.dataset = coco_metrics._coco(source)
+        truth.dataset = metrics._coco(source)
         for annotation, rle in zip(truth.dataset["annotations"], itertools.chain(*source.shapes), strict=True):
             annotation["segmentation"] = rle
         truth.createIndex()
@@ -203,7 +164,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     first.update(range(12), source.found[:12])
     second.update(range(9, 21), source.found[9:])
     gathered = []
-    monkeypatch.setattr(coco_metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
+    monkeypatch.setattr(metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
     for rank in (second, idle, first):
         all_or_none = rank.results(source)
     assert all_or_none == results

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import Started
-from tests.harness import Limit
+from tests.harness.launching import Started
+from tests.harness.waiting import Limit
 
 
 class Interrupted:

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Launcher, Started
-from tests.harness import Limit, end_with_stacks
+from tests.harness.launching import Launcher, Started
+from tests.harness.waiting import Limit, end_with_stacks
 
 _CAPTURED = {"check": True, "capture_output": True, "text": True}
 

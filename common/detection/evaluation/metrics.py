@@ -1,4 +1,4 @@
-"""How well are the objects of a whole set found?"""
+"""COCO's metrics: average precision and recall over a whole validation set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How do images of similar shape come to share a step, so that less of its canvas is padding?"""
+"""Grouping of images by aspect ratio: less of a step's canvas is padding."""
 
 from dataclasses import dataclass, field
 

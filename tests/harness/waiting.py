@@ -1,49 +1,15 @@
-"""How long do tests wait for a process, what do they say of one that does not end, and how do they train on small drawings?"""
+"""Time limits that grow with the machine's load, and the end of processes that exceed theirs."""
 
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import psutil
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _DUMP = 20.0  # seconds that processes get to write their stacks
-
-# The defaults that data other than digits don't have (tests/training/test_defaults.py compares them).
-OF_DIGITS = {
-    "cls": {
-        "--model": "test_resnet",
-        "--image_size": 32,
-        "--crop_pct": 1.0,
-        "--crop_scale": 0.7,
-        "--hflip": 0.0,
-        "--lr": 4e-3,
-        "--warmup_epochs": 0.0,
-    },
-    "det": {
-        "--model": "test_resnet",
-        "--levels": "3-4",
-        "--width": 64,
-        "--short_sides": "128",
-        "--long_side": 128,
-        "--hflip": 0.0,
-        "--lr": 2e-3,
-        "--warmup_epochs": 0.0,
-    },
-}
-
-
-def as_digits(words: Sequence[object], recipe: str = "cls") -> list[object]:
-    """A command line whose own data, which are drawn as small as digits, have the defaults of digits, not of photographs.
-
-    What the words say themselves, also by a preset or a run to evaluate, stays.
-    """
-    if "--data" not in words or {"--config", "--eval_only"} & set(words):
-        return [*words]
-    defaults = OF_DIGITS["det" if recipe.startswith("det") else "cls"]
-    return [*words, *(word for pair in defaults.items() if pair[0] not in words for word in pair)]
 
 
 class Limit:

@@ -1,4 +1,4 @@
-"""Which of a detector's many boxes become its detections?"""
+"""Selection of detections: score threshold and non-maximum suppression."""
 
 import torch
 from torch import Tensor

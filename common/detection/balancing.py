@@ -1,4 +1,4 @@
-"""How often is an image drawn that shows a rare class?"""
+"""Class balance in the stream: images with rare classes are drawn more often."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Which part of a data set is trained on, which is evaluated, and how do people spell their names?"""
+"""Parts of a data set: which is trained on, which is evaluated, and what is held out if there is none for it."""
 
 import hashlib
 import re
@@ -29,14 +29,14 @@ WHOLE, KEPT, HELD_OUT = "whole", "kept", "held out"
 
 
 class Piece(NamedTuple):
-    """What one source is made of: a part of the data as it is, or one side of the hold-out of that part."""
+    """What one source consists of: a whole part of the data, or one side of a part that is split by holding out a share."""
 
     name: str
     side: str = WHOLE
 
 
 def kind_of(name: str) -> str:
-    """train, trainval, val or test, in whatever case and usual spelling ("Training_Set", "valid", "test2017"); else ""."""
+    """train, trainval, val or test, in any case and usual spelling ("Training_Set", "valid", "test2017"); else ""."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name)), "")
 
 
@@ -47,11 +47,11 @@ def start_of(name: str) -> str:
 
 
 def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Piece]:
-    """What is trained on, and what is evaluated: the part `split`, by default the one to validate on.
+    """What to train on and what to evaluate on: the part `split`, by default the validation part.
 
-    `labels` has the parts by name, as a message shows them. Where no part is for validation, a share of the training part is
-    held out: results on a test part that chose the model would be too good, so it is evaluated only if `split` says so. What
-    is called trainval is trained on beside a test part. Raises `Refused`.
+    `labels` maps the name of each part to how messages call it. If there is no validation part, a share of the training part
+    is held out. A test part is evaluated only if `split` says so: results on data that chose the model would be too good. If
+    a test part is evaluated, a part called trainval is trained on, if there is one. Raises `Refused`.
     """
     evaluated = _find(data, labels, split)
     kinds = ("train", "trainval") if not evaluated or kind_of(evaluated) == "val" else ("trainval", "train")
@@ -66,9 +66,9 @@ def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Pie
 
 
 def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool) -> tuple[Piece]:
-    """What is evaluated alone: the part `split`, by default the one to validate on, else to test on, else the only one.
+    """What to evaluate a trained model on: the part `split`, by default the validation part, else test, else the only part.
 
-    With `held_out` the model was trained on this data without the held-out share: that share is told from the rest.
+    `held_out` says that the model was trained on these data without a held-out share: then only that share is evaluated.
     Raises `Refused`.
     """
     if len(labels) == 1 and split in ("", "all") and (split or not held_out):
@@ -91,10 +91,10 @@ def read_pieces(
     labels: Mapping[str, str],
     val_share: float,
 ) -> tuple[S, ...]:
-    """A source for each piece, whose `origin` says what it is: `val/`, or `20 % held out of train/`.
+    """A source for each piece; its `origin` says what it is: `val/`, or `20 % held out of train/`.
 
-    `read(name, first)` reads a part, with the classes of the first source behind the first. The second's `origin` names what
-    else there is to evaluate.
+    `read(name, first)` reads a part; from the second on it must have the classes of `first`, the first source. The `origin` of
+    the second source also names other parts that could be evaluated.
     """
     others = [
         name for name in labels if kind_of(name) in ("val", "test") and name not in (piece.name for piece in pieces)
@@ -122,7 +122,7 @@ def draws_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
 
 
 def held_out(draws: np.ndarray, strata: np.ndarray | None, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows held out, each in order: of every stratum its `share` with the smallest draws.
+    """Rows to train on and rows held out, each in order. Of every stratum, the `share` with the smallest draws is held out.
 
     `draws` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
     """
@@ -141,12 +141,12 @@ def held_out(draws: np.ndarray, strata: np.ndarray | None, share: float) -> tupl
 
 
 def describe(data: str, source) -> str:
-    """What is evaluated, in a line: `flowers: test/, 72 images of 5 classes`."""
+    """One line about what is evaluated: `flowers: test/, 72 images of 5 classes`."""
     return f"{data}: {source.origin}, {len(source):,} images of {len(source.classes)} classes"
 
 
 def _find(data: str, labels: Mapping[str, str], split: str) -> str | None:
-    """The part that `split` names, as it is written or by what it is for; without `split` and for val there may be none."""
+    """The part that `split` names, by its own name or by its kind. Only without `split`, or for val, it may be None."""
     alike = [name for name in labels if name.casefold() == split.casefold()]
     if split in labels or len(alike) == 1:
         return split if split in labels else alike[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.data.stream import Stream
-from common.detection.data.grouping import GroupedStream
+from common.detection.grouping import GroupedStream
 
 
 def aspects(count, seed=0):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from common.data.stream import Stream
+from common.detection.balancing import repeat_weights
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotations
-from common.detection.data.balancing import repeat_weights
 from common.errors import Refused
 
 

@@ -1,25 +1,31 @@
-"""How do tests run a recipe dozens of times, also killed at any of its file operations, without starting Python for each?
+"""Runs of a recipe that start as forks: dozens of them, also killed at any file operation, without starting Python for each.
 
-A fork server imports the recipe once; each run is a fresh fork of it, one process on the CPU as with `python recipes/cls.py`.
+A fork server imports the recipes once; each run is a fresh fork of it, one process on the CPU as with `python recipes/cls.py`.
 """
 
 import atexit
 import faulthandler
 import functools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
-import socket
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.harness import Limit, as_digits, end_with_stacks
+from common.detection.data.annotation_cache import PLACE
+from tests.harness import several
+from tests.harness.launching import as_digits, free_port, inherited
+from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
 # Audit events of Python, and one of ours.
@@ -62,6 +68,11 @@ class Forks:
         self.scratch, self.count = scratch, 0
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(IMPORTED_ONCE)
+        with pytest.MonkeyPatch.context() as patch:  # the server's environment is that of its forks
+            for name in os.environ.keys() - inherited().keys() - {PLACE}:
+                patch.delenv(name)
+            patch.setenv("HOME", str(scratch))
+            multiprocessing.forkserver.ensure_running()
 
     def __call__(
         self,
@@ -70,9 +81,10 @@ class Forks:
         before: Callable[[], None] | None = None,
         watch: Path | None = None,
         spared: Collection[str] = (),
+        pictures: bool = False,
     ) -> Ended:
         """Run recipes/<recipe>.py with `words` on its command line, to its end: see `start`."""
-        return self.start(*words, recipe=recipe, before=before, watch=watch, spared=spared).end()
+        return self.start(*words, recipe=recipe, before=before, watch=watch, spared=spared, pictures=pictures).end()
 
     def start(
         self,
@@ -81,20 +93,25 @@ class Forks:
         before: Callable[[], None] | None = None,
         watch: Path | None = None,
         spared: Collection[str] = (),
+        pictures: bool = False,
     ) -> Fork:
         """Start the recipe with `words` on its command line; own data have the defaults of digits, see `as_digits`.
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
-        that is not `spared`: operation, path with 0 for every number, and how often it has come before.
+        that is not `spared`: operation, path with 0 for every number, and how often it has come before. Nothing is drawn
+        but with `pictures`.
         """
+        command = [f"{recipe}.py", *map(str, as_digits(words, recipe))]
+        return self._start(functools.partial(_be_recipe, command), before, watch, spared, pictures)
+
+    def _start(self, main: Callable[[], None], *options: object) -> Fork:
         self.count += 1
         folder = self.scratch / str(self.count)
         folder.mkdir()
         for name in _REPORTS:
             (folder / name).touch()  # also where the fork does not live to write
-        command = [f"{recipe}.py", *map(str, as_digits(words, recipe))]
-        process = self.context.Process(target=_run, args=(command, folder, before, watch, spared))
+        process = self.context.Process(target=_run, args=(main, folder, *options))
         process.start()
         return Fork(process, folder)
 
@@ -106,11 +123,10 @@ class Forks:
         before: Callable[[int], None] | None = None,
         watch: Path | None = None,
         spared: Collection[str] = (),
+        pictures: bool = False,
     ) -> list[Fork]:
         """As many forks, which are the ranks of one world; `before` is called with the rank, `watch` is for rank 0."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         return [
             self.start(
                 *words,
@@ -118,9 +134,31 @@ class Forks:
                 before=functools.partial(_be_rank, rank, processes, port, before),
                 watch=None if rank else watch,
                 spared=spared,
+                pictures=pictures,
             )
             for rank in range(processes)
         ]
+
+    def run_several(
+        self, processes: int, recipe: str | Path, cases: Path, *options: str, env: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """What several.py does where it is launched, in forks that are the ranks of one world."""
+        main, port = functools.partial(several.main, Path(recipe), cases, *options), free_port()
+        ranks = [
+            self._start(
+                main, functools.partial(_be_rank, rank, processes, port, functools.partial(_with, env)), None, (), True
+            )
+            for rank in range(processes)
+        ]
+        limit = Limit(timeout)
+        while alive := [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]:
+            if limit.left() <= 0 or any(rank.process.exitcode for rank in ranks):
+                end_with_stacks(psutil.Process(rank.process.pid) for rank in ranks if rank.process.exitcode is None)
+            connection.wait(alive, 1.0)
+        ends = [rank.end() for rank in ranks]
+        code = max(abs(end.code) for end in ends)
+        stdout, stderr = ("\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([str(recipe), str(cases)], code, stdout, stderr)
 
 
 def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:
@@ -136,8 +174,26 @@ def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None]
         before(rank)
 
 
+def _with(environment: Mapping[str, str], rank: int) -> None:
+    os.environ.pop(PLACE, None)
+    os.environ.update(environment)
+
+
+def _be_recipe(command: list[str]) -> None:
+    from common.distributed import launch
+    from recipes import cls, det
+
+    sys.argv = command
+    launch.run({"cls.py": cls, "det.py": det}[command[0]].main)
+
+
 def _run(
-    command: list[str], folder: Path, before: Callable[[], None] | None, watch: Path | None, spared: Collection[str]
+    main: Callable[[], None],
+    folder: Path,
+    before: Callable[[], None] | None,
+    watch: Path | None,
+    spared: Collection[str],
+    pictures: bool,
 ) -> None:
     out, err, report = (os.open(folder / name, os.O_WRONLY) for name in _REPORTS)
     os.dup2(out, 1)
@@ -148,20 +204,20 @@ def _run(
     import torch
     from tqdm.std import TqdmDefaultWriteLock
 
-    from common.distributed import launch
-    from recipes import cls, det
+    from common.run.run import Run
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers
     TqdmDefaultWriteLock.mp_lock = None  # a semaphore, which a killed fork would leave behind
+    if not pictures:  # matplotlib would take most of the time
+        Run.draw = lambda *_: None
     if before:
         before()
     if watch:
         os.fsync = audited_fsync
         sys.addaudithook(_assassin(str(watch), spared, report))
-    sys.argv = command
     try:
-        launch.run({"cls.py": cls, "det.py": det}[command[0]].main)
+        main()
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # which a fork of multiprocessing ends without

@@ -1,0 +1,47 @@
+"""Detector specification: what a detector is built of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from common.config.fields import whole_numbers
+from common.errors import Refused
+
+
+@dataclass(frozen=True)
+class DetectorSpec:
+    """What a detector is built of. Its initial weights are a function of `seed`, or loaded."""
+
+    family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
+    model: str  # backbone: a timm name, `hf-hub:owner/name` or a local timm folder; for DETRs see `detr_models.build_model`
+    classes: int
+    names: Sequence[str] = ()  # of the classes: a pretrained model of transformers keeps what it knows of those it has
+    pretrained: bool = False
+    levels: tuple[int, int] | None = (
+        None  # finest and coarsest of the feature pyramid, of stride 2^level; None: the family's
+    )
+    width: int = 256  # channels of the feature pyramid
+    drop_path: float = 0.0  # of the backbone
+    seed: int = 0
+    convolutions: int = 4  # fcos, retinanet: in each of the heads
+    hidden: int = 1024  # faster_rcnn, mask_rcnn: width of the second stage
+    mask_width: int = 256  # mask_rcnn: channels of the mask head
+
+    @classmethod
+    def of(cls, config: Any, names: Sequence[str]) -> Self:
+        """The detector that the flags of `config` describe, for data with classes of these names. Raises `Refused`."""
+        levels = whole_numbers(config.levels, "-")
+        if not levels or len(levels) != 2:
+            raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
+        return cls(
+            family=config.detector,
+            model=config.model,
+            classes=len(names),
+            names=names,
+            pretrained=config.pretrained and not config.init,
+            levels=levels,
+            width=config.width,
+            drop_path=config.drop_path,
+            seed=config.seed,
+            convolutions=config.convolutions,
+        )

@@ -1,0 +1,46 @@
+"""Annotations and detections that are awkward to evaluate."""
+
+import numpy as np
+import torch
+
+from common.detection.data.annotated import Annotations
+
+CLASSES = ("never there", "cat", "dog", "bird")
+
+
+def awkward(seed: int) -> tuple[Annotations, list[dict]]:
+    """Ids with gaps, images without boxes, crowds, a class that is absent, tied scores, and more detections than count."""
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    corner = random.uniform(0, 200, (offsets[-1], 2))
+    boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(np.float32)
+    labels = random.integers(1, len(CLASSES), len(boxes))
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(np.float32)
+    source = Annotations(
+        classes=CLASSES,
+        category_ids=np.array([2, 7, 90, 91]),
+        image_ids=np.sort(random.choice(1_000, 21, replace=False)),
+        sizes=np.full((21, 2), 400, np.int32),
+        offsets=offsets,
+        boxes=boxes,
+        labels=labels,
+        crowd=random.random(len(boxes)) < 0.15,
+        areas=areas,
+    )
+    found = []
+    for index in range(21):
+        true = boxes[offsets[index] : offsets[index + 1]]
+        near = true + random.normal(0, 4, true.shape)
+        corner = random.uniform(0, 200, (random.integers(0, 130), 2))
+        wrong = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1)
+        guesses = np.concatenate([near, wrong]).astype(np.float32)
+        right = labels[offsets[index] : offsets[index + 1]]
+        found.append(
+            {
+                "boxes": torch.from_numpy(guesses),
+                "scores": torch.from_numpy(np.round(random.random(len(guesses)), 1).astype(np.float32)),
+                "labels": torch.from_numpy(np.concatenate([right, random.integers(0, len(CLASSES), len(wrong))])),
+            }
+        )
+    return source, found

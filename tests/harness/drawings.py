@@ -1,0 +1,78 @@
+"""Small data sets that tests draw: striped stuffs, scenes of digits, images with several labels."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from common.detection.data import sources
+
+
+def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
+    """A folder a class, each with that many 32 x 32 PNGs of stripes in a direction and a colour of the class's own."""
+    generator = np.random.default_rng(seed)
+    y, x = np.mgrid[:32, :32] / 32
+    for number, count in enumerate(counts):
+        (folder / f"stuff_{number}").mkdir(parents=True)
+        share = number / len(counts)
+        colour = np.cos(2 * np.pi * (share + np.arange(3) / 3))  # of red, green, blue
+        for index in range(count):
+            phase = 4 * np.pi * (x * np.cos(np.pi * share) + y * np.sin(np.pi * share) + generator.random())
+            pixels = 128 + 30 * colour + 40 * np.sin(phase)[..., None] + generator.normal(0, 30, (32, 32, 3))
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            image.save(folder / f"stuff_{number}" / f"{index}.png")
+
+
+def draw_scenes(folder: Path) -> None:
+    """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it."""
+    train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
+    for part, source, count in (("train", train, 25), ("val", val, 7)):
+        (folder / part).mkdir()
+        images, annotations = [], []
+        for number in range(count):
+            width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
+            pixels, boxes, labels, *_ = source.sample(number, number)
+            inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
+            Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
+            images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
+            for (left, top, right, bottom), label in zip(boxes[inside].tolist(), labels[inside].tolist(), strict=True):
+                box = [left, top, right - left, bottom - top]
+                annotations.append(
+                    {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1, "bbox": box}
+                )
+        categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        (folder / f"{part}.json").write_text(json.dumps(content))
+
+
+def save_colours(folder: Path) -> None:
+    """A Hugging Face data set of 80 + 23 images that are bright in none, some or all of three colours, which are the labels."""
+    import datasets
+
+    def rows(count: int, seed: int) -> dict:
+        generator = np.random.default_rng(seed)
+        shows = generator.integers(0, 2, (count, 3))
+        pixels = 60 + 120 * shows[:, None, None] + generator.normal(0, 30, (count, 32, 32, 3))
+        images = [Image.fromarray(image) for image in pixels.clip(0, 255).astype(np.uint8)]
+        return {"image": images, "colours": [np.flatnonzero(row).tolist() for row in shows]}
+
+    colours = datasets.Sequence(datasets.ClassLabel(names=["red", "green", "blue"]))
+    features = datasets.Features({"image": datasets.Image(), "colours": colours})
+    splits = {"train": rows(80, seed=0), "validation": rows(23, seed=1)}
+    parts = {name: datasets.Dataset.from_dict(part, features=features) for name, part in splits.items()}
+    datasets.DatasetDict(parts).save_to_disk(str(folder))
+
+
+def picture(path: Path, value: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 3), (value, 1, 2)).save(path)
+    return path
+
+
+def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
+    for name, count in (("cat", cats), ("dog", dogs)):
+        for index in range(count):
+            picture(root / name / f"{index}.png", index)
+    return root

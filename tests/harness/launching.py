@@ -1,0 +1,170 @@
+"""Starting the real scripts as a person would, and waiting for their end."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness.waiting import Limit, end_with_stacks
+
+ROOT = Path(__file__).parents[2]
+NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
+# A test's launch inherits no world, no precision and no account from the shell it was started in.
+NOT_INHERITED = (
+    "ACCELERATE_",
+    "HF_",
+    "WANDB_",
+    "XDG_",
+    "VISION_RECIPES_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+)
+NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+# The defaults that data other than digits don't have (tests/training/test_defaults.py compares them).
+OF_DIGITS = {
+    "cls": {
+        "--model": "test_resnet",
+        "--image_size": 32,
+        "--crop_pct": 1.0,
+        "--crop_scale": 0.7,
+        "--hflip": 0.0,
+        "--lr": 4e-3,
+        "--warmup_epochs": 0.0,
+    },
+    "det": {
+        "--model": "test_resnet",
+        "--levels": "3-4",
+        "--width": 64,
+        "--short_sides": "128",
+        "--long_side": 128,
+        "--hflip": 0.0,
+        "--lr": 2e-3,
+        "--warmup_epochs": 0.0,
+    },
+}
+
+
+def as_digits(words: Sequence[object], recipe: str = "cls") -> list[object]:
+    """A command line whose own data, which are drawn as small as digits, have the defaults of digits, not of photographs.
+
+    What the words say themselves, also by a preset or a run to evaluate, stays.
+    """
+    if "--data" not in words or {"--config", "--eval_only"} & set(words):
+        return [*words]
+    defaults = OF_DIGITS["det" if recipe.startswith("det") else "cls"]
+    return [*words, *(word for pair in defaults.items() if pair[0] not in words for word in pair)]
+
+
+@dataclass
+class Started:
+    """A command that runs. Its output goes to files: a pipe would stay open as long as an orphaned rank lives."""
+
+    process: subprocess.Popen
+    stdout: Path
+    stderr: Path
+
+    def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for the end, at most `timeout` seconds of an idle machine; past that all its processes end with their stacks."""
+        limit = Limit(timeout)
+        while self.process.poll() is None and (left := limit.left()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(min(left, 1.0))
+        if self.process.poll() is None:
+            end_with_stacks([psutil.Process(self.process.pid)])
+            pytest.fail(f"no end within {limit}\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
+        return subprocess.CompletedProcess(
+            self.process.args, self.process.returncode, self.stdout.read_text(), self.stderr.read_text()
+        )
+
+
+def inherited() -> dict[str, str]:
+    """What a launched process gets of this one's environment."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(NOT_INHERITED) and name not in NOT_INHERITED_NAMES
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Launcher:
+    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process.
+
+    `before` stands before each command, such as words that run it on another machine.
+    """
+
+    def __init__(self, home: Path, before: Sequence[str] = ()) -> None:
+        self.home, self.before = home, before
+
+    def start(
+        self,
+        config: str,
+        script: str | Path,
+        *arguments: object,
+        flags: Sequence[object] = (),
+        env: Mapping[str, str] | None = None,
+        process_group: int | None = None,
+        cwd: Path = ROOT,
+    ) -> Started:
+        """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
+        file = ROOT / "accelerate_configs" / f"{config}.yaml"
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *flags]
+        return self.start_python(*launcher, script, *arguments, env=env, process_group=process_group, cwd=cwd)
+
+    def start_python(
+        self,
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        process_group: int | None = None,
+        cwd: Path = ROOT,
+    ) -> Started:
+        """`python <arguments>`; with `process_group` 0 in a group of its own, as a shell starts it."""
+        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
+        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
+            process = subprocess.Popen(
+                [*self.before, sys.executable, *map(str, arguments)],
+                cwd=cwd,
+                env={
+                    **inherited(),
+                    "HOME": str(self.home),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONFAULTHANDLER": "1",
+                    **(env or {}),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=process_group,
+            )
+        return Started(process, *outputs)
+
+    def __call__(
+        self, config: str, script: str | Path, *arguments: object, timeout: float = 120, **options
+    ) -> subprocess.CompletedProcess[str]:
+        """`start` and wait for the end."""
+        return self.start(config, script, *arguments, **options).finish(timeout)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A command line, and the refusal that it must meet (a regular expression for the whole of it)."""
+
+    words: list[object]
+    text: str

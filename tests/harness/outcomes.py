@@ -1,0 +1,98 @@
+"""What a run leaves behind, and how two runs are compared: by rows, files and tensors."""
+
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from common.checkpoints.store import Damaged, compare
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one command line, and the run folder that it was to write."""
+
+    outcome: str  # ok, refused, exit, failed: see several.py
+    text: str
+    stdout: str
+    seconds: float
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, key: str) -> np.ndarray:
+        """The values of `key` in the rows that have it: float64[rows]."""
+        return np.array([row[key] for row in self.rows if key in row])
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint's folder."""
+        return max((self.folder / "checkpoints").glob("step_*"))
+
+    def tensors(self, file: str = "model") -> Tensors:
+        """Tensors of the newest checkpoint: of its model, ema or optimizer."""
+        return load_file(self.checkpoint / f"{file}.safetensors")
+
+
+def parameters(tensors: Tensors) -> Tensors:
+    """Of a model's state, the weights."""
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
+
+
+def statistics(tensors: Tensors) -> Tensors:
+    """Of a model's state, the running means and variances."""
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(("running_mean", "running_var"))}
+
+
+def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
+    """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the same bits."""
+    assert one and one.keys() == other.keys() <= start.keys()
+    apart, moved = (
+        sum((tensor.double() - others[name].double()).square().sum() for name, tensor in one.items()).sqrt().item()
+        for others in (other, start)
+    )
+    assert moved > 0, "nothing has moved: the comparison would prove nothing"
+    return apart / moved
+
+
+def identical(one: Tensors, other: Tensors) -> bool:
+    """Whether two states have the same names, types and bits."""
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
+
+
+def best_files(run: Path) -> dict[str, bytes | dict]:
+    """The content of the files in `best/`, by name; without the name of the run, which another one does not share."""
+    files = {path.name: path.read_bytes() for path in (run / "best").iterdir()}
+    return files | {"run.json": json.loads(files["run.json"]) | {"name": ""}}
+
+
+def keeps_best(run: Path, record: dict) -> bool:
+    """Whether the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
+    for name in ("best", ".best.tmp", ".best.old"):
+        with contextlib.suppress(Damaged, OSError):
+            compare(run / name, record["best"]["files"])
+            return True
+    return False
+
+
+def seal(checkpoint: Path) -> None:
+    """Make the manifest fit what is there now."""
+    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
+    stamps = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in files
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(stamps))
