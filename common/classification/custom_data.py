@@ -91,8 +91,8 @@ class CustomSource(Source):
             return b""
 
 
-def load(spec: DataSpec, data: CustomDataset | Mapping[str, CustomDataset]) -> tuple[CustomSource, CustomSource]:
-    """(train, val), as `sources.load` returns them, of an object or of a dict of its parts.
+def read(spec: DataSpec, data: CustomDataset | Mapping[str, CustomDataset]) -> tuple[CustomSource, ...]:
+    """What `spec.read` returns, of a data set or of one for each part.
 
     Raises `Refused` for items and labels that are not as `CustomDataset` says.
     """
@@ -106,11 +106,10 @@ def load(spec: DataSpec, data: CustomDataset | Mapping[str, CustomDataset]) -> t
             )
     single = {name: type(part).__name__ for name, part in parts.items()}
     labels = single if len(parts) == 1 else {name: name for name in parts}
-    sources = spec.read(labels, lambda name, first: _read(parts[name], first, 1 if spec.alone else 2))
-    return sources[0], sources[-1]
+    return spec.read(labels, lambda name, first: _read_part(parts[name], first, 1 if spec.alone else 2))
 
 
-def _read(data: CustomDataset, first: Source | None, least: int) -> CustomSource:
+def _read_part(data: CustomDataset, first: Source | None, least: int) -> CustomSource:
     """The source of one part, which has the classes of `first`, if there is one, and else at least `least`."""
     title, classes = type(data).__name__, tuple(map(str, data.classes))
     if len({*classes}) < max(least, len(classes)):

@@ -73,9 +73,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Raises `Refused` for what can't be found, read, or trained on, and if more than `max_broken_share` of the files of a
     part are missing.
     """
-    if custom is not None:
-        return custom_data.load(spec, custom)
-    if _SHARDS.search(spec.data):
+    if custom is None and _SHARDS.search(spec.data):
         raise Refused(f"--data {spec.data}: {_NOT_YET}")
     least = 1 if spec.alone else 2  # classes
 
@@ -83,7 +81,8 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
         parts = TableParts(spec.data, opener, spec.image_column, spec.label_column, least)
         return parts.labels, parts.read
 
-    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least))
+    read_custom = None if custom is None else partial(custom_data.read, spec, custom)
+    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least), read_custom)
 
 
 def _load_folder(spec: Spec, least: int, path: Path) -> tuple["Folder", ...]:

@@ -78,15 +78,17 @@ def load(
     table: Callable[[Callable[[], dict[str, Any]]], tuple[Labels, Read]],
     digits: Callable[[], tuple[S, S]],
     folder: Callable[[Path], tuple[S, ...]],
+    custom: Callable[[], tuple[S, ...]] | None = None,
 ) -> tuple[S, S]:
     """(train, val): the sources to train and to evaluate on; with `spec.alone`, both are the one to evaluate on.
 
     The arguments are how a task reads each format: `table(opener)` a Hugging Face data set or CSV files, `digits()` the two
-    parts of the built-in digits, `folder(path)` anything else. A collective: the first process of each machine reads first,
-    since reading may download and convert, and all ranks must find the same data. Raises `Refused`.
+    parts of the built-in digits, `custom()` a data set of the user's own, `folder(path)` anything else. A collective: the first
+    process of each machine reads first, since reading may download and convert, and all ranks must find the same data. Raises
+    `Refused`.
     """
     with main_process_first("reading the data", local=True):
-        train, val = _load(spec, table, digits, folder)
+        train, val = _load(spec, table, digits, folder, custom)
     same_on_all_ranks("data", fingerprint(train, val))
     return train, val
 
@@ -96,15 +98,17 @@ def fingerprint(train: Any, val: Any) -> str:
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
 
 
-def _load(spec: DataSpec, table: Callable, digits: Callable, folder: Callable) -> tuple[S, S]:
+def _load(spec: DataSpec, table: Callable, digits: Callable, folder: Callable, custom: Callable | None) -> tuple[S, S]:
     path = Path(spec.data).expanduser()
-    opener = None if spec.data == "digits" else table_opener(spec.data)
+    opener = None if custom or spec.data == "digits" else table_opener(spec.data)
     try:
         if opener:
             sources = spec.read(*table(opener))
         elif any(getattr(spec, name) for name in spec.table_fields):
             *flags, last = (f"--{name}" for name in spec.table_fields)
             raise Refused(f"--data {spec.data}: is no table, so leave out {', '.join(flags)} and {last}")
+        elif custom:
+            sources = custom()
         elif spec.data == "digits":
             parts = dict(zip(("train", "val"), digits(), strict=True))
             sources = spec.read({name: part.origin for name, part in parts.items()}, lambda name, _: parts[name])

