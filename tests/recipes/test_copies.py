@@ -149,7 +149,7 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
             allowed = ["--max_steps", 6, "--allow_changed_source"]
             cases["finished, allowed"] = [folder / "focal/cls.py", *same, "--allow_changed_source", "--max_steps", 5]
             cases["allowed"] = [folder / "focal/cls.py", *same, *allowed]
-            cases["as before"] = [*same, "--max_steps", 7]
+            cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
 
