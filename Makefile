@@ -1,5 +1,5 @@
-# The doors of this repository: `make help` lists them.
-# Each makes .venv when it is missing; `make test PYTHON=python3.12` makes it with another interpreter.
+# `make help` lists all targets. Each creates .venv if it is missing; `make test PYTHON=python3.12` creates it with another
+# interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,16 +9,17 @@ PRESET_cls := digits
 PRESET_det := det_digits
 ARGS ?=
 
-# An install that ran to its end leaves a stamp named after what it installed, so that a changed requirements file, a
-# moved folder or an interrupted install is installed again, and nothing else is.
+# A finished install leaves a stamp file, named after a checksum of the requirements and the folder's path. So a changed
+# requirements file, a moved folder or an interrupted install is installed again, and nothing else is.
 stamp = $(VENV)/installed-$(shell (pwd; cat $(1)) | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(call stamp,requirements.txt pyproject.toml)
 DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt)-dev
 
-# Two tests at a time, since a launch mostly waits for one of its processes; those of a module share what they launch.
+# Two tests run at a time, since a launch mostly waits for one of its processes. Tests of a module share what they launch.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 
-# Where `make demo` trains: on all GPUs that have a group of samples for batch norm, or with two CPU processes if there are none.
+# `make demo` trains on all available GPUs, or with two CPU processes if there are none. It uses at most so many GPUs, since
+# each needs a whole group of samples for batch norm.
 PROCESSES_cls := 16
 PROCESSES_det := 2
 define CONFIG_FOR_THIS_MACHINE
@@ -30,36 +31,45 @@ endef
 export CONFIG_FOR_THIS_MACHINE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-smoke test-all chaos lint bench gpu
+.PHONY: help install demo test test-smoke test-all coverage chaos lint bench gpu
 
-help: ## list the doors
-	@echo "make DOOR, with DOOR one of"
+help: ## list all targets
+	@echo "make TARGET, where TARGET is one of"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
-demo: $(RUN_STAMP) ## train on the digits that scikit-learn ships (TASK=cls or det, flags for the recipe in ARGS="--epochs 5")
+install: $(DEV_STAMP) ## install all packages into .venv; other targets do that, too
+
+demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls or det, flags for the recipe in ARGS="--epochs 5")
 	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE" $(PROCESSES_$(TASK))) && \
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
-test: $(DEV_STAMP) ## run the tests, all but the long ones
+test: $(DEV_STAMP) ## run all tests but the long ones
+	@echo "The tests usually take about 20 minutes on two cores."
 	@$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
-test-smoke: $(DEV_STAMP) ## run the tests that are quick enough for every change
+test-smoke: $(DEV_STAMP) ## run the tests that are quick enough to run after every change
+	@echo "The smoke tests usually take about 2 minutes on two cores."
 	@$(RUN) -m pytest $(PARALLEL) -m smoke $(ARGS)
 
-test-all: $(DEV_STAMP) ## run all tests, the long ones too
+test-all: $(DEV_STAMP) ## run all tests, including the long ones
 	@$(RUN) -m pytest $(PARALLEL) -m "" $(ARGS)
 
-chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare what comes out (ARGS="--kills 1000 --seed 7")
+coverage: $(DEV_STAMP) ## run the tests and print how many lines of common/ and recipes/ they run
+	@$(RUN) -m coverage erase
+	@$(RUN) -m coverage run -m pytest $(PARALLEL) $(ARGS)
+	@$(RUN) -m coverage combine --quiet && $(RUN) -m coverage report --skip-covered --sort cover
+
+chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare their results (ARGS="--kills 1000 --seed 7")
 	@$(RUN) -m tests.faults $(ARGS)
 
-lint: $(DEV_STAMP) ## check the code's style
-	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+lint: $(DEV_STAMP) ## check style and types
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy
 
-bench: $(RUN_STAMP) ## measure this machine beside its peers, in ten minutes, and write benchmarks/results/ (ARGS="--only loop")
+bench: $(RUN_STAMP) ## run the benchmarks and write benchmarks/results/; takes ten minutes (ARGS="--only loop")
 	@$(RUN) benchmarks/everything.py $(ARGS)
 
-gpu: $(DEV_STAMP) ## check on this machine's GPUs, in twelve minutes, what only GPUs show (ARGS="--only resume")
+gpu: $(DEV_STAMP) ## run the checks that need a GPU; takes twelve minutes (ARGS="--only resume")
 	@$(RUN) -m tests.gpu $(ARGS)
 
 $(RUN_STAMP):

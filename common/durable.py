@@ -1,7 +1,7 @@
-"""How does what is written outlive a loss of power, whole or not at all?
+"""Durable writes: after a power loss a file or folder is there completely, or not at all.
 
-A name must not reach the disk before the content that it stands for. So content is synced first, then it gets its name, and
-then the folder that holds the name is synced.
+A name must not reach the disk before its content. So the content is synced first, then renamed into place, and then the
+folder that holds the name is synced.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Return when the file or folder is on the disk; of a folder, the names in it."""
+    """Return when the file is on the disk; for a folder, when the names in it are."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,14 +19,14 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the folder is on the disk with all that it holds."""
+    """Return when the folder and everything in it are on the disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder and those above it that are missing, durably."""
+    """Create the folder and its missing parents, durably."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -34,11 +34,11 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file durably: a reader, and a start after a power loss, sees the old or the new one, whole."""
+    """Replace a file durably: a reader, also after a power loss, sees the complete old or the complete new file."""
     draft = path.with_name(f".{path.name}.tmp")
     remove(draft)
     try:
-        with draft.open("xb") as file:  # x: a link that somebody has put there meanwhile is not followed
+        with draft.open("xb") as file:  # x: never write through a link that somebody else created
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -50,9 +50,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_folder(final: Path, draft: Path) -> None:
-    """Put the folder `draft`, which `sync_folder` has synced and which lies beside `final`, durably into its place.
+    """Replace the folder `final` durably by `draft`, a folder beside it that `sync_folder` has synced.
 
-    At some moment there is no `final`: then the old one is `.NAME.old`, and the new one still `draft`.
+    For a moment there is no `final`: then the old folder is named `.NAME.old` and the new one is still `draft`.
     """
     old = final.with_name(f".{final.name}.old")
     if os.path.lexists(final):
@@ -64,7 +64,7 @@ def replace_folder(final: Path, draft: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what has this name, if anything has: a folder with all in it, of a link just the link."""
+    """Remove the file, the folder with its content, or the link (not its target) at `path`, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):

@@ -1,8 +1,8 @@
-"""How is a file read that a stranger may have put there?
+"""Safe reading of files that may come from strangers.
 
-Data sets, presets, model folders and run folders are copied from elsewhere, and a name in them may lead anywhere. So only
-regular files are read, up to a limit, and nothing in them can grow: a FIFO would block for ever, a device has no end, and a
-few lines of YAML can stand for gigabytes.
+Data sets, presets, model folders and run folders are copied from elsewhere, and a name in them may point anywhere. So only
+regular files are read, up to a size limit: a FIFO would block for ever, a device has no end, and a few lines of YAML with
+aliases can expand to gigabytes.
 """
 
 import errno
@@ -16,14 +16,14 @@ from typing import BinaryIO, ClassVar
 
 import yaml
 
-SMALL = 2**20  # bytes: no preset, record of a run or label file comes near
-MEDIUM = 2**24  # bytes: lists with a line for each class or image
-_DEEPEST = 8  # lists in lists of a YAML file
+SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
+MEDIUM = 2**24  # bytes: for lists with one line per class or image
+_DEEPEST = 8  # levels of nesting in a YAML file
 _NESTED = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 
 
 class OddFile(OSError):
-    """A file that is not read: it is no regular one, or too large."""
+    """A file that is not read because it is not a regular file, or too large."""
 
     def __init__(self, path: str | bytes | PathLike, reason: str):
         super().__init__(None, reason, os.fsdecode(path))
@@ -33,11 +33,11 @@ class OddFile(OSError):
 
 
 def open_regular(path: str | bytes | PathLike) -> BinaryIO:
-    """The file, open for reading. Raises `OddFile` for a FIFO, a device or a socket, also behind links; else as `open`."""
-    _check(path, os.stat(path))  # before it is opened: with a device that may do something
+    """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links; else the errors of `open`."""
+    _check(path, os.stat(path))  # before opening, which can have side effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _check(path, os.fstat(descriptor))  # by now another file may have been there
+        _check(path, os.fstat(descriptor))  # another file may have taken its place since
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -52,7 +52,7 @@ def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
 
 
 def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
-    """The content of a regular file. Raises `OddFile` if it has more than `most` bytes; else as `open_regular`."""
+    """The content of a regular file. Raises `OddFile` beyond `most` bytes, and what `open_regular` raises."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -61,12 +61,12 @@ def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | bytes | PathLike, most: int) -> str:
-    """The same as text. Raises UnicodeDecodeError, a ValueError, where it is none."""
+    """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
     return read_bytes(path, most).decode()
 
 
 def check_regular(path: str | PathLike) -> None:
-    """Raise `OddFile` if another library, which is about to read `path`, would meet anything but files and folders there."""
+    """Raise `OddFile` if there is anything but files and folders at or below `path`. For paths that another library reads."""
     found = [entry.path for _, entries in walk(path) for entry in entries] if os.path.isdir(path) else [path]
     for file in found:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
@@ -74,12 +74,12 @@ def check_regular(path: str | PathLike) -> None:
 
 
 def sizes_of(paths: Iterable[str]) -> list[int]:
-    """Size of each file in bytes, -1 for a missing one. Several files are looked up at once, since file servers are slow."""
+    """Size of each file in bytes, -1 for a missing file. Uses several threads, since file servers are slow."""
 
     def size(path: str) -> int:
         try:
             return os.stat(path).st_size
-        except (OSError, ValueError):  # no file has a NUL in its name
+        except (OSError, ValueError):  # ValueError: the name contains NUL
             return -1
 
     paths = iter(paths)
@@ -89,12 +89,13 @@ def sizes_of(paths: Iterable[str]) -> list[int]:
 
 
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
-    """`top` and every folder below it, each with its entries by name; what begins with a dot is passed over.
+    """`top` and every folder below it, each with its entries sorted by name; names that begin with a dot are skipped.
 
-    Links are followed, but each real folder is visited once, by its own path if that is below `top`: folders that link to
-    each other have endlessly many paths.
+    Links are followed, but each real folder is visited once, by its own path if that is below `top`. Otherwise folders that
+    link to each other would be walked endlessly.
     """
-    seen, todo, linked = set(), [os.fspath(top)], []
+    seen, todo = set(), [os.fspath(top)]
+    linked: list[str] = []
     while todo or linked:
         folder = (todo or linked).pop()
         status = os.stat(folder)
@@ -110,11 +111,11 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
 
 
 def read_yaml(path: str | PathLike, most: int, switches: bool = True):
-    """What a YAML file holds: text, and dicts and lists of it. Numbers and dates stay the text that they are.
+    """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
-    With `switches`, plain yes, no, true, ... are True or False, and ~ or nothing is None; else they are text as well.
-    Raises ValueError, in one line, for what is no such file: also for tags, keys given twice, lists nested deeply, and
-    aliases of lists and dicts, of which a few stand for millions of entries.
+    With `switches`, unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; else they are
+    strings too. Raises ValueError, in one line, for anything else: tags, duplicate keys, deep nesting, and aliases of lists
+    or dicts, a few of which can expand to millions of entries.
     """
     try:
         node = yaml.compose(read_text(path, most), Loader=_Loader)
@@ -124,7 +125,7 @@ def read_yaml(path: str | PathLike, most: int, switches: bool = True):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes, of which only the switches are told from text."""
+    """Composes nodes; of plain values, it recognises only booleans and null, and leaves all others as text."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
@@ -151,7 +152,7 @@ def _plain(node: yaml.Node, switches: bool):
     if isinstance(node, yaml.ScalarNode) and kind in ("str", "bool", "null"):
         if kind == "str" or not switches:
             return node.value
-        return _Loader.bool_values.get(node.value.lower())  # None is what ~ and nothing stand for
+        return _Loader.bool_values.get(node.value.lower())  # None for ~ and an empty value
     if isinstance(node, yaml.SequenceNode) and kind == "seq":
         return [_plain(part, switches) for part in node.value]
     if not isinstance(node, yaml.MappingNode) or kind != "map":

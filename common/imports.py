@@ -1,7 +1,7 @@
-"""Imports timm and Accelerate without what makes it slow; modules that need timm import this one first.
+"""Quick imports of timm and Accelerate. Modules that need timm import this module first.
 
-Half of the time is no import: Python's garbage collector walks again and again through what was imported before, and timm
-imports wandb for a function that recipes don't call.
+Half of the usual import time is avoidable: Python's garbage collector scans all earlier imports again and again, and timm
+imports wandb for a function that the recipes don't call.
 """
 
 import gc
@@ -14,7 +14,7 @@ def _import() -> None:
     collects, tracker = gc.isenabled(), "wandb" not in sys.modules
     gc.disable()
     if tracker:
-        # An ImportError to timm, whose `update_summary` can't write to W&B then; common/run/tracking.py imports it later.
+        # timm gets an ImportError; only its `update_summary` needs wandb. common/run/tracking.py imports wandb later.
         sys.modules["wandb"] = None
     try:
         import accelerate  # noqa: F401
@@ -24,7 +24,7 @@ def _import() -> None:
             del sys.modules["wandb"]
         if collects:
             gc.enable()
-    # What is imported stays: no collection looks at it again, in no step, and none copies it into a data worker.
+    # Modules stay for ever, so later collections skip them: they cost no time in a step, and no copied pages in a data worker.
     gc.freeze()
 
 

@@ -1,7 +1,6 @@
-"""Which random numbers belong to this sample, this layer, this epoch?
+"""Random numbers as pure functions of what they are for (seed, purpose, sample), never of a generator's state.
 
-Randomness here is a pure function of what it is for, never the state of a generator: whichever process or worker draws
-a sample, it draws the same numbers, and a checkpoint has no generator to save.
+So every process or worker that prepares a sample draws the same numbers for it, and a checkpoint has no generator to save.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ def mix(x: np.ndarray | int, key: int) -> np.ndarray:
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key for a purpose, such as `key_of(seed, "augmentation")`; the same in every process and Python version."""
+    """A 64-bit key for a purpose, as in `key_of(seed, "augmentation")`; the same in every process and Python version."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -45,7 +44,7 @@ def seed_generators(key: int) -> None:
 
     `torch.manual_seed` would also visit every accelerator and, in the CUDA build, format a traceback: 71-218 µs.
     """
-    import torch  # late: who only reads data need not wait for it
+    import torch  # late: importing torch takes long, and code that only reads data does not need it
 
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -53,12 +52,12 @@ def seed_generators(key: int) -> None:
 
 
 def seed_model(key: int, device: "torch.device") -> None:
-    """Seed what a model's dropout draws from on `device`."""
+    """Seed the generator of `device`, which a model's dropout draws from."""
     import torch
 
     key &= 0x7FFFFFFFFFFFFFFF
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index  # Accelerate's only GPU has none
+        index = torch.cuda.current_device() if device.index is None else device.index  # Accelerate's only GPU: None
         torch.cuda.default_generators[index].manual_seed(key)
     elif device.type == "mps":
         torch.mps.manual_seed(key)

@@ -23,7 +23,13 @@ from tests.harness.processes import Processes
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-LAUNCHING = ("tests/recipes/", "tests/faults/", "tests/pretended_gpu/", "tests/test_")  # folders of slow tests
+# The slowest modules, slowest first, then the other folders of slow tests.
+SLOW = (
+    *("tests/recipes/test_cls_resume", "tests/pretended_gpu/test_equal", "tests/recipes/test_cls_bad_input"),
+    *("tests/test_readme", "tests/faults/test_elastic", "tests/faults/test_campaign", "tests/recipes/test_cls_layout"),
+    *("tests/recipes/test_det", "tests/recipes/test_cls_signals", "tests/recipes/test_cls_evaluation"),
+    *("tests/pretended_gpu/", "tests/recipes/", "tests/faults/", "tests/test_"),
+)
 
 
 def pytest_configure() -> None:
@@ -39,7 +45,9 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow ones first: of two processes that run tests, the last to end is then not much later than the other."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LAUNCHING))
+    items.sort(
+        key=lambda item: next((place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW))
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Where does a step of training make the host wait for the GPU, and how often? On a real GPU, and on one that is pretended.
+"""Counts the places where a step of training makes the host wait for the GPU, a real or a pretended one.
 
     accelerate launch --config_file <file> [tests/pretended_gpu/run.py] tests/host_waits.py CASES.json
 

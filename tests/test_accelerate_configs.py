@@ -1,4 +1,4 @@
-"""Does every file of accelerate_configs/ start the world that it promises?"""
+"""Every file of accelerate_configs/ starts the world that it promises."""
 
 import json
 import re

@@ -10,8 +10,6 @@ from PIL import Image
 
 from tests.harness.launching import Launcher
 
-pytestmark = pytest.mark.alone
-
 # The gradient norms of the first steps of a recipe, and of the bare loop beside it.
 NORMS = """
 import sys
@@ -34,6 +32,7 @@ def run(launch: Launcher, script: str, output: Path) -> tuple[str, list | dict]:
     return done.stdout, json.loads(output.read_text())
 
 
+@pytest.mark.alone
 def test_the_first_batch_of_ten_billion_samples_costs_what_one_of_ten_thousand_costs(
     launch: Launcher, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What has a name is on the disk with its content, and nothing is written through somebody else's link."""
+"""A name reaches the disk only after its content, and nothing is written through somebody else's link."""
 
 import os
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, steps: list[str]) -> 
     assert steps == ["sync one/two", "sync one/two/file", "sync one"]
 
 
-def test_a_folder_gets_its_name_and_the_one_before_goes_when_that_is_durable(tmp_path: Path, steps: list[str]) -> None:
+def test_the_old_folder_is_removed_only_after_the_new_one_is_durable(tmp_path: Path, steps: list[str]) -> None:
     final = tmp_path / "best"
     for text in ("one", "two"):
         folder_with(tmp_path / ".best.tmp", text)
@@ -97,7 +97,7 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, final: s
     assert (run / "file").read_bytes() == b"new" and not (run / "file").is_symlink()
 
 
-def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     folder_with(tmp_path / "victim", "mine")
     for path in (tmp_path / "victim", tmp_path / "victim/file", tmp_path / "nowhere"):
         (tmp_path / "link").symlink_to(path)

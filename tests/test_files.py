@@ -1,4 +1,4 @@
-"""Only regular files are read, up to a limit, each real folder is visited once, and YAML can't grow."""
+"""Only regular files are read, up to a size limit; each real folder is visited once; YAML aliases can't expand."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.smoke
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     IRREGULAR[kind](tmp_path / "file")
     for read in (
         open_regular,
@@ -56,7 +56,7 @@ def test_folders_that_link_to_each_other_are_visited_once(tmp_path: Path) -> Non
     assert found == [(folder, [entry.name for entry in entries]) for folder, entries in walk(tmp_path)]
 
 
-def test_a_folder_may_lie_deeper_than_functions_can_be_nested(tmp_path: Path) -> None:
+def test_a_folder_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None:
     deep = [str(tmp_path) + "/a" * depth for depth in range(1, 1101)]
     for folder in deep:
         os.mkdir(folder)
@@ -92,14 +92,14 @@ def laughs(levels: int) -> str:
         ("a: 1\n---\nb: 2", "single document"),
     ],
 )
-def test_yaml_that_is_no_plain_text_is_named_in_one_line(tmp_path: Path, text: str | bytes, told: str) -> None:
+def test_other_yaml_is_refused_in_one_line(tmp_path: Path, text: str | bytes, told: str) -> None:
     (tmp_path / "file").write_bytes(text if isinstance(text, bytes) else text.encode())
     with bounded(), pytest.raises(ValueError, match=told) as raised:
         read_yaml(tmp_path / "file", 2**20)
     assert "\n" not in str(raised.value)
 
 
-def test_yaml_is_text_and_switches(tmp_path: Path) -> None:
+def test_yaml_values_are_text_or_switches(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a: [1, yes, ~, '~', 010, 2024-01-01]\nb: &b {c: no}\n3: &x y\n4: *x\nno: !!str 1")
     switched = {"a": ["1", True, None, "~", "010", "2024-01-01"], "b": {"c": False}, "3": "y", "4": "y", "no": "1"}
     assert read_yaml(tmp_path / "file", 200) == switched

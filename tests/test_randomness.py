@@ -1,4 +1,4 @@
-"""Random numbers are a pure function of what they are for, and look random."""
+"""Random numbers are pure functions of their purpose and position, and are statistically random."""
 
 import random
 import subprocess
@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 @given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 2**62)), KEYS)
-def test_a_number_depends_on_its_position_and_key_alone(x: np.ndarray, key: int) -> None:
+def test_a_number_depends_only_on_its_position_and_key(x: np.ndarray, key: int) -> None:
     alone = [int(mix(value, key)) for value in x]
     assert mix(x, key).tolist() == alone == mix(x[::-1], key)[::-1].tolist()
     assert uniforms(x.reshape(1, -1), key).tolist() == [uniforms(x, key).tolist()]
@@ -41,7 +41,7 @@ def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> Non
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / len(first) ** 0.5
 
 
-def test_keys_tell_purposes_apart_and_are_the_same_in_every_process() -> None:
+def test_keys_differ_by_purpose_and_are_the_same_in_every_process() -> None:
     parts = [(0, "a"), (1, "a"), (0, "b"), ("0", "a"), (0, "a", 0), (0,), ("0, 'a'",), (-1, "a"), (2**70, "a")]
     keys = [key_of(*each) for each in parts]
     assert len(set(keys)) == len(parts) and all(0 <= key < 2**64 for key in keys)

@@ -1,1 +1,1 @@
-"""The state of a training run, and how it outlives any fault."""
+"""Checkpoints: state of a training run, saved durably and resumed."""

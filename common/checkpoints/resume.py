@@ -1,4 +1,4 @@
-"""From which checkpoint does a run go on, and is it this run's?"""
+"""Resume: chooses the checkpoint that a run resumes from, and checks that it belongs to this run."""
 
 import socket
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def choose_together(
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """The verified checkpoint that `--resume` means, or None for a new start, on every rank. A collective: rank 0 decides.
+    """The verified checkpoint that `--resume` selects, or None for a new run, on every rank. A collective: rank 0 decides.
 
-    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the source that runs now.
+    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the present source.
     Raises `Refused` on every rank: for `never` if there are checkpoints; for a path that is no whole checkpoint, or an older
     one of this folder; for another identity; for another source unless `allow_changed_source`; and if a machine lacks that
     checkpoint, has another of its name, or has a newer one.
@@ -51,16 +51,16 @@ def choose_together(
     with all_or_none("looking for the checkpoint"):
         if found.manifest() != manifest:
             raise Refused(
-                f"{found.path}: {host} has not the one that {main_host} goes on from: name an --output_dir that all machines "
-                f"see, or copy {checkpoints.folder} from {main_host}"
+                f"{found.path}: {host} does not have the one that {main_host} resumes from: name an --output_dir that all "
+                f"machines see, or copy {checkpoints.folder} from {main_host}"
             )
     return found
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into `model`, the moving average where it has one. Raises `Refused` for another model's.
+    """Load the weights of a checkpoint into `model`, those of the moving average if it has one.
 
-    `path` may also be what was exported of a module of one's own.
+    `path` may also be the exported folder of a custom nn.Module. Raises `Refused` if the weights are of another model.
     """
     if (path / "config.json").is_file():
         check_regular(path)
@@ -99,9 +99,9 @@ def _check_identity(found: Checkpoint, mine: dict) -> None:
 
 
 def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
-    """Refuse to resume with a source that is not the one `found` was made with, unless that is allowed; say what changed."""
+    """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has, unless `allowed`."""
     theirs = found.record.get("source")
-    if not isinstance(theirs, dict):  # of before sources were recorded
+    if not isinstance(theirs, dict):  # made before checkpoints recorded sources
         return
     changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
     if not changes:
@@ -116,14 +116,14 @@ def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callabl
     say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
 
 
-def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint:
+def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
     found, there = _whole(path, "--resume"), checkpoints.paths()
     if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
         return found
     if path.resolve().parent != checkpoints.folder.resolve():
-        return checkpoints.newest(say)  # it once began there: after a kill the same command goes on from what it has
+        return checkpoints.newest(say)  # the run branched off there, and now resumes from its own checkpoints
     raise Refused(
-        f"--resume {path}: {checkpoints.folder.parent} has gone on to {there[0].name}; to branch off give another --name"
+        f"--resume {path}: {checkpoints.folder.parent} has continued to {there[0].name}; to branch off give another --name"
     )
 
 

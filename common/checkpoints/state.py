@@ -1,7 +1,7 @@
-"""What is the state of a training run, apart from any layout?
+"""State of a training run, independent of the layout.
 
-Tensors by name and plain numbers: the model, its moving average, the optimizer and the loss scaler. There is no generator
-state and no data position beyond the step, because both are pure functions of it.
+It consists of tensors by name and plain numbers: the model, its moving average, the optimizer and the loss scaler. It has no
+state of random generators and no data position, since both are pure functions of the step.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ import torch
 from common.errors import Refused
 
 Tensors = dict[str, torch.Tensor]
-_NAMED = 5  # how many differing keys an error names
+_NAMED = 5  # differing keys that an error names
 
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds. `model` is the bare module, not its DDP wrapper.
+    """The state that a checkpoint saves. `model` is the plain module, not its DDP wrapper.
 
-    Of several optimizers each has parameters of its own.
+    Several optimizers must not share parameters.
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()  # none where only the model is looked at
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()  # empty if only the model is needed
     ema: torch.nn.Module | None = None
     scaler: Any = None  # torch.amp.GradScaler under fp16
 
@@ -33,31 +33,34 @@ class TrainingState:
 
     @property
     def exported(self) -> torch.nn.Module:
-        """The module that is exported: the moving average where there is one."""
+        """The module that is exported: the moving average if there is one, else the model."""
         return self.model if self.ema is None else self.ema
 
     def tensors(self) -> dict[str, Tensors]:
-        """File by file, the tensors to save; they are the live ones, not copies."""
+        """The tensors to save, by file and name; not copies."""
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
         return files
 
     def numbers(self) -> dict:
-        """What goes to JSON: numbers the optimizer keeps beside its tensors, and the loss scaler's."""
+        """The part that is saved as JSON: numbers of the optimizer and of the loss scaler."""
         kept = {
             f"{name}/{key}": value
             for name, values in self._optimizer_states()
             for key, value in values.items()
             if not isinstance(value, torch.Tensor)
         }
-        # LAMB and Adan count steps in their parameter groups.
+        # LAMB and Adan keep their step count in the parameter groups.
         group_steps = [int(group["step"]) if "step" in group else None for group in self._groups()]
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"optimizer": kept, "group_steps": group_steps, "scaler": scaler}
 
     def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], where: str) -> None:
-        """Refuse tensors that are not this run's, naming what differs, before anything is changed."""
+        """Raise `Refused` if the tensors with these `shapes` are of another model; the message has the differences.
+
+        Changes nothing. `where` names the checkpoint.
+        """
         for file, module in (("model", self.model), ("ema", self.ema)):
             if module is None:
                 continue
@@ -73,14 +76,17 @@ class TrainingState:
                 raise Refused(f"{where} is of another model: {', '.join(differing[:_NAMED])}{more}")
 
     def load(self, files: dict[str, Tensors], numbers: dict) -> None:
-        """Take over a checked checkpoint's content. What does not fit the optimizer is raised before a weight is touched."""
+        """Load the content of a checkpoint that `check` has accepted.
+
+        Raises KeyError or ValueError, before any weight is changed, if it does not fit the optimizer.
+        """
         scaler = numbers["scaler"]
         parameters = dict(self.model.named_parameters())
         states: dict[str, dict[str, Any]] = {}
         for path, value in (files["optimizer"] | numbers["optimizer"]).items():
             name, _, key = path.rpartition("/")
             if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
-                # In the parameter's memory layout (channels_last): fused optimizers take it for granted.
+                # Fused optimizers rely on the parameter's memory layout (channels_last).
                 value = torch.empty_like(parameters[name], dtype=value.dtype, device=value.device).copy_(value)
             states.setdefault(name, {})[key] = value
         currents = [optimizer.state_dict() for optimizer in self._optimizers]
@@ -105,7 +111,7 @@ class TrainingState:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """The index that the optimizer's state dict gives a parameter -> the parameter's name in the model."""
+        """Index of a parameter in the optimizer's state dict -> its name in the model."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}

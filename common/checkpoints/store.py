@@ -1,7 +1,7 @@
-"""Which checkpoints are there, are they whole, and how does a new one come to be without endangering an old one?
+"""Store of checkpoints: finds and verifies them, and saves new ones without endangering the old.
 
-A checkpoint is a folder `step_00000200/` of safetensors and JSON files: nothing in it can execute code. It is written under
-another name, synced, given a manifest of sizes and hashes, and then renamed, so that a folder of that name is complete.
+A checkpoint is a folder `step_00000200/` of safetensors and JSON files, which can't execute code. It is written under
+another name, synced, given a manifest of sizes and hashes, and then renamed. So a folder with that name is complete.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _MANIFEST = "manifest.json"
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written; its text says which file and how."""
+    """A checkpoint has changed since it was written; the text says which file and how."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Checkpoint:
     """A complete, verified checkpoint folder."""
 
     path: Path
-    record: dict  # what `record.json` holds: step, best result, configuration, numbers of the training state, ...
+    record: dict  # content of record.json: step, best result, configuration, numbers of the training state, ...
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done when it was made."""
+        """Number of optimizer steps before the checkpoint was made."""
         return self.record["step"]
 
     def manifest(self) -> str:
-        """Sizes and hashes of its files, as text; empty where it is not there."""
+        """The text of the manifest: sizes and hashes of the files. "" if the checkpoint does not exist here."""
         path = self.path / _MANIFEST
         return read_text(path, MEDIUM) if path.is_file() else ""
 
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """File -> tensor -> shape, from the headers alone."""
+        """File -> tensor -> shape, read from the file headers only."""
         shapes = {}
         for path in self.path.glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -59,20 +59,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; used by the one process that writes."""
+    """The checkpoints of one run, in `folder`; used only by the main process."""
 
     folder: Path
     keep: int = 2
 
     def paths(self) -> list[Path]:
-        """Folders that have a complete checkpoint's name, newest first."""
+        """Folders with the name of a complete checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]), reverse=True)
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; each damaged one passed over is reported to `say` and renamed."""
+        """The newest intact checkpoint; damaged ones that are newer are reported to `say` and renamed."""
         damaged = []
         for path in self.paths():
             try:
@@ -81,7 +81,7 @@ class Checkpoints:
                 say(f"checkpoint {path} is damaged ({error}): trying the one before it")
                 damaged.append(path)
             else:
-                for path in damaged:  # out of the way of the same step made again, and of what `keep` counts
+                for path in damaged:  # so that the step can be saved again, and `keep` does not count it
                     aside = path.with_suffix(".damaged")
                     remove(aside)
                     path.rename(aside)
@@ -89,23 +89,23 @@ class Checkpoints:
         if damaged:
             raise Refused(
                 f"{self.folder}: all {len(damaged)} checkpoints are damaged; "
-                "put a copy back, or start anew with another --name"
+                "put a copy back, or start a new run with another --name"
             )
         return None
 
     def save(self, record: dict, files: dict[str, Tensors]) -> Path:
-        """Make the checkpoint of step `record["step"]` durable, then remove the oldest beyond `keep`.
+        """Save the checkpoint of step `record["step"]` durably, then remove the oldest ones beyond `keep`.
 
-        Raises OSError where the disk is full or read-only; then nothing of the new checkpoint is left and the old are whole.
+        Raises OSError if the disk is full or read-only; then the new checkpoint is removed and the old ones are intact.
         """
         final = self.folder / f"step_{record['step']:08d}"
-        if final.exists():  # the same step of the same run, after a resume: the same bits
+        if final.exists():  # saved before a resume; the same step has the same bits
             return final
         draft = self.folder / f".{final.name}.tmp"
         remove(draft)
         try:
             if not self.folder.is_dir():
-                self.folder.mkdir()  # without those above it: where the run folder was removed, it does not come back
+                self.folder.mkdir()  # without parents: a run folder that was removed must not come back
                 sync(self.folder.parent)
             draft.mkdir()
             for name, tensors in files.items():
@@ -119,24 +119,24 @@ class Checkpoints:
             raise
         for old in self.paths()[self.keep :]:
             with contextlib.suppress(OSError):
-                remove(old.rename(self.folder / f".{old.name}.tmp"))  # never half of one under its name
+                remove(old.rename(self.folder / f".{old.name}.tmp"))  # its name never stands for half of it
         return final
 
     def sweep(self) -> None:
-        """Remove drafts that a killed process left."""
+        """Remove unfinished checkpoints of killed processes."""
         for draft in self.folder.glob(".step_*.tmp"):
             remove(draft)
 
 
 def verify(path: Path) -> Checkpoint:
-    """Read `path` whole and compare it with its manifest. Raises `Damaged` for any difference."""
+    """Read all files in `path` and compare them with the manifest. Raises `Damaged` for any difference."""
     try:
         manifest = json.loads(read_text(path / _MANIFEST, MEDIUM))
         compare(path, manifest, {_MANIFEST})
         found = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
         if not isinstance(found.step, int):
             raise Damaged("record.json names no step")
-        found.shapes()  # a file whose hash is right may still hold no tensors
+        found.shapes()  # a file with the right hash may still be no safetensors file
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
@@ -148,7 +148,7 @@ def stamps(folder: Path) -> dict[str, dict]:
 
 
 def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
-    """Raise `Damaged` or OSError where the files in `folder`, `besides` some, are not those that have these stamps."""
+    """Raise `Damaged` or OSError if the files in `folder`, except `besides`, don't have these sizes and hashes."""
     for name, stamp in stamps.items():
         if Path(name).name != name:
             raise Damaged(f"{name} is no file of it")
@@ -162,7 +162,7 @@ def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset
 
 
 def _save_tensors(tensors: Tensors, path: Path) -> None:
-    # Tied and strided tensors: safetensors refuses memory that two names share, and layouts such as channels_last.
+    # safetensors refuses tensors that share memory (tied weights) and strided ones (channels_last).
     seen: set[int] = set()
     plain = {}
     for name, tensor in tensors.items():
@@ -172,8 +172,8 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
         seen.add(memory)
     try:
         save_file(plain, path)
-        path.chmod(path.parent.stat().st_mode & 0o666)  # written for its owner alone
-    except SafetensorError as error:  # "No space left on device" arrives as this
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes the file readable only for its owner
+    except SafetensorError as error:  # such as "No space left on device"
         raise OSError(str(error)) from None
 
 

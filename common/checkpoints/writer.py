@@ -1,7 +1,7 @@
-"""How is a checkpoint written while training goes on?
+"""Writer: saves checkpoints in the background while training continues.
 
-Training stops for the copy out of the model alone. A thread writes the copy, one checkpoint at a time: the next one waits
-for it. Writing, hashing and syncing leave the interpreter to the other threads.
+Training waits only until its tensors are copied. A thread writes the copy; the next checkpoint waits until it is done.
+Writing, hashing and syncing release the interpreter's lock.
 """
 
 import threading
@@ -14,17 +14,17 @@ from common.checkpoints.state import Tensors
 
 
 class Writer:
-    """Copies tensors and writes the copies beside the training; its methods are for the training thread."""
+    """Copies tensors and writes the copies in the background. Its methods are for the training thread."""
 
     def __init__(self):
-        self._copies: dict[str, Tensors] = {}  # in host memory, filled anew for every checkpoint
+        self._copies: dict[str, Tensors] = {}  # in host memory, reused for every checkpoint
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def start(self, files: dict[str, Tensors], write: Callable[[dict[str, Tensors]], None]) -> None:
-        """Copy `files`, then let a thread call `write` with the copies; first `wait` for what is being written.
+        """Copy `files`, then call `write` with the copies in a thread. First waits for the checkpoint before.
 
-        When this returns, the tensors may change: on CUDA the copy stands in the stream before all that comes next.
+        The tensors may change as soon as this returns: on CUDA, the copy precedes later work in the stream.
         """
         self.wait()
         self._copies = {
@@ -34,12 +34,12 @@ class Writer:
         copied = torch.cuda.Event() if torch.cuda.is_available() else None
         if copied:
             copied.record()
-        # A daemon: an interpreter that is made to end at once does not wait for it. To the checkpoint that is a kill.
+        # A daemon, so that it never delays the end of the process. For the checkpoint, that is like a kill.
         self._thread = threading.Thread(target=self._run, args=(write, copied), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> float:
-        """Return when nothing is being written, with the seconds that this took. Raises what writing raised, once."""
+        """Wait until nothing is being written; returns the seconds waited. Raises an error of the writing once."""
         began = time.perf_counter()
         if self._thread:
             self._thread.join()
@@ -51,7 +51,7 @@ class Writer:
 
     @property
     def failed(self) -> bool:
-        """Whether writing failed, and nobody has been told by `wait` yet."""
+        """Whether writing has failed and `wait` has not raised the error yet."""
         return self._error is not None
 
     def _run(self, write: Callable[[dict[str, Tensors]], None], copied: torch.cuda.Event | None) -> None:
@@ -59,12 +59,12 @@ class Writer:
             if copied:
                 copied.synchronize()
             write(self._copies)
-        except Exception as error:  # to be raised where training waits
+        except Exception as error:  # `wait` raises it in the training thread
             self._error = error
 
 
 def _copy(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """The tensor's content in contiguous host memory of its own: that of the last copy, where it fits."""
+    """A contiguous copy of the tensor in host memory; reuses the memory of the last copy if it fits."""
     if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return kept.copy_(tensor.detach(), non_blocking=tensor.is_cuda)

@@ -1,7 +1,7 @@
-"""Fields of a configuration, and those that all recipes share.
+"""Fields of a configuration, and the dataclasses of fields that recipes share.
 
-A recipe's `Config` is a flat dataclass with a docstring under each field. What recipes share it inherits from the dataclasses
-below.
+A recipe's `Config` is a flat dataclass. It inherits the shared fields from the dataclasses below. The docstring under a
+field is its help text.
 """
 
 import dataclasses
@@ -10,15 +10,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-MOST_PROFILED = 100  # steps in a trace, which has some MB for each
+MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
 MOST_EPOCHS = 10**6
 
 
 def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None, added=False):
-    """A field with limits (both included); `may_change` marks what a resumed run may be given another value for.
+    """A field of a configuration.
 
-    `check(value)` says what is wrong with a text, "" where nothing is. `photographs` is the default for data other than
-    digits (`common.training.defaults`). `added` marks a field that runs of before don't have: they resume with its default.
+    Args:
+        low, high: limits of a number, both included.
+        may_change: a resumed run may have another value.
+        check: check(value) returns what is wrong with a text, or "" if nothing is.
+        photographs: the default for data other than digits (`common.training.defaults`).
+        added: the field is newer than some runs; these resume only with its default.
     """
     limits = {"low": low, "high": high, "check": check}
     others = {"may_change": may_change, "photographs": photographs, "added": added}
@@ -26,7 +30,7 @@ def option(default, *, low=None, high=None, may_change=False, check=None, photog
 
 
 def path_option(default: str, *, may_change=False, photographs=None):
-    """A field for a path, or for a name that stands in the place of one."""
+    """A field for a path, or for a name that may be given instead of one."""
     return option(default, may_change=may_change, check=_wrong_with_path, photographs=photographs)
 
 
@@ -38,20 +42,20 @@ def field_names(config_class: type) -> list[str]:
 
 
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
-    """The numbers in a text, such as "640,672"; none if it is anything else."""
+    """The numbers in a text such as "640,672"; an empty tuple if it is anything else."""
     parts = [part.strip() for part in text.split(separator)]
     return tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
 
 
 def steps_between(text: str) -> tuple[int, int] | None:
-    """First and last of some steps, both included and counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); else None."""
+    """The first and last step of a range, counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); None for any other text."""
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     return (first, last) if 1 <= first <= last else None
 
 
 def _wrong_with_path(text: str) -> str:
-    """What keeps `text` from being a path, "" if nothing does."""
+    """Why `text` can't be a path, or "" if it can."""
     sizes = [len(os.fsencode(part)) for part in text.split("/")]
     if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
         return "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes in all"
@@ -96,136 +100,136 @@ class SharedFields:
 
 @dataclass
 class RunConfig(SharedFields):
-    """What every recipe needs to know about a run: on which part of the data, how long, how spread, where to, how often."""
+    """Settings of every run: parts of the data, length, batch size, folders, cadences, processes."""
 
     val_share: float = option(0.2, low=0, high=1)
-    """Share of the images that is held out for evaluation if the data has no part to validate on."""
+    """Share of the images that is held out for evaluation if the data has no validation split."""
     split: str = option("", added=True)
-    """Part of the data that is evaluated, in training too: val, test, or a name that the data uses; with --eval_only also
-    train, or all of data without parts. Default: val, or if there is none the held-out share."""
+    """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
+    train, or all for data without splits. Default: val, or the held-out share if there is none."""
     image_column: str = ""
     """Tables: column of the images (default: found by its type)."""
     global_batch_size: int = option(64, low=1, high=2**20)
-    """Samples per optimizer step over all processes. How they are spread is derived and does not change the result."""
+    """Samples per optimizer step, over all processes. How they are distributed is derived and does not change the result."""
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)
-    """The most samples that one device takes at once; a larger share is accumulated over micro-steps."""
+    """Most samples that one device processes at once; gradients of a larger share are accumulated over micro-steps."""
     epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True)
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, high=10**9, may_change=True)
-    """Length of the run in steps; wins over --epochs (0: take --epochs)."""
+    """Length of the run in steps, instead of --epochs (0: use --epochs)."""
     seed: int = option(0, low=0, high=2**63 - 1)
-    """Makes the run: initial weights, order of the samples, augmentation."""
+    """Determines initial weights, order of the samples and augmentation."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights and activations; float64 is for proving that layouts agree. fp16/bf16 come from the Accelerate config."""
+    """Type of weights and activations; float64 is for checking that layouts agree. fp16/bf16: see the Accelerate config."""
     output_dir: str = path_option("runs", may_change=True)
-    """Folder of run folders."""
+    """Folder in which run folders are created."""
     name: str = path_option("", may_change=True)
-    """Name of the run folder (default: the recipe's file and a hash of the configuration; the same command resumes)."""
+    """Name of the run folder (default: the recipe's name and a hash of the configuration, so that the same command resumes)."""
     resume: str = path_option("auto", may_change=True)
-    """auto: go on from the newest good checkpoint of the run folder; never: start from nothing; or a checkpoint folder."""
+    """auto: resume from the newest intact checkpoint of the run folder; never: start a new run; or a checkpoint folder."""
     allow_changed_source: bool = option(False, may_change=True)
-    """Resume although the recipe's source is not the one that the checkpoint was made with."""
+    """Resume although the recipe's source has changed since the checkpoint was made."""
     checkpoint_every: int = option(0, low=0, may_change=True)
-    """Steps between checkpoints (0: at the end of every epoch). The last step always makes one."""
+    """Steps between checkpoints (0: at the end of every epoch). There is always one after the last step."""
     keep_checkpoints: int = option(2, low=1, may_change=True)
-    """How many complete checkpoints stay on disk."""
+    """Number of complete checkpoints to keep on disk."""
     eval_every: int = option(0, low=0, may_change=True)
-    """Steps between evaluations (0: at the end of every epoch). The last step always makes one."""
+    """Steps between evaluations (0: at the end of every epoch). There is always one after the last step."""
     log_every: int = option(10, low=1, may_change=True)
-    """Steps between rows of metrics.jsonl and the tracker."""
+    """Steps between rows of metrics.jsonl and the dashboard."""
     collective_timeout: int = option(1800, low=10, high=10**7, may_change=True)
-    """Seconds that a process may keep the others waiting before all end and it is named."""
+    """Seconds that a process may keep the others waiting; then it is reported and all processes end."""
     deterministic: bool = option(False, may_change=True)
-    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused where one is missing. CPUs always do."""
+    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused if one is missing. CPUs always repeat."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """How gradients are sent: as they are, in half precision, or as matrices of low rank. All but none change the result."""
+    """Compression of gradients between processes: none, half precision, or low rank. All but none change the result."""
     powersgd_rank: int = option(1, low=1, high=2**16)
-    """comm_hook powersgd: rank of these matrices; higher is more exact and sends more."""
+    """comm_hook powersgd: rank of the approximation; a higher rank is more exact and sends more."""
     bucket_cap_mb: int = option(25, low=1, high=2**16, may_change=True)
-    """MiB of gradients that are sent together, beside the backward pass; moves no more than the last bits."""
+    """MiB of gradients that are sent together during the backward pass; changes at most the last bits of the result."""
     workers: int = option(-1, low=-1, high=1024, may_change=True)
-    """Data-loading processes per rank (0: load in the training process; -1: the cores there are, shared by the ranks)."""
+    """Data-loading processes per rank (0: load in the training process; -1: all cores, divided among the ranks)."""
     tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True)
-    """Dashboard; wandb without a key runs offline. metrics.jsonl is written in any case."""
+    """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""
     profile: str = option("", may_change=True, check=_wrong_with_profile)
-    """Steps to profile with torch.profiler, FIRST-LAST as the log counts them (10-14); a trace a rank in the run folder."""
+    """Steps to profile with torch.profiler, FIRST-LAST as in the log (10-14); one trace per rank in the run folder."""
     max_broken_share: float = option(0.02, low=0, high=1, may_change=True)
-    """Stop when more than this share of a window of 1,000 training images or more can't be read."""
+    """Stop if more than this share of any 1,000 (or slightly more) consecutive training images can't be read."""
     dry_run: bool = option(False, may_change=True)
-    """Print the start table, do two steps, one evaluation, one save and load in a temporary folder, and end."""
+    """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
 
 
 @dataclass
 class OptimizationConfig(SharedFields):
-    """How weights move: optimizer, learning rate, clipping, averaging."""
+    """Settings of the optimization: optimizer, learning rate, clipping, averaging."""
 
     opt: str = "adamw"
     """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
     lr: float = option(4e-3, low=0, high=10**6)
-    """Peak learning rate at the reference batch --lr_batch_size."""
+    """Peak learning rate for the batch size --lr_batch_size."""
     lr_batch_size: int = option(64, low=1)
-    """Global batch for which --lr is stated."""
+    """Global batch size that --lr is meant for; see --lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate follows global_batch_size / lr_batch_size."""
+    """How the learning rate scales with global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
-    """Linear warm-up from zero, in epochs."""
+    """Length of the linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
-    """Where cosine and linear end, as a share of the peak."""
+    """Final learning rate of cosine and linear, as a share of the peak."""
     step_epochs: str = "30"
-    """schedule step: epochs between two falls, or joined by commas the epochs at which it falls (8,11)."""
+    """schedule step: epochs between two drops of the learning rate, or the epochs of the drops, separated by commas (8,11)."""
     step_factor: float = option(0.1, low=0, high=1)
-    """schedule step: factor of each fall."""
+    """schedule step: factor of the learning rate at each drop."""
     weight_decay: float = option(0.05, low=0, high=10**6)
-    """Weight decay; norms, biases and what the model exempts have none."""
+    """Weight decay; not applied to norms, biases and parameters that the model exempts."""
     momentum: float = option(0.9, low=0, high=1)
-    """Momentum of SGD and its kin."""
+    """Momentum of SGD and similar optimizers."""
     layer_decay: float = option(1.0, low=0, high=1)
-    """Factor of the learning rate per layer from the head down (1: off), for fine-tuning."""
+    """Layer-wise learning rate decay for fine-tuning: factor per layer, from the head down (1: off)."""
     backbone_lr_factor: float = option(1.0, low=0, high=10**6)
-    """Factor of the learning rate in the backbone (1: off): a detector's features, all of a classifier but its head."""
+    """Factor of the backbone's learning rate (1: off). Of a classifier, all but the head is backbone."""
     clip: float = option(0.0, low=0)
-    """Limit of gradient clipping (0: off)."""
+    """Gradient clipping: largest norm (0: off); see --clip_mode."""
     clip_mode: Literal["norm", "agc"] = "norm"
-    """Clip the global gradient norm, or adaptively per unit (AGC: Brock et al., 2021)."""
+    """Clip the global gradient norm, or each unit relative to its weights (AGC: Brock et al., 2021)."""
     ema_decay: float = option(0.0, low=0, high=1)
-    """Decay of the exponential moving average of the weights, warmed up (0: off). Evaluated and exported when on."""
+    """Decay of the exponential moving average of the weights, with warm-up (0: off). If on, it is what is exported."""
 
 
 @dataclass
 class AugmentationConfig(SharedFields):
-    """How a training image is varied; each choice is a pure function of the seed and the sample's position."""
+    """Augmentation of training images; each draw is a pure function of the seed and the sample's position."""
 
     crop_scale: float = option(0.7, low=0, high=1)
-    """Least area of a random crop as a share of the image (ImageNet: 0.08; 1: cropped to a ratio only)."""
+    """Smallest area of a random crop, as a share of the image (ImageNet: 0.08; 1: only its ratio varies)."""
     hflip: float = option(0.0, low=0, high=1)
-    """Probability of a left-right mirror image (digits and text: 0)."""
+    """Probability of a horizontal flip (digits and text: 0)."""
     vflip: float = option(0.0, low=0, high=1)
-    """Probability of an upside-down image."""
+    """Probability of a vertical flip."""
     color_jitter: float = option(0.0, low=0, high=10)
     """Strength of brightness, contrast and saturation jitter."""
     augment: str = ""
     """Policy in timm's notation: rand-m9-mstd0.5, augmix-m3-w3, original (AutoAugment); empty: none."""
     random_erasing: float = option(0.0, low=0, high=1)
-    """Probability that a rectangle is replaced by noise."""
+    """Probability of random erasing: a rectangle is replaced by noise."""
     mixup: float = option(0.0, low=0, high=1000)
     """Alpha of MixUp (0: off)."""
     cutmix: float = option(0.0, low=0, high=1000)
-    """Alpha of CutMix (0: off); with both on, each pair takes one of them at even odds."""
+    """Alpha of CutMix (0: off); with both MixUp and CutMix, each pair of images gets one of them with equal probability."""
     repeats: int = option(1, low=1)
-    """Repeated augmentation: how often each image of a global batch stands in it."""
+    """Repeated augmentation: how many times each image occurs in its global batch."""
 
 
 @dataclass
 class ReadingConfig(SharedFields):
-    """How training images are read. All but the place changes pixels, so it is part of the run."""
+    """How training images are read. Both --cache and --decode change pixels, so a resumed run keeps them."""
 
     cache: int = option(0, low=0, high=10**6)
-    """Keep training images decoded, scaled to at most the area of a square with this side (0: off)."""
+    """Cache decoded training images, scaled down to at most the area of a square with this side in pixels (0: off)."""
     cache_folder: str = path_option("", may_change=True)
-    """Folder with room for --cache: a file without a name there. Default: memory."""
+    """Folder with room for the --cache, kept in an unnamed file there. Default: memory."""
     decode: Literal["worker", "device"] = "worker"
-    """Where JPEGs are decoded, cropped and resized: by the data workers, or on the device."""
+    """Where JPEGs are decoded, cropped and resized: in the data workers, or on the device."""

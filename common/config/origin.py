@@ -1,7 +1,7 @@
-"""Which run made the weights in a folder, with which configuration, and for which classes?
+"""Origin of the weights in a folder: the run that made them, its configuration and its classes.
 
-A checkpoint says it in `record.json`, an exported `best/` in `run.json` and `config.json`. A folder that another program
-wrote has no more than a `config.json`, which may leave out the names of the classes.
+A checkpoint records them in `record.json`, an exported `best/` in `run.json` and `config.json`. A folder that another
+program wrote has only a `config.json`, which may lack the names of the classes.
 """
 
 import json
@@ -15,23 +15,23 @@ from common.files import MEDIUM, check_regular, read_text
 
 RUN_FILE = "run.json"
 _NAMED = 5  # how many names a message has
-# What a run has only for the data that it was trained on.
+# Flags that only make sense for the data that the run was trained on.
 OF_DATA = ("split", "val_share", "image_column", "label_column", "objects_column", "box_format")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a folder of weights says about them."""
+    """What a folder says about the weights in it."""
 
     path: str  # as it was given
-    is_alone: bool  # weights for a model that the recipe builds: a checkpoint's, or those of a module of one's own
-    run: dict  # what `made_by` says; empty if the folder does not know its run
-    config: dict  # what `--eval_only` takes for flags that are not given
+    is_alone: bool  # a state dict for the model that the recipe builds (a checkpoint, or a plain nn.Module), not a timm folder
+    run: dict  # the result of `made_by`; empty if the folder names no run
+    config: dict  # defaults of the flags under `--eval_only`
     classes: tuple[str, ...]  # names by class id; empty if the folder does not name them
-    count: int | None  # of the classes, where that is known
+    count: int | None  # of classes, if known
 
     def describe(self, config: Mapping) -> str:
-        """The weights in words, and what `config` evaluates otherwise than their run did."""
+        """A line that names the weights, and the settings of `config` that differ from those of their run."""
         of = f" of the run {self.run['name']}, step {self.run['step']}" if self.run else ", which names no run"
         parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
         unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA), *(() if self.run else ("data",)))
@@ -44,15 +44,15 @@ class Origin:
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:
-        """Whether `data` is what the run was trained on, so that only what it held out may be evaluated."""
+        """Whether the run was trained on `data`, so that only its held-out part may be evaluated."""
         theirs = self.config.get("data", "")
         return bool(theirs) and _place(theirs) == _place(data)
 
     def places(self, classes: Sequence[str], data: str) -> list[int]:
-        """The model's class ids of `classes`, the names of those of `data`.
+        """The model's class id of each name in `classes`, the classes of the data set `data`.
 
-        Where the model's have no names, they are taken to be in the same order. Raises `Refused` for a name that the model
-        does not know, and without names for another number of classes.
+        If the model's classes have no names, they are assumed to be in the same order. Raises `Refused` for a name that the
+        model does not know, and for another number of classes if they have no names.
         """
         if not self.classes:
             if self.count not in (None, len(classes)):
@@ -70,7 +70,7 @@ class Origin:
         return [known[name] for name in classes]
 
     def matched(self, classes: Sequence[str]) -> str:
-        """What the classes of the data are to the model, in words."""
+        """How the classes of the data correspond to those of the model, in words."""
         if not self.classes:
             return "taken to be the model's, which have no names, in this order"
         if len(classes) < len(self.classes):
@@ -79,7 +79,7 @@ class Origin:
 
 
 def read_origin(path: str) -> Origin:
-    """What the folder at `path` says. Raises `Refused` where it holds no weights, or nothing that can be read."""
+    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read."""
     folder = Path(path)
     is_checkpoint = (folder / "manifest.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():
@@ -111,16 +111,16 @@ def read_origin(path: str) -> Origin:
 
 
 def made_by(record: Mapping) -> dict:
-    """What `best/` says of its run, out of a checkpoint's record: name, recipe, step, commit, and what defines the run."""
+    """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run."""
     known = {key: record.get(key) for key in ("name", "recipe", "step")}
     config = {key: record["config"][key] for key in record["identity"] if key in record["config"]}
     return known | {"commit": record.get("environment", {}).get("commit"), "config": config}
 
 
 def by_name(results: dict, classes: Sequence[str]) -> dict:
-    """`results` with a dict for each list of the classes' values: [0.5, 1.0] -> {"cat": 0.5, "dog": 1.0}.
+    """`results`, with each list of one value per class as a dict: [0.5, 1.0] -> {"cat": 0.5, "dog": 1.0}.
 
-    A list may have values of more classes behind those that are named.
+    A list may be longer than `classes`; the rest is left out.
     """
     return {
         key: dict(zip(classes, value, strict=False)) if isinstance(value, list) else value
@@ -136,7 +136,7 @@ def _read(file: Path) -> dict:
 
 
 def _names(content: dict) -> Sequence[str]:
-    """Class names as timm, transformers or a detector's `best/` have them in config.json; none where two are the same."""
+    """Class names in a config.json of timm, transformers or a detector's `best/`; none if two are the same."""
     own = content.get("pretrained_cfg") or {}
     names = content.get("label_names") or own.get("label_names") or content.get("classes") or content.get("id2label")
     if isinstance(names, dict):
@@ -145,7 +145,7 @@ def _names(content: dict) -> Sequence[str]:
 
 
 def _own(content: dict) -> dict:
-    """Of a folder that names no run: its own sizes; its data have to be named."""
+    """Defaults for a folder that names no run: its own sizes. Its data must be given."""
     config = {"data": "", "image_size": 0, "crop_pct": 0.0, "model": content.get("architecture", "")}
     if "family" in content:  # a detector of this project
         config |= {"detector": content["family"], "model": content["model"], "width": content["width"]}
@@ -156,7 +156,7 @@ def _own(content: dict) -> dict:
 
 
 def _place(data: str) -> str:
-    """A path in one spelling; a name that is no path stays."""
+    """The real path of `data` if it exists; else `data` unchanged."""
     return os.path.realpath(os.path.expanduser(data)) if os.path.exists(os.path.expanduser(data)) else data
 
 

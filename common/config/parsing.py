@@ -1,7 +1,6 @@
-"""How do a dataclass, a YAML file and the command line become one checked configuration?
+"""Parsing: turns a dataclass of defaults, a YAML file and the command line into one checked configuration.
 
-A recipe's `Config` is a flat dataclass with a docstring under each field; what recipes share it inherits from the
-dataclasses below. A YAML file is flags written down: both go through the same typed parser, and flags win over the file.
+A YAML file is a list of flags. The file and the command line go through the same typed parser; flags override the file.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from common.files import SMALL, read_yaml
 
 C = TypeVar("C")
 
-_MOST = 2**63 - 1  # that a whole number may be for torch
+_MOST = 2**63 - 1  # the largest integer that torch takes
 
 
 def parse(
@@ -41,11 +40,15 @@ def parse(
     suit: Callable[[C], dict] | None = None,
     _suited: dict | None = None,
 ) -> C:
-    """Defaults of `config_class`, then `--config file.yaml`, then flags. Raises `Refused` for what is unknown or ill-typed.
+    """The configuration: defaults of `config_class`, overridden by `--config file.yaml`, overridden by flags.
 
-    With `--eval_only` the configuration of the run that made the weights takes the place of the defaults.
-    `argv` is without the program's name (default: the command line). `suit(config)` returns other defaults for some fields,
-    as the rest of the configuration demands them (`common.training.defaults`).
+    With `--eval_only`, the configuration of the run that made the weights replaces the defaults.
+    Raises `Refused` for an unknown flag or key, and for a value of the wrong type or beyond its limits.
+
+    Args:
+        argv: the command line without the program's name (default: of this process).
+        program: the program's name for messages (default: of this process).
+        suit: suit(config) returns defaults of some fields that depend on other fields (`common.training.defaults`).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_config(words)
@@ -58,13 +61,13 @@ def parse(
     if weights := getattr(config, "eval_only", ""):
         return _checked(_for_evaluation(config_class, weights, layers, argv, program))
     suited = suit(config) if suit else {}
-    if suited != (_suited or {}):  # until it settles: the model depends on the data, its image size on the model
+    if suited != (_suited or {}):  # until it is stable: the model depends on the data, the image size on the model
         return parse(config_class, words, program, suit, suited)
     return config
 
 
 def _checked(config: C) -> C:
-    """`config`, whose values are within their limits. Raises `Refused`."""
+    """`config`, if all values are within their limits. Raises `Refused`."""
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -84,16 +87,16 @@ def _checked(config: C) -> C:
 
 
 def save(config, path: Path) -> None:
-    """Write the complete configuration, the recipe's own fields first, as a file for `--config`."""
+    """Write the complete configuration as a file for `--config`, the recipe's own fields first."""
     values = dataclasses.asdict(config)
     everything = [(name, values[name]) for name in field_names(type(config))]
-    # Line ends of Unicode, which YAML keeps only if they are escaped.
+    # YAML keeps the line separators of Unicode only if they are escaped.
     plain = not re.search("[\x85\u2028\u2029]", "".join(str(value) for _, value in everything))
     replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode())
 
 
 def identity(config) -> dict:
-    """The fields that make the run what it is: all but those that may change at a resume."""
+    """The fields that define the run: all except those that may change when it resumes."""
     fields = {field.name: field for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
     return {
@@ -104,18 +107,18 @@ def identity(config) -> dict:
 
 
 def short_hash(values: dict) -> str:
-    """Six hex digits that name `values`."""
+    """A hash of `values`, six hex digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def nearest(name: str, names) -> str:
-    """`; did you mean X, Y?` or nothing, to end an error about an unknown name."""
+    """The end of a message about an unknown name: `; did you mean X, Y?`, or "" if no name is similar."""
     close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def nearest_path(path: Path) -> str:
-    """The same for a path that is not there, of what lies in its folder; nothing if it is there."""
+    """The same for a path that does not exist, with the names in its folder; "" if it exists."""
     try:
         if path.exists():
             return ""
@@ -139,7 +142,7 @@ def _read(path: Path) -> dict:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"--config {path}: not readable as YAML: {error}") from None
-    if content is None:  # of comments alone
+    if content is None:  # a file with comments only
         return {}
     if not isinstance(content, dict):
         raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
@@ -147,7 +150,7 @@ def _read(path: Path) -> dict:
 
 
 def _flags(content: dict, config_class, where: str) -> list[str]:
-    """{'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']; text goes to the same parser as the command line's."""
+    """YAML content as flags: {'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']."""
     fields, recipe = {field.name: field.type for field in dataclasses.fields(config_class)}, _file_of(config_class)
     flags = []
     for key, value in content.items():
@@ -166,7 +169,7 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
 
 
 def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str, config: C | None = None) -> C | None:
-    """What `layers` (where they are from, and their values) make of `config`; a later one wins over those before it."""
+    """`config` overridden by each of `layers` in turn. A layer is a prefix for messages, and values by name."""
     for where, content in layers:
         config = _parse(config_class, _flags(content, config_class, where), config, program, where)
     return config
@@ -175,9 +178,9 @@ def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str
 def _for_evaluation(
     config_class: type[C], weights: str, layers: list[tuple[str, dict]], argv: list[str], program: str
 ) -> C:
-    """What `layers` and the flags in `argv` make of the configuration that the run of these weights had.
+    """The configuration of the run that made these weights, overridden by `layers` and the flags in `argv`.
 
-    Raises `Refused` where that was a run of another recipe, or where neither it nor a flag says what to evaluate on.
+    Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
     origin = read_origin(weights)
     fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
@@ -219,7 +222,7 @@ def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 def _parse(config_class: type[C], argv: list[str], default: C | None, program: str, where: str = "") -> C:
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # no words at all: no pair
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # strict would fail for an empty argv
         flag, _, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
@@ -239,7 +242,7 @@ def _parse(config_class: type[C], argv: list[str], default: C | None, program: s
 
 
 def _stray(words: str, config_class: type) -> str:
-    """What is to be said of words that belong to no flag, as tyro names them; "" if there are none."""
+    """A hint about words that belong to no flag, as listed by tyro; "" if there are none."""
     first, fields = words.split(",")[0], config_class.__dataclass_fields__
     name, is_assignment, value = first.lstrip("-").partition("=")
     if first.startswith("-"):
@@ -250,18 +253,18 @@ def _stray(words: str, config_class: type) -> str:
 
 
 def _file_of(config_class: type) -> Path:
-    """The recipe that a configuration belongs to."""
+    """The file of the recipe that defines a configuration."""
     return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
 
 
 @dataclass
 class _ConfigFlag:
     config: str = ""
-    """YAML file of flags without their dashes, such as a preset or a run's config.yaml; flags win over it."""
+    """YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
 
 
 def _help(config_class: type, default, program: str) -> NoReturn:
-    """Print the flags, the recipe's own first, with the values they have without and end; one process a machine prints."""
+    """Print all flags with their defaults, the recipe's own first, and exit. Only one process per machine prints."""
     fields = config_class.__dataclass_fields__
     shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
     ordered = {name: fields[name] for name in field_names(config_class)}
@@ -271,12 +274,12 @@ def _help(config_class: type, default, program: str) -> NoReturn:
     try:
         with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
             tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
-    except BrokenPipeError:  # as by `--help | head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+    except BrokenPipeError:  # the reader has closed the pipe, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again when it exits
     raise SystemExit
 
 
-_PLAINER = {  # what tyro says, and how the other refusals would say it
+_PLAINER = {  # messages of tyro, and the same in the style of the other refusals
     r"Error parsing (\S+): invalid literal for int\(\) with base 10: '(.*)'": "{0} {1}: must be a whole number",
     r"Error parsing (\S+): could not convert string to float: '(.*)'": "{0} {1}: must be a number",
     r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\).": "{1} {0}: must be one of {2}",
@@ -285,7 +288,7 @@ _PLAINER = {  # what tyro says, and how the other refusals would say it
 
 
 def _one_line(box: str) -> str:
-    """The message below the title of the box that tyro draws, in lines or where there is no UTF-8 in dashes, up to a rule."""
+    """The message in the box that tyro draws (with dashes if the terminal has no UTF-8): from its title to the first rule."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
     message = []
     for line in lines:

@@ -1,7 +1,7 @@
-"""Which code is the recipe that was started, and is it what a run was begun with?
+"""The source of a recipe, which checkpoints record so that a changed recipe does not resume unnoticed.
 
-A recipe's source is its own file and the modules beside it that it imports, such as a loss of one's own, but for `common`.
-Two sources are the same if they differ in comments, docstrings and formatting alone.
+It consists of the recipe's file and the modules beside it that it imports, such as a custom loss, but not `common`. Two
+sources are equal if they differ only in comments, docstrings and formatting.
 """
 
 import ast
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from common.durable import make_folder, replace_file
 
-FOLDER = "source"  # of a run's folder, with the source of its newest start
-_NO_FILE = "notebook"  # stem of a recipe that was typed into a notebook
-_LINES, _WIDTH = 12, 120  # of a difference that is shown
+FOLDER = "source"  # in a run folder: the source of the run's newest start
+_NO_FILE = "notebook"  # stem of a recipe that is defined in a notebook
+_LINES, _WIDTH = 12, 120  # limits of a difference that is shown
 
 Source = dict[str, str]  # name of a file, relative to the folder of the recipe -> its text
 
 
 def started(config: object = None) -> Path | None:
-    """The recipe's file: the one that Python was started with, else that of the module that defines the class of `config`.
+    """The recipe's file: the script that Python runs, else the file of the module that defines the class of `config`.
 
-    None in a notebook that defines it.
+    None if a notebook defines it.
     """
     if hasattr(sys.modules["__main__"], "__file__") and Path(sys.argv[0]).is_file():
         return Path(sys.argv[0])
@@ -36,32 +36,32 @@ def started(config: object = None) -> Path | None:
 
 
 def stem(config: object = None) -> str:
-    """What runs of the recipe are called: `hard` for hard.py."""
+    """The recipe's name, from which run names are made: `hard` for hard.py."""
     file = started(config)
     return file.stem if file else _NO_FILE
 
 
 def read(config: object = None) -> Source:
-    """The recipe's source, the file that was started first. Files are read once, when this module is imported."""
+    """The recipe's source, its main file first. Each file is read once, when this module is imported."""
     file = started(config)
     if not file:
         return {f"{_NO_FILE}.py": _typed()}
     file = file.resolve()
     folder, names = file.parent, [file.name]
-    for name in names:  # which grows
+    for name in names:  # grows in the loop
         names += [other for other in _imported(name, folder) if other not in names]
     return {name: _text(folder / name) for name in names}
 
 
 def digests(source: Source) -> dict[str, str]:
-    """SHA-256 of each file."""
+    """The SHA-256 of each file."""
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in source.items()}
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """A short unified diff of two sources, without comments and docstrings; empty if they are the same."""
+    """A short unified diff of two sources without comments and docstrings; empty if they are equal."""
     lines = []
-    mains = next(iter(before), ""), next(iter(now), "")  # the recipe itself, which may have another name now
+    mains = next(iter(before), ""), next(iter(now), "")  # the recipe itself, which may have been renamed
     others = sorted((before.keys() | now.keys()) - {*mains})
     for was, name in (mains, *zip(others, others, strict=True)):
         texts = before.get(was, ""), now.get(name, "")
@@ -69,8 +69,8 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         if plain[0] != plain[1]:
             wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
             found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
-            # Their @@ count lines without comments.
-            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: other blanks in a text"]
+            # Line numbers in @@ lines would not be those of the file.
+            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: whitespace in a string"]
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 
@@ -82,7 +82,7 @@ def _text(file: Path) -> str:
 
 @functools.cache
 def _imported(file: str, folder: Path) -> list[str]:
-    """Files in `folder` that one of them imports, but for `common`."""
+    """Files in `folder` that `file` imports, except `common`."""
     names = set()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.walk(ast.parse(_text(folder / file))):
@@ -97,14 +97,14 @@ def _imported(file: str, folder: Path) -> list[str]:
 
 
 def keep(source: Source, run: Path) -> None:
-    """Write the source into a run's folder, durably."""
+    """Write the source into a run folder, durably."""
     for name, text in source.items():
         make_folder((run / FOLDER / name).parent)
         replace_file(run / FOLDER / name, text.encode())
 
 
 def _typed() -> str:
-    """The functions, also those of classes, that were typed into a notebook."""
+    """The source of the functions and methods that are defined in a notebook."""
     own = [value for value in vars(sys.modules["__main__"]).values() if getattr(value, "__module__", "") == "__main__"]
     functions = [value for value in own if inspect.isfunction(value)]
     functions += [value for kind in own if inspect.isclass(kind) for value in vars(kind).values()]
@@ -116,7 +116,7 @@ def _typed() -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` without comments and docstrings, formatted in one way; as it is where that is no Python of this version."""
+    """`text` without comments and docstrings, in a normal form; unchanged if this Python version can't parse it."""
     try:
         tree = ast.parse(text)
         for node in ast.walk(tree):
@@ -131,4 +131,4 @@ def _is_docstring(line: ast.stmt) -> bool:
     return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
-read()  # before somebody edits it: the other imports take seconds
+read()  # now, before somebody edits the file: the other imports take seconds

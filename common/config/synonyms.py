@@ -1,7 +1,7 @@
-"""Which flag of a recipe does somebody mean who types the name that another tool has for it?
+"""Names that other tools have for the recipes' flags, for hints in messages about unknown flags.
 
-For messages only: no name here is accepted. Left of the colon stands a flag of the recipes; on the right stand its names in
-timm's train.py, torchvision's references, Ultralytics, MMDetection, detectron2 and the Trainer of transformers, without dashes.
+No name in this module is accepted as a flag. The keys of `FLAGS` are flags of the recipes. The values are their names in
+timm's train.py, torchvision's references, Ultralytics, MMDetection, detectron2 and the Trainer of transformers.
 """
 
 import re
@@ -110,7 +110,7 @@ OTHERS = {
 
 
 def hint(name: str, flags: Collection[str], recipe: Path) -> str:
-    """What is to be said of the unknown `name` where `flags` are known; "" where nothing is known of it.
+    """A hint about the unknown flag `name` for a recipe with these `flags`; "" if there is none.
 
     hint("wd", ["lr", "weight_decay"], Path("recipes/cls.py")) -> "; here it is --weight_decay"
     """
@@ -127,7 +127,7 @@ def hint(name: str, flags: Collection[str], recipe: Path) -> str:
 
 
 def other_recipe(name: str, recipe: Path) -> str:
-    """The recipe beside the file `recipe` whose own configuration has a field of that name; "" where none has."""
+    """The recipe beside the file `recipe` whose configuration has a field of that name; "" if none has."""
     for file in sorted(recipe.parent.glob("*.py")) if name.isidentifier() else ():
         text = "" if file.name == recipe.name else file.read_text(errors="replace")
         if "\nclass Config(" in text and re.search(rf"^    {name}: ", text, re.MULTILINE):

@@ -6,7 +6,6 @@ Training can start at any step at once, and its workers run until the last step.
 
 import atexit
 import contextlib
-import hashlib
 import multiprocessing.queues
 import os
 import sys
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +26,6 @@ from common.distributed import watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
 
-DRAWS = "VISION_RECIPES_DRAWS"  # names a folder, in the environment: what is drawn for training is written down there
 _SMALL = 2**16  # bytes
 
 
@@ -77,28 +74,6 @@ def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
 
 
 @dataclass
-class RecordedSamples(Dataset):
-    """Training samples, and a line for each that is drawn: its position, its index, and a hash of its varied pixels.
-
-    A process appends to a file of its own in `folder`. Data workers draw ahead: a kill loses what they have drawn, and the
-    next start draws it again.
-    """
-
-    samples: Dataset
-    folder: Path
-
-    def __getitems__(self, positions: np.ndarray):
-        batch = self.samples.__getitems__(positions)
-        shown = batch.complete()
-        indices = self.samples.stream.indices(positions).tolist()
-        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in shown.images)
-        drawn = zip(positions.tolist(), indices, hashes, strict=True)
-        with (self.folder / f"{os.getpid()}.txt").open("a") as file:
-            file.writelines(f"{position} {index} {pixels}\n" for position, index, pixels in drawn)
-        return batch
-
-
-@dataclass
 class _Positions:
     """This rank's positions, one array a micro-step, for the steps `[start, stop)`."""
 
@@ -118,9 +93,6 @@ class _Positions:
 def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order, split already: not for Accelerate's `prepare`."""
     positions = _Positions(samples.stream, plan, rank(), start, stop)
-    if folder := os.environ.get(DRAWS):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        samples = RecordedSamples(samples, Path(folder))
     return _loader(samples, positions, worker_count(workers))
 
 

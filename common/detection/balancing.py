@@ -7,11 +7,11 @@ from common.errors import Refused
 
 
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
-    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0, where all are drawn alike.
+    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: then all are drawn equally often.
 
-    A class that a share f of the images shows has the weight max(1, sqrt(threshold / f)), an image that of its rarest
+    A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the weight of its rarest
     class, and 1 without objects. Crowd regions do not count. An epoch stays N positions, so common images become rarer.
-    Raises `Refused` for scenes that are made afresh. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the
+    Raises `Refused` for scenes that are new at each position. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the
     threshold is 0.001.
     """
     if not threshold:
@@ -22,7 +22,9 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
         )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
-    rows, labels = np.divmod(np.unique(rows * len(source.classes) + labels), len(source.classes))  # once an image
+    rows, labels = np.divmod(
+        np.unique(rows * len(source.classes) + labels), len(source.classes)
+    )  # each class once per image
     share = np.bincount(labels, minlength=len(source.classes)) / len(source)
     of_class = np.maximum(1, np.sqrt(threshold / share.clip(min=1 / len(source))))
     weights = np.ones(len(source))

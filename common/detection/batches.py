@@ -22,18 +22,17 @@ from common.detection.data.annotated import Annotated, Sample
 from common.detection.transforms import BoxAugmentation
 from common.training import drop_path
 
-_FRESH = 2**62  # from here on positions are nobody's own: partners of mosaic and MixUp are fresh scenes, too
+_FRESH = 2**62  # first position that no step has: from here on partners of mosaic and MixUp are drawn as fresh scenes
 
 
 @dataclass
 class DetectionBatch(Movable):
     """A micro-batch of B images with their boxes."""
 
-    images: torch.Tensor  # uint8[B, 3, H, W], at the canvas's top left
-    targets: list[
-        dict
-    ]  # of each: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size, regions
-    # (list of crowd's rows); of some sources also masks uint8[n, H, W]
+    images: torch.Tensor  # uint8[B, 3, H, W], each at the top left of the canvas
+    # One dict per image: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size, regions
+    # (list of the rows that are crowd regions); from some sources also masks uint8[n, H, W].
+    targets: list[dict]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
@@ -43,7 +42,7 @@ class DetectionBatch(Movable):
 
 @dataclass
 class TrainingScenes(Dataset):
-    """Positions of the stream -> `DetectionBatch`; a pure function, whichever worker computes it."""
+    """Positions of the stream -> `DetectionBatch`: a pure function, so any worker may compute it."""
 
     source: Annotated
     stream: Stream
@@ -59,8 +58,10 @@ class TrainingScenes(Dataset):
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             parts = [self._read(index, position, broken)]
             parts += [
-                self._read(lot % len(self.source), _FRESH + lot % _FRESH, [])  # broken: counts in its turn
-                for lot in self.augmentation.partners(position).tolist()
+                self._read(
+                    draw % len(self.source), _FRESH + draw % _FRESH, []
+                )  # a broken partner counts in its own turn
+                for draw in self.augmentation.partners(position).tolist()
             ]
             samples.append(self.augmentation(parts, position, self.fill))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
@@ -68,7 +69,7 @@ class TrainingScenes(Dataset):
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """`count` images of noise on the largest canvas of the first hundred steps, with as many boxes as there can be."""
+        """`count` images of noise on the largest canvas of the first hundred steps, with the most boxes that can occur."""
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         samples = []
         for boxes in self._most_boxes(count).tolist():
@@ -85,7 +86,7 @@ class TrainingScenes(Dataset):
         return batch
 
     def _most_boxes(self, count: int) -> np.ndarray:
-        """int64[count]: boxes of the images that have the most, and of as many as mosaic and MixUp show in one."""
+        """int64[count]: numbers of boxes, of the images that have the most; with mosaic and MixUp, sums over several images."""
         parts = 1 + 3 * (self.augmentation.mosaic > 0) + (self.augmentation.mixup > 0)
         if self.source.fresh:  # each position has an image of its own
             most = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
@@ -94,12 +95,12 @@ class TrainingScenes(Dataset):
         return np.resize(most, (count, parts)).sum(1)
 
     def padding(self, step: int) -> float:
-        """The share of the pixels of `step`, over the global batch, that are padding: work that teaches nothing."""
+        """Share of the pixels of the global batch of `step` that are padding."""
         sizes = self._sizes(step)
         return 1 - sizes.prod(1).mean() / np.prod(_canvas(sizes, self.stride))
 
     def canvas(self, step: int) -> tuple[int, int]:
-        """Height and width that hold every image of `step`."""
+        """Height and width of the canvas of `step`, which holds all its images."""
         return _canvas(self._sizes(step), self.stride)
 
     def _sizes(self, step: int) -> np.ndarray:
@@ -108,7 +109,7 @@ class TrainingScenes(Dataset):
         return self.augmentation.sizes(positions, sizes)
 
     def _read(self, index: int, position: int, broken: list[str]) -> Sample:
-        """The sample, or for one that can't be read an empty scene of its size, so that the step's canvas stays."""
+        """The sample; if it can't be read, an empty scene of its size, so that the step's canvas stays the same."""
         try:
             return self.source.sample(index, position)
         except BrokenImage as error:
@@ -118,9 +119,9 @@ class TrainingScenes(Dataset):
 
 @dataclass
 class EvaluationScenes(Dataset):
-    """Image indices -> `DetectionBatch`, resized without any variation; one that can't be read is black.
+    """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
 
-    The images of a batch are those of one of `batches`: padding changes what is found, so none is padded for another's sake.
+    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
     """
 
     source: Annotated
@@ -129,7 +130,7 @@ class EvaluationScenes(Dataset):
     fill: tuple[int, int, int]
 
     def batches(self, most: int) -> list[np.ndarray]:
-        """The indices of all images, in batches of up to `most` that have the same canvas; large ones first."""
+        """The indices of all images, in batches of up to `most` images with the same canvas, large ones first."""
         canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
         order = np.lexsort((*canvases.T, -canvases.prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
@@ -154,7 +155,7 @@ class EvaluationScenes(Dataset):
         return self.augmentation.sizes(indices, self.source.sizes[indices])
 
     def restored(self, found: dict[str, torch.Tensor], index: int, size: torch.Tensor) -> dict:
-        """What was detected on the canvas, with boxes in pixels of the original image, and masks as `rles` of its pixels."""
+        """Detections on the canvas -> with boxes in pixels of the original image, and masks as `rles` of its pixels."""
         found = found | {"boxes": self.to_original(found["boxes"], index, size)}
         if "masks" in found:
             found["rles"] = outlines.pasted(found.pop("masks"), found["boxes"], self.source.sizes[index])

@@ -8,17 +8,17 @@ from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.errors import Refused
 from common.training import defaults
 
-# Settings, the families that don't have them, and why.
+# Settings, the families without them, and why.
 _MISSING = {
     "convolutions": ({*FAMILIES, *DETR_FAMILIES} - {"fcos", "retinanet"}, "has none in its heads"),
     "levels": (DETR_FAMILIES, "has a neck of its own"),
     "long_side": (DETR_FAMILIES, "stretches images to squares"),
 }
-_OF_WEIGHTS = ("model", "levels", "width")  # what a detector must have in common with the one whose weights it takes
+_OF_WEIGHTS = ("model", "levels", "width")  # these must be those of the detector whose weights are loaded
 
 
 def suited(config) -> dict:
-    """What `common.training.defaults.suited` says, without what the detector's family, or weights that are given, decide."""
+    """As `common.training.defaults.suited`, without settings that the detector's family or given weights decide."""
     others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
     others |= {*_OF_WEIGHTS} if config.init else set()
     return {name: value for name, value in defaults.suited(config).items() if name not in others}

@@ -25,7 +25,7 @@ from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training.timm_models import begins_with, take_rows
 
-# What makes two detectors the same but for their classes, and the flag that says it.
+# What two detectors must have in common to exchange weights, and its flag.
 _FLAGS = {
     "family": "--detector",
     "model": "--model",
@@ -38,8 +38,8 @@ _FLAGS = {
 def export(detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path) -> None:
     """Write a folder of weights, `config.json` with all that is needed to detect with them, and `results.json`.
 
-    `source` has the classes that it was trained on, `plain` is how images were resized to evaluate it. A detector that
-    has an `export(folder, classes, side)` of its own writes the first two itself: transformers' do. The folder must not exist.
+    `source` has the classes that it was trained on, `plain` is how images were resized to evaluate it. A detector with an
+    `export(folder, classes, side)` of its own, as transformers' have, writes the first two itself. The folder must not exist.
     """
     folder.mkdir(parents=True)
     if _is_transformers(detector):
@@ -54,7 +54,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "results.json").write_text(json.dumps(by_name(results, source.classes), indent=2) + "\n")
     for file in folder.glob("*.safetensors"):
-        file.chmod(folder.stat().st_mode & 0o666)  # written for its owner alone
+        file.chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone
 
 
 def describe(detector: Detector) -> dict:
@@ -90,7 +90,7 @@ def describe(detector: Detector) -> dict:
 def load(detector: Detector, folder: Path) -> None:
     """Load the weights of an exported folder, or of a checkpoint's moving average or model, to evaluate them.
 
-    Raises `Refused` where they are of another detector.
+    Raises `Refused` if they are of another detector.
     """
     if not (folder / "config.json").is_file():
         return load_model(detector, folder)
@@ -100,10 +100,10 @@ def load(detector: Detector, folder: Path) -> None:
 
 
 def begin_with(detector: Detector, folder: Path, names: Sequence[str]) -> str:
-    """Load what an exported folder of the same architecture has for `detector`, whose classes have these names.
+    """Load the weights of an exported folder of the same architecture into `detector`, whose classes have these names.
 
-    What its heads know of classes of the same names is taken over; what they learn of others is new.
-    Returns in words what it begins with. Raises `Refused` for another architecture.
+    The heads keep what the folder knows of classes with the same names, and are new for the others.
+    Returns in words which weights were loaded. Raises `Refused` for another architecture.
     """
     if _is_transformers(detector):
         raise Refused(f"--init {folder}: detectors of transformers begin with a folder that is given as --model")
@@ -113,7 +113,7 @@ def begin_with(detector: Detector, folder: Path, names: Sequence[str]) -> str:
     config, tensors = _read(detector, folder)
     mine = detector.state_dict()
     _refuse_others(folder, mine, tensors, same_shapes=False)
-    # An R-CNN has a first class for the background, which all data have.
+    # The first class of an R-CNN is the background, which all data have.
     background = [None] if "roi_heads" in dict(detector.named_children()) else []
     new, known = [*background, *names], [*background, *config["classes"]]
     head, trained = _of_classes(mine, len(new)), _of_classes(tensors, len(known))
@@ -124,19 +124,19 @@ def begin_with(detector: Detector, folder: Path, names: Sequence[str]) -> str:
 
 
 def _of_classes(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-    """Of a detector's tensors those that have a part for each class, by name: views [classes, ...]."""
+    """The tensors of a detector that have a part for each class, by name, as views [classes, ...]."""
     views = {}
     for name, tensor in tensors.items():
         layer = name.split(".")[-2]
         if layer == "cls_logits" and not name.startswith("rpn."):
-            views[name] = tensor.unflatten(0, (-1, classes)).transpose(0, 1)  # each anchor has one
+            views[name] = tensor.unflatten(0, (-1, classes)).transpose(0, 1)  # each anchor has one per class
         elif layer in ("cls_score", "bbox_pred", "mask_fcn_logits") and not name.startswith("rpn."):
             views[name] = tensor.unflatten(0, (classes, -1))
     return views
 
 
 def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """What a folder says and holds, once it is known to be of the same architecture."""
+    """Configuration and tensors of a folder, if it is of the same architecture. Raises `Refused` otherwise."""
     try:
         check_regular(folder)
         config = json.loads(read_text(folder / "config.json", SMALL))

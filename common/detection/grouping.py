@@ -10,11 +10,11 @@ from common.randomness import key_of, uniforms
 
 @dataclass(frozen=True)
 class GroupedStream(Stream):
-    """A stream whose images change places within windows of `window` global batches, so that batches hold similar shapes.
+    """A stream whose images are reordered within windows of `window` global batches, so that batches hold similar shapes.
 
-    Nothing leaves its epoch: each still holds every image exactly once, or as often as the stream's weights say. Random
-    access stays, at the cost of a window's indices. Which batch of the window gets which shapes is drawn, so that the
-    order of the steps says nothing about shapes.
+    Images stay in their epoch: it still holds each exactly once, or as often as the stream's weights say. Random access
+    stays, at the cost of a window's indices. Which batch of a window gets which shapes is random, so that the order of the
+    steps does not depend on shapes.
     """
 
     aspects: np.ndarray = field(kw_only=True)  # float[size]: width / height of each image

@@ -13,39 +13,41 @@ from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
-_VISIBLE = 0.1  # share of a box: an object of which less is left is left out; of a crowd region anything counts
-_WIDEST = 4.0  # zoom-out: sides of the ground that an image is laid on, at most, in sides of the image
-_LARGEST = 10.0  # factor of the scale: beyond, a few pixels fill the whole
+_VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
+_WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
+_LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 
 @dataclass(frozen=True)
 class BoxAugmentation:
-    """What training images go through, each a pure function of (seed, position).
+    """Augmentation of training images: a pure function of (seed, position).
 
-    The size of what comes out never exceeds `sizes`, a function of metadata alone: every process knows the canvas of a
-    whole step without decoding it. Whatever part of an image or of several is shown, it is made to fit into the size that
-    the position's own image would have had as a whole.
+    The result is never larger than `sizes`, a function of metadata alone: every process knows the canvas of a whole step
+    without decoding it. Any part of one or several images is fitted into the size that the position's own image would
+    have as a whole.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ghiasi et al. 2021, "Simple Copy-Paste" (large-scale
     jitter); Ge et al. 2021, YOLOX (mosaic and MixUp in equal parts, both without weights in the loss).
     """
 
     seed: int
-    short_sides: tuple[int, ...]  # one is drawn for each position: the length of the image's shorter side
-    long_side: int  # no longer than this
-    jitter: tuple[float, float] | None = None  # range of a factor of the scale; what gets larger than the whole is cut
-    hflip: float = 0.0  # probabilities, from here
+    short_sides: tuple[int, ...]  # lengths of the shorter side; one is drawn for each position
+    long_side: int  # largest length of the longer side
+    jitter: tuple[float, float] | None = (
+        None  # range of a factor of the scale; what exceeds the whole image's size is cut
+    )
+    hflip: float = 0.0  # from here on probabilities
     photometric: float = 0.0
     iou_crop: float = 0.0
     zoom_out: float = 0.0
     mosaic: float = 0.0
     mixup: float = 0.0
-    strong_until: int = 0  # from this position on nothing but short sides, jitter and mirror (0: never so)
-    square: bool = False  # what is shown is stretched to a square of the short side; `long_side` is not used
-    alike: int = 1  # so many consecutive positions draw the same short side
+    strong_until: int = 0  # from this position on only short sides, jitter and mirroring (0: never)
+    square: bool = False  # stretch to a square of the short side; `long_side` is not used
+    alike: int = 1  # number of consecutive positions that draw the same short side
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """float64[n, 2]: how much wider and higher each image of `sizes` int[n, 2] (width, height) gets as a whole."""
+        """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
         drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
         short = np.array(self.short_sides)[(drawn * len(self.short_sides)).astype(int)]
         if self.square:
@@ -53,21 +55,21 @@ class BoxAugmentation:
         return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """int64[n, 2]: the largest width and height that `__call__` makes of images of `sizes` at `positions`."""
+        """int64[n, 2]: the largest width and height that `__call__` returns for images of `sizes` at `positions`."""
         room = sizes * self.scales(positions, sizes)
         factors = np.where(self._happens("mosaic", positions), 1, self._factors(positions))
         return np.minimum(_rounded(room), _rounded(room * factors[:, None]))
 
     def partners(self, position: int) -> np.ndarray:
-        """uint64[n]: a random number for each further image that `position` takes: 3 of a mosaic, then 1 of MixUp."""
+        """uint64[n]: a random number for each other image that `position` needs: 3 for a mosaic, then 1 for MixUp."""
         where = np.array([position])
         count = 3 * self._happens("mosaic", where)[0] + self._happens("mixup", where)[0]
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """The position's own sample and its partners' -> one of tensors: image uint8[3, h, w], boxes float32[m, 4], ...
+        """The samples of a position and of its partners -> one sample of tensors: image uint8[3, h, w], boxes float32[m, 4].
 
-        `fill` is the colour of what no image covers.
+        `fill` is the colour where no image is.
         """
         where = np.array([position])
         own, *others = samples
@@ -86,16 +88,16 @@ class BoxAugmentation:
     def _alone(
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
-        """One image, or a part of it, or it and its surroundings; no larger than int[2] `limit`."""
+        """One image, a part of it, or the image on a larger canvas; at most `limit` int[2] in size."""
         where, size = np.array([position]), _size(sample)
-        room = size * self.scales(where, size[None])[0]  # what the whole image would take
+        room = size * self.scales(where, size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
         view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
         if self._strikes(self.zoom_out, position):
-            ground = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
-            corner = -_corner(ground - size)
-            view = np.concatenate([corner, corner + ground])
+            canvas = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
+            corner = -_corner(canvas - size)
+            view = np.concatenate([corner, corner + canvas])
         if self._strikes(self.iou_crop, position):
             view, kept = _iou_crop(sample, view)
         scale = room / (view[2:] - view[:2])
@@ -103,7 +105,7 @@ class BoxAugmentation:
         return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
 
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """Four images around a point, each cut to its corner, at half to whole of the scale that it would have alone."""
+        """Four images around a point, each cut to its corner, at 0.5 to 1 times the scale that it would have alone."""
         where = np.array([position])
         width, height = self.sizes(where, _size(samples[0])[None])[0].tolist()
         self._seed(position, "mosaic")
@@ -113,7 +115,7 @@ class BoxAugmentation:
         for number, sample in enumerate(samples):
             right, below = number % 2, number // 2
             limit = np.array([width - x if right else x, height - y if below else y])
-            if not limit.all():  # an image of one pixel has no four corners
+            if not limit.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
             scale = self.scales(where, _size(sample)[None])[0] * self._factors(where)[0] * np.random.uniform(0.5, 1)
@@ -135,13 +137,13 @@ class BoxAugmentation:
         fill: tuple[int, int, int],
         kept: np.ndarray,
     ) -> Sample:
-        """What of a sample lies within `view` (left, top, right, bottom; also beyond it), scaled, mirrored and coloured."""
+        """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         inside = view.clip(0, np.tile(_size(sample), 2))
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         left, top, width, height = inside[0], inside[1], *(inside[2:] - inside[:2])
-        if min(width, height) < 1:  # the view shows nothing but surroundings
+        if min(width, height) < 1:  # the view lies outside the image
             return _padded(_nothing(sample), 0, 0, *out.tolist(), fill)
 
         cut = sample.boxes.clip(np.tile(inside[:2], 2), np.tile(inside[2:], 2))
@@ -176,7 +178,7 @@ class BoxAugmentation:
 
 
 def read_range(flag: str, text: str) -> tuple[float, float] | None:
-    """What a flag says as "0.1-2"; None for nothing. Raises `Refused`."""
+    """The two factors of a flag such as "0.1-2"; None if it is empty. Raises `Refused`."""
     if not text:
         return None
     try:
@@ -197,23 +199,25 @@ def _corner(free: np.ndarray) -> np.ndarray:
 
 
 def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """As much of a view, at a random place in it, as fits into `limit` at these scales of width and height."""
+    """The largest part of a view that fits into `limit` at these scales of width and height, at a random place in it."""
     size = view[2:] - view[:2]
     most = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
-    most = np.where(_rounded(size * scale) <= limit, size, most)  # a size that is rounded down cuts nothing off
+    most = np.where(_rounded(size * scale) <= limit, size, most)  # rounding a size down cuts nothing off
     corner = view[:2] + _corner(size - most)
     return np.concatenate([corner, corner + most])
 
 
 def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A part of the view as SSD chooses it, and bool[n] whose centre lies in it."""
+    """A part of the view, chosen as in SSD, and bool[n]: whether the centre of each box lies in it."""
     boxes, everything = sample.boxes[~sample.crowd], np.ones(len(sample.boxes), bool)
     width, height = (view[2:] - view[:2]).tolist()
-    if not len(boxes) or min(width, height) < 4:  # it would look for a box for long; it would divide by 0
+    if (
+        not len(boxes) or min(width, height) < 4
+    ):  # the search would take long without boxes, and divide by 0 in a tiny view
         return view, everything
     canvas = {"format": "XYXY", "canvas_size": (height, width)}
     found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - np.tile(view[:2], 2), **canvas)])
-    if not found:  # one of its choices is the whole
+    if not found:  # one of its choices is the whole view
         return view, everything
     corner = view[:2] + [found["left"], found["top"]]
     everything[~sample.crowd] = found["is_within_crop_area"].numpy()
@@ -224,7 +228,7 @@ def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _size(sample: Sample) -> np.ndarray:
-    """int64[2]: width and height of a sample before it is one of tensors."""
+    """int64[2]: width and height of a sample that is not of tensors yet."""
     image = sample.image
     return np.array(image.shape[1::-1] if isinstance(image, np.ndarray) else image.size)
 
@@ -259,14 +263,14 @@ def _rows(sample: Sample, rows: np.ndarray) -> Sample:
 
 
 def _each(sample: Sample, function, *arguments, **options) -> Sample:
-    """A geometric function of torchvision on image, boxes and masks alike."""
+    """Apply a geometric function of torchvision to image, boxes and masks."""
     image, boxes, labels, crowd, masks = sample
     image, boxes = (function(part, *arguments, **options) for part in (image, boxes))
     return Sample(image, boxes, labels, crowd, None if masks is None else function(masks, *arguments, **options))
 
 
 def _padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
-    """The sample at a place of a ground of this size."""
+    """The sample at (left, top) on a canvas of this size."""
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
@@ -276,14 +280,14 @@ def _padded(sample: Sample, left: int, top: int, width: int, height: int, fill: 
 
 
 def _joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
-    """The boxes of several on one image."""
+    """The boxes of several samples on one image."""
     _, *columns = zip(*samples, strict=True)
     masks = None if columns[3][0] is None else torch.cat(columns[3])
     return Sample(image, *(torch.cat(column) for column in columns[:3]), masks)
 
 
 def _final(sample: Sample) -> Sample:
-    """Plain tensors, without objects whose mask has no pixel left."""
+    """A sample of plain tensors, without objects whose mask has no pixel left."""
     image, boxes, labels, crowd, masks = sample
     image, boxes = image.as_subclass(torch.Tensor), boxes.as_subclass(torch.Tensor).float()
     boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))  # scaling may round up

@@ -1,1 +1,1 @@
-"""Processes and machines: how they start, meet, talk and end."""
+"""Processes and machines of a run: launch, rendezvous, collectives, watchdog, exit codes."""

@@ -1,4 +1,4 @@
-"""Do all processes of a run have the same code, packages and settings?"""
+"""Agreement: checks before a run that all processes have the same code, packages and settings."""
 
 import dataclasses
 import hashlib
@@ -15,13 +15,13 @@ from common.distributed.environment import packages
 from common.errors import Refused
 
 NAMED = 5  # differences that a message lists
-LAST_LOOK = timedelta(seconds=10)
+READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for the others
 
 
 def facts(config=None) -> dict[str, str]:
-    """What must be the same everywhere, by the name under which a difference is reported.
+    """What must be the same on all ranks, by the name under which a difference is reported.
 
-    Versions of Python and packages, hashes of the recipe's source and of common/, and the settings, if there are any.
+    Versions of Python and of packages, hashes of the recipe's source and of common/, and the fields of `config`.
     """
     common = Path(__file__).parents[1]
     files = {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
@@ -36,10 +36,11 @@ def facts(config=None) -> dict[str, str]:
 
 
 def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta) -> None:
-    """Return when every rank has come here with the same facts.
+    """Return when every rank has arrived with the same facts.
 
-    Over the store alone: before a process group, which other versions might not form. Each rank compares itself with rank 0.
-    Raises Refused on every rank where one has not come within `patience`, or differs; names it and its machine.
+    Uses only the store, not a process group, which ranks with different versions might fail to form. Each rank compares
+    itself with rank 0. Raises `Refused` on every rank if one does not arrive within `patience`, or differs; the message
+    names that rank and its machine.
     """
     store, here = PrefixStore("agreement", store), socket.gethostname()
     store.set_timeout(patience)
@@ -58,12 +59,12 @@ def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patien
         if store.add("read", 1) == world_size:
             store.set("all have read", "")
         if rank == 0:  # the store may end with it
-            store.wait(["all have read"], LAST_LOOK)
+            store.wait(["all have read"], READ_BY_ALL)
         raise Refused(difference)
 
 
 def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
-    """What differs, in words; empty if nothing does."""
+    """The differences in words; "" if there are none."""
     found = [
         f"{name} is another file"
         if name.endswith(".py")

@@ -1,10 +1,10 @@
-"""How do the processes of a run find, inform and wait for each other?
+"""Collectives: the functions by which the processes of a run exchange data and wait for each other.
 
-Everything here works without a process group too, and then means "one process". What the host has to know travels over
-a gloo group, so that no call waits for a device unless it is given a device tensor. Unless a docstring says
-"no communication", a function is a collective: every rank must call it, in the same order.
+All of them work without a process group too, as for a single process. Data for the host is sent over a gloo group, so no
+call waits for a device unless it is given a device tensor. Every function is a collective (every rank must call it, in the
+same order) unless its docstring says "No communication".
 
-Gloo does not check who sends, so nothing that arrives is unpickled: objects travel as JSON, arrays as safetensors.
+Gloo does not authenticate senders, so nothing received is unpickled: objects are sent as JSON, arrays as safetensors.
 """
 
 import gc
@@ -26,10 +26,10 @@ from safetensors.numpy import load, save
 from common.errors import Refused
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
-_LAST_WORK_S = 0.1  # in which a thread gets its turn
-NAMED_FAILURES = 3  # a thousand ranks fail for one reason: a message names this many of them
+_LAST_WORK_S = 0.1  # time for threads of gloo to finish
+NAMED_FAILURES = 3  # ranks that a message names: many ranks often fail for the same reason
 
-_timeout: timedelta | None = None  # of the groups that are made here
+_timeout: timedelta | None = None  # of the groups that this module makes
 _cache: dict[Hashable, Any] = {}
 _cache_group: dist.ProcessGroup | None = None
 
@@ -40,15 +40,17 @@ def is_distributed() -> bool:
 
 
 def give_up_after(timeout: timedelta) -> None:
-    """How long a collective over one of the groups below may take; without it as long as torch thinks. No communication."""
+    """Set the timeout of collectives over the groups that this module makes (default: torch's). No communication."""
     global _timeout
     _timeout = timeout
 
 
 def begun() -> int:
-    """How many collectives this process has begun, also those that a device still has to do. No communication; any thread.
+    """Number of collectives that this process has begun, including those still queued on a device.
 
-    All ranks begin the same ones in the same order: who has begun fewer than another keeps that one waiting.
+    All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the others waiting.
+    No communication; may be called from any thread.
+
     One process: 0. Two ranks, of which rank 0 waits in a barrier for rank 1: 8 on rank 0, 7 on rank 1.
     """
     default = dist.group.WORLD if is_distributed() else None
@@ -57,7 +59,7 @@ def begun() -> int:
 
 
 def rank() -> int:
-    """This process's number in the run. No communication. One process: 0; two ranks: 0, 1."""
+    """Number of this process in the run. No communication. One process: 0; two ranks: 0, 1."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -72,9 +74,9 @@ def is_main() -> bool:
 
 
 def local_rank() -> int:
-    """This process's number on its node. One process: 0; two ranks on a machine: 0, 1; on two machines: 0, 0.
+    """Number of this process on its node. One process: 0; two ranks on a machine: 0, 1; on two machines: 0, 0.
 
-    No communication where the launcher has set LOCAL_RANK; else a collective at the first call, as `node_rank`.
+    No communication if the launcher has set LOCAL_RANK; else the first call is a collective, like `node_rank`.
     """
     return _from_launcher("LOCAL_RANK", lambda: _node().index(rank()))
 
@@ -82,7 +84,7 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Number of processes on this node. One process: 1; two ranks on a machine: 2, 2; on two machines: 1, 1.
 
-    No communication where the launcher has set LOCAL_WORLD_SIZE; else a collective at the first call, as `node_rank`.
+    No communication if the launcher has set LOCAL_WORLD_SIZE; else the first call is a collective, like `node_rank`.
     """
     return _from_launcher("LOCAL_WORLD_SIZE", lambda: len(_node()))
 
@@ -93,7 +95,7 @@ def is_local_main() -> bool:
 
 
 def node_rank() -> int:
-    """This node's number, nodes ordered by their first rank. A collective at its first call, free afterwards.
+    """Number of this node; nodes are ordered by their first rank. The first call is a collective, later ones are free.
 
     One process: 0; two ranks on a machine: 0, 0; on two machines: 0, 1.
     """
@@ -101,13 +103,13 @@ def node_rank() -> int:
 
 
 def barrier() -> None:
-    """Return when every rank has come here. One process: at once; two ranks: both when the later one arrives."""
+    """Return when every rank has called it. One process: at once; two ranks: both when the later one arrives."""
     if is_distributed():
         dist.barrier(group=host_group())
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. It is what JSON can say; a tuple arrives as a list.
+    """The objects of all ranks, in rank order, on every rank. Objects must be JSON; a tuple arrives as a list.
 
     One process: gather_objects("a") -> ["a"].
     Two ranks:   gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"].
@@ -122,7 +124,7 @@ def gather_objects(item: Any) -> list[Any]:
 
 
 def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
-    """Every rank's arrays, in rank order, on rank 0; None on the others. Arrays of objects hold bytes.
+    """The arrays of all ranks, in rank order, on rank 0; None on the others. Elements of object arrays must be bytes.
 
     One process: gather_to_main([[1]]) -> [[[1]]].
     Two ranks:   gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None.
@@ -137,7 +139,7 @@ def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | Non
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the ranks, on its device and without waiting for it; a new tensor.
+    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the device.
 
     One process: all_sum([1.0]) -> [1.0].
     Two ranks:   all_sum([1.0] | [2.0]) -> [3.0] | [3.0].
@@ -149,7 +151,7 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(item: Any, source: int = 0) -> Any:
-    """The object that rank `source` gave, as JSON says it, on every rank; what others gave is ignored.
+    """The object of rank `source`, sent as JSON, on every rank; the arguments of other ranks are ignored.
 
     One process: broadcast_object("a") -> "a".
     Two ranks:   broadcast_object("a" | None) -> "a" | "a".
@@ -164,16 +166,16 @@ def broadcast_object(item: Any, source: int = 0) -> Any:
 
 
 def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
-    """Combine scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". Not-a-number wins.
+    """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". NaN on a rank gives NaN.
 
-    The mean is over ranks, each counting once: for a mean over samples, reduce sums and counts.
-    Reading a device tensor waits for the device.
+    "mean" averages over ranks; for a mean over samples, reduce sums and counts. A device tensor makes the call wait for
+    the device.
 
     One process: reduce_dict({"loss": 1}) -> {"loss": 1.0}.
     Two ranks:   reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}.
 
     Raises:
-        ValueError: on every rank, if names differ between ranks; says which.
+        ValueError: on every rank, if the names differ between ranks; the message has them.
     """
     of_ranks = gather_objects({name: float(value) for name, value in values.items()})
     for other, theirs in enumerate(of_ranks):
@@ -184,7 +186,7 @@ def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> 
 
 
 def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
-    """Sum an int64 tensor over the ranks, exactly; a new tensor on the same device (through host memory).
+    """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device (sent from host memory).
 
     One process: reduce_counts([1, 2]) -> [1, 2].
     Two ranks:   reduce_counts([1, 2] | [10, 20]) -> [11, 22] | [11, 22].
@@ -201,24 +203,24 @@ def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def leave_process_group() -> None:
-    """Destroy the process group, so that Python can end; nothing without one.
+    """Destroy the process group, if there is one, so that Python can exit.
 
-    A thread of gloo may still hold tensors of the last collective. It drops them under the interpreter's lock, and would abort
-    the process if Python were ending then; so it is given the time to.
+    A thread of gloo may still hold tensors of the last collective. It releases them under the interpreter's lock, and would
+    abort the process if Python were exiting at that moment. So this function gives it some time.
     """
     global _cache_group
     if is_distributed():
         _cache.clear()
         _cache_group = None
         dist.destroy_process_group()
-        gc.collect()  # with the last reference to a group its threads end
-        time.sleep(_LAST_WORK_S)  # where somebody still has one
+        gc.collect()  # the threads of a group end with the last reference to it
+        time.sleep(_LAST_WORK_S)  # in case a reference is left
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks, for what the host has to agree on; a collective at its first call.
+    """A gloo group of all ranks, for data of the host. The first call is a collective.
 
-    One process: None; two ranks: the default group where that is gloo, else one made once for it.
+    One process: None; two ranks: the default group if its backend is gloo, else a new group, made once.
     """
     if not is_distributed():
         return None
@@ -228,10 +230,10 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """The default backend's group of these ranks, made once. Every rank of the run calls it, members or not.
+    """A group of these ranks with the default backend, made once. Every rank of the run must call it, member or not.
 
-    One process: None. Two ranks: subgroup([1]) -> a group on rank 1, on rank 0 what torch.distributed calls a
-    non-member: collectives over it warn and do nothing.
+    One process: None. Two ranks: subgroup([1]) -> a group on rank 1; on rank 0 torch's placeholder for a non-member,
+    over which collectives warn and do nothing.
     """
     if not is_distributed():
         return None
@@ -240,27 +242,27 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 def node_group() -> dist.ProcessGroup | None:
-    """The default backend's group of the ranks on this node; nodes may differ in size. A collective at its first call.
+    """A group of the ranks on this node, with the default backend; nodes may differ in size. The first call is a collective.
 
-    A node is what shares a host name, a boot and a launcher agent (GROUP_RANK), so that two agents that rehearse
-    two nodes on one machine are two nodes.
+    Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So two launchers on one
+    machine count as two nodes, which helps to try out a run on two nodes.
 
     One process: None; two ranks on a machine: the group of both; on two machines: a group of one on each.
     """
     if not is_distributed():
         return None
-    groups = {members: subgroup(members) for members in _nodes()}  # every rank takes part in making every group
+    groups = {members: subgroup(members) for members in _nodes()}  # every rank must take part in making every group
     return groups[_node()]
 
 
 def same_on_all_ranks(what: str, value: Any) -> Any:
-    """`value`, once it is known that every rank has the same.
+    """`value`, after checking that every rank has the same value.
 
     One process: same_on_all_ranks("data", "3f") -> "3f".
     Two ranks:   same_on_all_ranks("data", "3f" | "3f") -> "3f" | "3f".
 
     Raises:
-        Refused: on every rank, if one differs; names the ranks, their machines and their values.
+        Refused: on every rank, if one differs; the message has the ranks, their machines and their values.
     """
     of_ranks = gather_objects((value, socket.gethostname()))
     named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
@@ -271,9 +273,9 @@ def same_on_all_ranks(what: str, value: Any) -> Any:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` is how the loss of another process shows in a collective. No communication.
+    """Whether `error` was raised by a collective because another process was lost. No communication.
 
-    One process: never. Two ranks, of which rank 1 was killed: True for what rank 0's next collective raises.
+    One process: False. Two ranks, of which rank 1 was killed: True for the error of rank 0's next collective.
     """
     # Gloo raises a plain RuntimeError that begins with the path of its source file.
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
@@ -281,19 +283,19 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextmanager
 def all_or_none(what: str) -> Iterator[None]:
-    """Every rank leaves the block well, or every rank leaves it with an exception; none waits for one that failed.
+    """If the block raises on one rank, it raises on all, so that no rank waits for one that failed.
 
-        with together("loading data"):
+        with all_or_none("loading data"):
             samples = load(path)
 
-    One process: what is raised inside goes on as it is. Two ranks, of which rank 1 raises OSError("no such file"):
-    rank 1 raises its OSError, rank 0 `Refused("rank 1: while loading data: OSError: no such file")`; if all that was
-    raised is `Refused`, every rank raises `Refused` with the same text. One small collective where nobody fails.
-    A block that itself contains collectives is safe only if these cannot be reached by some ranks alone.
+    One process: an exception passes through unchanged. Two ranks, of which rank 1 raises OSError("no such file"): rank 1
+    raises its OSError, rank 0 raises `Refused("rank 1: while loading data: OSError: no such file")`. If every exception is
+    a `Refused`, every rank raises `Refused` with the same text. Without failure it costs one small collective.
+    A block may itself contain collectives only if all ranks reach them or none does.
     """
     try:
         yield
-    except BaseException as error:  # also an interrupt on one rank has to reach the others
+    except BaseException as error:  # also KeyboardInterrupt on one rank has to reach the others
         _agree(what, error)
         raise
     _agree(what)
@@ -301,12 +303,12 @@ def all_or_none(what: str) -> Iterator[None]:
 
 @contextmanager
 def main_process_first(what: str, *, local: bool = False) -> Iterator[None]:
-    """Rank 0 (with `local`, the first rank of each node) runs the block, then all others do: download once, then read.
+    """Rank 0 (with `local`, the first rank of each node) runs the block before the others: download once, then read.
 
         with main_process_first("downloading"):
             path = download(url)
 
-    One process: runs the block. Two ranks: rank 1 enters when rank 0 has left. Failure spreads as in `together`: if
+    One process: runs the block. Two ranks: rank 1 enters when rank 0 has left. Failures spread as in `all_or_none`: if
     rank 0 raises, rank 1 raises `Refused` instead of entering; if rank 1 raises, so does rank 0 at the block's end.
     """
     goes_first = is_local_main() if local else is_main()
@@ -323,7 +325,7 @@ def main_process_first(what: str, *, local: bool = False) -> Iterator[None]:
 
 
 def _agree(what: str, error: BaseException | None = None) -> None:
-    """Return if no rank has an error or only this one has to raise its own; else raise `Refused`."""
+    """Return if no rank has an error, or if the caller raises its own; else raise `Refused`."""
     if not is_distributed():
         return
     failed = torch.tensor(int(error is not None))
@@ -353,7 +355,7 @@ def _from_json(data: torch.Tensor) -> Any:
 
 
 def _sizes(data: torch.Tensor) -> list[int]:
-    """How many bytes each rank has to send."""
+    """The number of bytes that each rank sends."""
     sizes = torch.zeros(world_size(), dtype=torch.int64)
     sizes[rank()] = len(data)
     return reduce_counts(sizes).tolist()
@@ -364,7 +366,7 @@ def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _pack(arrays: Sequence[np.ndarray]) -> bytes:
-    """An array of objects becomes two: their lengths, and all their bytes."""
+    """Arrays as safetensors; an object array becomes two arrays, the lengths and the joined bytes of its elements."""
     parts = {}
     for number, array in enumerate(arrays):
         if array.dtype == object:
@@ -382,12 +384,12 @@ def _unpack(data: bytes) -> list[np.ndarray]:
         number = int(name.split()[0])
         ends, joined = np.cumsum(of_items).tolist(), arrays[number].tobytes()
         items = [joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)]
-        arrays[number] = np.array([*items, None], object)[:-1]  # None, or bytes would become one array
+        arrays[number] = np.array([*items, None], object)[:-1]  # with None, numpy keeps the bytes objects
     return arrays
 
 
 def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
-    """What the launcher says, else what the ranks find out; one process is alone whatever the environment says."""
+    """The value that the launcher has set, else that of `otherwise`, as always without a process group."""
     if is_distributed() and variable in os.environ:
         return int(os.environ[variable])
     return otherwise()
@@ -404,7 +406,7 @@ def _nodes() -> list[tuple[int, ...]]:
 
 
 def _find_nodes() -> list[tuple[int, ...]]:
-    boot = Path("/proc/sys/kernel/random/boot_id")  # a host name alone may be the same on cloned machines
+    boot = Path("/proc/sys/kernel/random/boot_id")  # cloned machines may have the same host name
     here = (socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("GROUP_RANK"))
     nodes: dict[Hashable, list[int]] = {}
     for member, node in enumerate(gather_objects(here)):
@@ -413,7 +415,7 @@ def _find_nodes() -> list[tuple[int, ...]]:
 
 
 def _cached(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What `make` returned for this default group; forgotten when another default group takes its place."""
+    """The result of `make`, kept for as long as the default group exists."""
     global _cache_group
     if _cache_group is not dist.group.WORLD:
         _cache.clear()

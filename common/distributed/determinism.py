@@ -1,4 +1,4 @@
-"""Does a GPU take the fastest kernels, or those that repeat a run bit for bit?"""
+"""Choice of GPU kernels: the fastest ones, or deterministic ones that repeat a run bit for bit."""
 
 import os
 import re
@@ -11,18 +11,18 @@ _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def choose(deterministic: bool, fixed_shapes: bool) -> None:
-    """Choose the kernels of this process; before anything is on its device.
+    """Choose the kernels of this process. Must be called before anything is on its device.
 
-    With `fixed_shapes`, where convolutions meet few shapes, cuDNN tries its algorithms once for each of them and keeps the
-    fastest: another one at each start, perhaps.
+    `fixed_shapes`: convolutions have few different shapes, so cuDNN tries its algorithms once per shape and keeps the fastest.
+    That may be another one at each start.
     """
     torch.backends.cudnn.benchmark = fixed_shapes and not deterministic
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel for each tensor, to find faults with
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would launch a kernel per tensor, only for debugging
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # --compile: no choice by measured time
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # --compile: don't choose by measured times
 
 
 def check(error: Exception) -> None:

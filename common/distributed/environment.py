@@ -1,4 +1,4 @@
-"""On what did this run happen?"""
+"""Environment of a run: versions, commit, command, layout, devices and CPU cores."""
 
 import os
 import platform
@@ -13,16 +13,16 @@ from common.config import recipe_source
 from common.distributed.collectives import gather_objects, local_world_size, world_size
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
-_ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, in so many microseconds
+_ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and period, in microseconds
 
 
 def environment(precision: str, device: torch.device, config: object = None) -> dict:
-    """Versions, commit, command, layout and devices of this start; every rank calls it with its `device`.
+    """The content of environment.json: versions, commit, command, layout and devices of this start. A collective.
 
-    Of the recipe, whose configuration is `config`, the path and a hash of each file of its source.
+    `config` is the recipe's configuration, by which the path and the hashes of its source are found.
     """
     recipe = recipe_source.started(config)
-    on_gpu = device.type == "cuda"  # a machine may have one and the run be on its CPU
+    on_gpu = device.type == "cuda"  # not torch.cuda.is_available(): the run may use the CPU
     name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
         "command": " ".join(sys.argv),
@@ -42,7 +42,7 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
 
 
 def cores() -> int:
-    """How many this process may use: those it is bound to, and no more than its container is allotted."""
+    """Number of CPU cores that this process may use: limited by its affinity and by the quota of its container."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _ALLOTMENT.read_text().split()
@@ -52,7 +52,7 @@ def cores() -> int:
 
 
 def packages() -> dict[str, str | None]:
-    """Version of each package that has a say in the result; None where it is not installed."""
+    """Version of each package that may affect the result; None if it is not installed."""
     return {name: _version(name) for name in _PACKAGES}
 
 
@@ -64,9 +64,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit(file: Path) -> str | None:
-    """The git commit that the folder of `file` is at, with `+changes` where files differ from it or `file` is not in it.
+    """The commit of the git repository of `file`, with `+changes` if files differ from it or `file` is not tracked.
 
-    None outside git.
+    None outside of a repository.
     """
 
     def git(*words: str) -> str:

@@ -1,4 +1,8 @@
-"""What do a launcher and its processes leave for each other to read, so that an end on purpose is not taken for a crash?"""
+"""Exit codes: how a launcher and its processes tell each other about an intended end, so that it does not count as a crash.
+
+They exchange small files in a temporary folder of the launcher: processes announce their exit code there, and the launcher
+its reason for ending them.
+"""
 
 import contextlib
 import json
@@ -6,48 +10,49 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-LAST_WORD = "RECIPES_LAST_WORD"  # names the folder; set by the launcher, see rendezvous
-AT_LEAST = "RECIPES_AT_LEAST"  # how many machines the run needs; set by the launcher
-RESUMABLE = 75  # exit code of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, "try again"
-RESTART, END = "restart", "end"  # why a launcher ends its processes: to start them again, or to end with them
+EXIT_FOLDER = "RECIPES_EXIT_FOLDER"  # environment variable with the folder's path; set by the launcher, see rendezvous
+AT_LEAST = "RECIPES_AT_LEAST"  # environment variable with the number of machines that the run needs; set by the same
+RESUMABLE = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
+RESTART, END = "restart", "end"  # why a launcher ends its processes: to start them again, or to end as well
+_ANNOUNCEMENT, _NOTICE = "exit", "notice"  # files in the folder
 
 
 def leaving(asked: Collection[int], machines: int, least: int) -> list[int]:
-    """The machines that leave a run of `machines` when those in `asked` are to: all of them, if fewer than `least` would stay.
+    """The machines that leave a run of `machines` when those in `asked` are asked to: all, if fewer than `least` would stay.
 
-    Machine 0 keeps the store over which they meet: without it none stays.
+    Also all if machine 0 is asked to, since it keeps the store.
     """
     stays = 0 not in asked and machines - len(asked) >= least
     return sorted(asked) if stays else list(range(machines))
 
 
-def leave_word(code: int, leavers: Collection[int] = ()) -> None:
-    """Tell the launcher that this process ends with `code` on purpose, and which machines leave the run."""
-    if folder := os.environ.get(LAST_WORD):
+def announce_exit(code: int, leavers: Collection[int] = ()) -> None:
+    """Tell the launcher that this process intends to end with `code`, and which machines leave the run."""
+    if folder := os.environ.get(EXIT_FOLDER):
         with contextlib.suppress(OSError):  # the launcher is gone, and its folder
-            (Path(folder) / "word").write_text(json.dumps([code, *leavers]))
+            (Path(folder) / _ANNOUNCEMENT).write_text(json.dumps([code, *leavers]))
 
 
-def read_word(folder: Path) -> tuple[int, list[int]] | None:
-    """The code and the leaving machines that a process of this launcher has left, None if none has."""
-    word = folder / "word"
-    text = word.read_text() if word.exists() else ""
+def announced_exit(folder: Path) -> tuple[int, list[int]] | None:
+    """The exit code and the leaving machines that a process of this launcher has announced, or None."""
+    file = folder / _ANNOUNCEMENT
+    text = file.read_text() if file.exists() else ""
     return (json.loads(text)[0], json.loads(text)[1:]) if text else None
 
 
 def notify(folder: Path, why: str) -> None:
     """Tell the processes of this launcher why it ends them: RESTART or END."""
-    (folder / "notice").write_text(why)
+    (folder / _NOTICE).write_text(why)
 
 
 def notice() -> str:
-    """Why the launcher ends this process: RESTART or END; empty if it doesn't."""
+    """Why the launcher ends this process: RESTART or END; "" if it does not."""
     with contextlib.suppress(KeyError, OSError):
-        return (Path(os.environ[LAST_WORD]) / "notice").read_text()
+        return (Path(os.environ[EXIT_FOLDER]) / _NOTICE).read_text()
     return ""
 
 
-def forget(folder: Path) -> None:
-    """Clear both, before new processes start."""
-    for name in ("word", "notice"):
+def clear(folder: Path) -> None:
+    """Remove the messages of both sides, before new processes start."""
+    for name in (_ANNOUNCEMENT, _NOTICE):
         (folder / name).unlink(missing_ok=True)

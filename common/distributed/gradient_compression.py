@@ -1,4 +1,4 @@
-"""How are gradients made smaller on their way between processes, and what does that cost in exactness?"""
+"""Gradient compression: how DDP sends gradients between processes, and how exact the result then is."""
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
@@ -17,13 +17,14 @@ DESCRIPTIONS = {
     "bf16": "sent in bf16, with 8 significant bits: layouts agree to about these",
     "powersgd": "sent as matrices of low rank: other layouts and a resumed run agree only statistically",
 }
-ONE_BUCKET_MB = 2**20  # more than any model has
+ONE_BUCKET_MB = 2**20  # larger than any model
 
 
 def data_parallel(config: RunConfig, precision: str) -> DistributedDataParallelKwargs:
-    """How DDP is to send gradients; `precision` is Accelerate's name for it: no, fp16 or bf16.
+    """Options of DDP for sending gradients; `precision` is Accelerate's name: no, fp16 or bf16.
 
-    PowerSGD is Vogels et al., 2019 (https://arxiv.org/abs/1905.13727), as torch has it. Raises Refused for what it can't do.
+    PowerSGD is torch's implementation of Vogels et al., 2019 (https://arxiv.org/abs/1905.13727). Raises `Refused` for
+    settings that it can't handle.
     """
     bucket_cap_mb, options = config.bucket_cap_mb, {}
     if config.comm_hook == "powersgd":
@@ -40,17 +41,17 @@ def data_parallel(config: RunConfig, precision: str) -> DistributedDataParallelK
         bucket_cap_mb = ONE_BUCKET_MB
         options = {
             "matrix_approximation_rank": config.powersgd_rank,
-            # The two backward passes of the warm-up are sent whole: nothing of them is owed to the first real step. DDP
-            # regroups its bucket between them, so that fewer would not do.
+            # Send the gradients of the two backward passes of the warm-up uncompressed, so that they leave no compression
+            # error for the first real step. One would not be enough: DDP rebuilds its bucket between them.
             "start_powerSGD_iter": 2,
-            # A gradient of zeros, such as that of a branch whose last scale begins at 0, would be divided by its norm, and
-            # a warm start would take the zeros for the directions of all later steps: such layers never learnt.
+            # A zero gradient, as in a branch whose last scale is initialised to 0, would be divided by its norm. And a warm
+            # start would use the zeros as directions in all later steps: such layers would never learn.
             "orthogonalization_epsilon": 1e-8,
             "warm_start": False,
         }
     return DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the recipes keep running statistics equal themselves
+        broadcast_buffers=False,  # the recipes synchronise running statistics themselves
         bucket_cap_mb=bucket_cap_mb,
         comm_hook=HOOKS[config.comm_hook],
         comm_state_option=options,
@@ -58,7 +59,7 @@ def data_parallel(config: RunConfig, precision: str) -> DistributedDataParallelK
 
 
 def describe(config: RunConfig) -> dict[str, str]:
-    """A row for the start table where gradients are not sent as they are, else none.
+    """A row of the start table if gradients are compressed, else an empty dict.
 
     One process, --comm_hook fp16: {"gradients": "one process sends none: --comm_hook fp16 does nothing here"}.
     Two ranks, on both: {"gradients": "sent in fp16, with 11 significant bits: layouts agree to about these"}.

@@ -1,4 +1,4 @@
-"""Is the world that this process woke up in the one it was launched for?"""
+"""Launch: joins the processes that a launcher started into one run, after checking that the launch is what was asked for."""
 
 import atexit
 import contextlib
@@ -27,7 +27,7 @@ from common.distributed import determinism, watchdog
 from common.distributed.agreement import agree, facts
 from common.distributed.collectives import gather_objects, give_up_after, is_lost_peer, leave_process_group
 from common.distributed.environment import cores
-from common.distributed.exit_codes import AT_LEAST, LAST_WORD, leave_word, leaving, notice
+from common.distributed.exit_codes import AT_LEAST, EXIT_FOLDER, announce_exit, leaving, notice
 from common.distributed.gradient_compression import data_parallel
 from common.distributed.network import (
     LOOPBACK,
@@ -40,8 +40,8 @@ from common.distributed.network import (
 )
 from common.errors import Again, Refused, printable
 
-# What torchrun and the MPI families call the number of processes. Accelerate reads all of them for CPU processes, but
-# for GPUs only sees a world whose LOCAL_RANK is set.
+# Names of torchrun and of MPI implementations for the number of processes. Accelerate reads all of them for CPU processes,
+# but for GPUs only if LOCAL_RANK is set.
 WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -57,30 +57,30 @@ LAUNCHERS = (
 )
 PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
-FIRST_WORD_S = 20.0  # how much later than the others the first process may get to where they were refused
-MEETING = timedelta(minutes=5)  # how much later than the first process of a start the last one may come
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a person's choices
+REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
+MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-HINDSIGHT = timedelta(minutes=1)  # see `last_resort`
-HEARD_S = 10.0  # how long a process waits for its launcher to have heard its last word
-_PARENT = os.getppid()  # before the launcher can have gone
+MARGIN = timedelta(minutes=1)  # see `last_resort`
+NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
+_PARENT = os.getppid()  # read early, while the launcher is certainly alive
 
 
 def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Accelerator:
-    """Join the world that `accelerate launch` (or torchrun, mpirun, plain python) made, and return its Accelerator.
+    """Join the processes that `accelerate launch` (or torchrun, mpirun, plain python) started, and return the Accelerator.
 
-    The processes compare code, package versions and, if it is given, the configuration before they form a group. Then they
-    watch each other: one that doesn't get on for `config.collective_timeout` seconds ends the run.
+    The processes compare code, package versions and, if given, the configuration before they form a group. Then the
+    watchdog starts: a process without progress for `config.collective_timeout` seconds ends the run.
 
-    `fixed_shapes`: convolutions meet few shapes, so that cuDNN may look for its fastest algorithm for each.
-    Device and precision come from the launch and never from here. The first thing a process does: an Accelerator, a
-    PartialState or an accelerate logger made earlier pins the world without the checks.
+    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the group without
+    these checks. Device and precision are those of the launch.
 
-    Raises Refused, before a process group is formed wherever the environment shows the reason.
+    `fixed_shapes`: convolutions have few different shapes, so cuDNN may search for the fastest algorithm for each.
+    Raises `Refused`; if the environment shows the reason, before a process group is formed.
     """
-    # torch 2.14 proposes a successor that 2.11 does not have.
+    # torch 2.14 recommends a replacement that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    # Of 1 x 1 convolutions, whose strides have no one form.
+    # Harmless: 1 x 1 convolutions, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     world_size = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
@@ -90,7 +90,7 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
         let_segments_grow(os.environ)
     settings = config or RunConfig()
     determinism.choose(settings.deterministic and not on_cpu, fixed_shapes)
-    torch.manual_seed(settings.seed)  # for the weights of a module of one's own; what is shared draws from keys
+    torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     timeout = last_resort(patience, os.environ)
@@ -115,36 +115,38 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
 
 
 def last_resort(patience: float, environ: MutableMapping[str, str]) -> timedelta:
-    """When a collective itself gives up, and torch's own watch over NCCL: who is to blame has been said long before.
+    """The timeout of collectives themselves and of torch's NCCL watchdog, long after our watchdog has named the culprit.
 
-    A process may note that it gets on while a device still waits in a collective of an earlier step, so that the time of the
-    collective is up first if it is not a good deal longer. NCCL's watch ends a process whose driver does not answer.
+    It has to be much longer than `patience`: a process may still note progress while its device waits in a collective of an
+    earlier step. The NCCL watchdog ends a process whose driver does not answer.
     """
-    timeout = timedelta(seconds=2 * patience) + HINDSIGHT
+    timeout = timedelta(seconds=2 * patience) + MARGIN
     environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
     return timeout
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe's `main`: what it refuses is said in one line, by one process a machine, and the exit code is 2.
+    """Run a recipe's `main`, and end the process with the right exit code and message.
 
-    A run that can go on when it is started again is, where it is of one process; several need a launcher that was told so.
-    What one process alone fails of is its traceback, with its rank; the others, which lose it, say no more than that.
+    A refusal is printed in one line, by one process per machine, with exit code 2. After `Again`, a single process restarts
+    itself; several processes need a launcher that restarts them. A process that fails alone prints its traceback and rank;
+    the other processes only print that they have lost one.
     """
     try:
         main()
     except Refused as refusal:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first process has the word, and its end ends this one; an end of this one before that would silence it.
-            time.sleep(FIRST_WORD_S)
+            # The first process prints the refusal, and its end ends this one. If this one ended earlier, the launcher would
+            # end the first process before it has printed.
+            time.sleep(REFUSAL_DELAY_S)
         print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
-        leave_word(2)
+        announce_exit(2)
         sys.exit(2)
     except Again as again:
-        if os.environ.get("RANK", "0") != "0":  # the main process has said it
+        if os.environ.get("RANK", "0") != "0":  # the main process has printed it
             print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
         if not torch.distributed.is_initialized():
-            atexit._run_exitfuncs()  # a process that is replaced has its end too: the service of a dashboard would stay
+            atexit._run_exitfuncs()  # exec skips them, and a dashboard's service would stay
             sys.stdout.flush()
             os.execv(sys.executable, sys.orig_argv)
         sys.exit(1)
@@ -153,7 +155,7 @@ def run(main: Callable[[], None]) -> None:
             error.add_note(f"on {_whereabouts()}")
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process, which tells why", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process: see its message", file=sys.stderr)
         sys.exit(1)
     finally:
         watchdog.end()
@@ -167,23 +169,23 @@ def say(text: str) -> None:
 
 
 def orphaned() -> bool:
-    """Whether the launcher that started this process is gone: killed, or ended by a signal that it doesn't pass on.
+    """Whether the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
-    Nobody waits for such a process any more, and it keeps its device and its run folder from the next start.
+    Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
     """
     return os.getppid() != _PARENT and _launched(os.environ)
 
 
 def machine() -> int:
-    """The number of this machine among those of the run; 0 where no launcher has numbered them."""
+    """Number of this machine in the run; 0 if no launcher has numbered the machines."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
 def leavers(asked: bool) -> list[int]:
-    """The machines that leave a run whose processes have agreed to stop; `asked`: this one is to. A collective.
+    """The machines that leave a run whose processes have agreed to stop; `asked`: this one was asked to. A collective.
 
-    Those that were asked, where the others may go on without them (`--rdzv_conf at_least`), else all.
-    One process that was asked: [0]; two machines of which the second was: [1] or [0, 1], and [] if neither was.
+    Those that were asked, if the others may continue without them (`--rdzv_conf at_least`), else all.
+    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither was asked: [].
     """
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
@@ -191,22 +193,22 @@ def leavers(asked: bool) -> list[int]:
 
 
 def leave(code: int, leavers: Collection[int]) -> NoReturn:
-    """End this process with `code`, once its launcher has heard which machines leave the run.
+    """End this process with `code`, once its launcher knows which machines leave the run.
 
-    An end that it has not heard of would be a failure, which it counts (`--max_restarts`).
+    The launcher counts an unannounced end as a failure (`--max_restarts`).
     """
-    if LAST_WORD not in os.environ:
+    if EXIT_FOLDER not in os.environ:
         sys.exit(code)
-    leave_word(code, leavers)
-    until = time.monotonic() + HEARD_S
+    announce_exit(code, leavers)
+    until = time.monotonic() + NOTICE_S
     while not notice() and not orphaned() and time.monotonic() < until:
         time.sleep(0.02)
     sys.stdout.flush()
-    os._exit(code)  # all is written and closed; gloo's threads may keep a process that ends in Python's way
+    os._exit(code)  # all files are closed; in a normal exit of Python, threads of gloo may hang
 
 
 def describe(accelerator: Accelerator, dtype: str) -> str:
-    """Where and in which precision a run happens whose weights are of type `dtype`, for its start table.
+    """Processes, device and precision of a run with weights of type `dtype`, for the start table.
 
     One process: "1 process, cpu, fp32". Two ranks, on both: "2 processes on 1 node, cpu (gloo), fp32".
     """
@@ -223,17 +225,17 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
 
 
 def precision(accelerator: Accelerator, dtype: str) -> str:
-    """What is computed in with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16 or bf16."""
+    """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16 or bf16."""
     name = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
     tf32 = name == "fp32" and accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return f"{name} (TF32)" if tf32 else name
 
 
 def share_cores(environ: Mapping[str, str]) -> None:
-    """Have the processes of this machine share its cores, where the launcher gave each of them one because nobody said more.
+    """Divide this machine's cores among its processes, if the launcher gave each process one core by default.
 
-    `accelerate launch` and torchrun then set OMP_NUM_THREADS to 1; one that a person has set is in the launcher's own
-    environment, or is a flag of it. With use_cpu Accelerate shares them out itself, and gives advice at each start.
+    `accelerate launch` and torchrun then set OMP_NUM_THREADS to 1. A number that a person has set is in the launcher's own
+    environment or flags. With use_cpu, Accelerate divides the cores itself (and prints advice at each start).
     """
     with contextlib.suppress(psutil.Error):
         said = "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
@@ -244,9 +246,10 @@ def share_cores(environ: Mapping[str, str]) -> None:
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Have torch take a GPU's memory in segments that grow, unless somebody has chosen otherwise or the driver can't.
+    """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise or the driver can't.
 
-    Shapes that vary, as canvases do, leave holes between segments of fixed sizes. torch 2.14 crashes without NVML then.
+    Varying shapes, such as a detector's canvases, leave holes between segments of fixed size. torch 2.14 with expandable
+    segments crashes without NVML, so that is checked too.
     """
     if any(name in environ for name in ALLOCATOR):
         return
@@ -260,21 +263,21 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
-    """Whether the launch asked for the CPU: by use_cpu with one process, or by GPUs hidden as -1.
+    """Whether the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
-    `accelerate launch` tells several ranks nothing of use_cpu, so the CPU files of accelerate_configs/ hide the GPUs
-    with gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES is no such wish: a scheduler leaves it to a job
-    that was given no GPU.
+    `accelerate launch` does not pass use_cpu on to several ranks. So the CPU files of accelerate_configs/ hide the GPUs by
+    gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
+    that got no GPU.
     """
     return _is_on(environ, "ACCELERATE_USE_CPU") or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
 
 
 def check_launch(environ: Mapping[str, str], accelerators: int, asked_for: tuple[int, int] | None = None) -> int:
-    """The number of processes in the world that `environ` describes, once nothing speaks against it.
+    """The number of processes in the world that `environ` describes, after checking that world.
 
-    `accelerators` is the number of devices this machine shows, `asked_for` the processes and machines that the
-    launcher was told (None if that can't be known); some of the machines may be missing.
-    Raises Refused when the launch asks for what the recipes don't do, or would silently train something else.
+    `accelerators` is the number of devices of this machine. `asked_for` is the number of processes and of machines on the
+    launcher's command line (None if unknown); some of the machines may be missing.
+    Raises `Refused` if the launch asks for something that the recipes don't support, or would silently train otherwise.
     """
     for variable, engine in OTHER_ENGINES.items():
         if _is_on(environ, variable):
@@ -337,18 +340,19 @@ def check_launch(environ: Mapping[str, str], accelerators: int, asked_for: tuple
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Have gloo, NCCL and rank 0's store use one interface: a machine alone its loopback, others the one to the main machine.
+    """Make gloo, NCCL and rank 0's store use one network interface: the loopback of a single machine, else the one that leads
+    to the main machine.
 
-    Interfaces that `environ` names stay. By themselves gloo announces the address that this machine's name resolves to, often a
-    loopback that others can't reach, NCCL picks any interface, and the store listens on all.
-    Raises Refused where there is no way to the main machine.
+    Interfaces that `environ` names are kept. By default, gloo announces the address to which this machine's name resolves,
+    often a loopback that others can't reach; NCCL picks any interface; and the store listens on all.
+    Raises `Refused` if there is no route to the main machine.
     """
     main, here = environ.get("MASTER_ADDR", "localhost"), environ.get("LOCAL_WORLD_SIZE")
     if here == environ["WORLD_SIZE"] or is_loopback(main):
         address = LOOPBACK
         if here == environ["WORLD_SIZE"] and _keeps_store(environ):
             environ["MASTER_ADDR"] = LOOPBACK
-    elif here is None:  # this may be one machine or several
+    elif here is None:  # unknown whether it is one machine or several
         return
     else:
         try:
@@ -362,16 +366,16 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
             )
     if interface := interface_of(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = takes the name whole, not as a beginning
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means the exact name, not a prefix
 
 
 def processes_asked(command: Sequence[str]) -> tuple[int, int] | None:
-    """num_processes and num_machines that the command line of an `accelerate launch` asks for, None when it is another.
+    """num_processes and num_machines on the command line of `accelerate launch`; None if it is another command.
 
-    The launcher rounds 3 processes on 2 machines to 2, and starts one process for several when told MULTI_CPU or --cpu. It
-    leaves no trace of this in the environment of its ranks, so they read it where it was asked.
+    The launcher rounds 3 processes on 2 machines down to 2, and with MULTI_CPU or --cpu starts one process instead of
+    several. The environment of its ranks does not show this, so they read the command line.
     """
-    # The program stands first, behind its interpreter, or behind the interpreter's -m.
+    # The program comes first, after its interpreter, or after the interpreter's -m.
     behind_interpreter = list(command[1:]) if command and Path(command[0]).name.startswith("python") else list(command)
     program = behind_interpreter[1:] if behind_interpreter[:1] == ["-m"] else behind_interpreter
     names = [Path(word).name for word in program[:2]]
@@ -391,7 +395,7 @@ def _whereabouts() -> str:
 
 
 def _parent_command() -> list[str]:
-    """The command line of the process that started this one, empty where the system doesn't show it."""
+    """The command line of the parent process; empty if the system does not show it."""
     try:
         return psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
@@ -399,7 +403,7 @@ def _parent_command() -> list[str]:
 
 
 def _meet(environ: MutableMapping[str, str], config) -> Store | None:
-    """Wait until all processes are there and the same. The store they met at, None where this one is alone or they have met."""
+    """Wait until all processes have arrived and agree. Returns their store; None for one process, or if a group exists."""
     if int(environ.get("WORLD_SIZE", 1)) == 1 or "RANK" not in environ or torch.distributed.is_initialized():
         return None
     choose_interface(environ)
@@ -417,12 +421,12 @@ def _meet(environ: MutableMapping[str, str], config) -> Store | None:
 
 
 def _keeps_store(environ: Mapping[str, str]) -> bool:
-    """Whether the processes meet at a store of rank 0, not of their launcher."""
+    """Whether rank 0 keeps the store, not the launcher."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _listen(main: str, port: int) -> Store | None:
-    """The store of rank 0, which listens at the address `main`; None where that is not known to be this machine's."""
+    """The store of rank 0, listening at the address `main`; None if that may not be an address of this machine."""
     try:
         if is_loopback(main) or not is_loopback(address_towards(main)):
             return keep_store(main, port, MEETING)
@@ -436,7 +440,7 @@ def _listen(main: str, port: int) -> Store | None:
 
 
 def _launched(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` or torchrun started this process, rather than a plain python or mpirun."""
+    """Whether `accelerate launch` or torchrun started this process, not plain python or mpirun."""
     return "ACCELERATE_MIXED_PRECISION" in environ or "LOCAL_RANK" in environ
 
 

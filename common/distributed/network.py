@@ -1,4 +1,4 @@
-"""Which address and interface of this machine lead to another machine, and what is wrong if none does?"""
+"""Network: addresses and interfaces of this machine that lead to other machines, and waiting for them to listen."""
 
 import socket
 import time
@@ -10,17 +10,17 @@ from torch.distributed import TCPStore
 
 from common.errors import Refused
 
-QUIET_S = 10.0  # how long a wait may last before it is said
+QUIET_S = 10.0  # a wait that lasts longer is reported
 LOOPBACK = "127.0.0.1"
 
 
 def address_towards(host: str) -> str:
-    """This machine's own address on the way to `host`, a name or an address; nothing is sent.
+    """This machine's own address on the route to `host`, a name or an address. Sends nothing.
 
-    The way to one's own address leads there: on the machine 10.0.0.1, address_towards("10.0.0.1") -> "10.0.0.1".
-    Raises OSError where `host` is not known or no way leads to it.
+    Towards an address of the machine itself, it is that address: on 10.0.0.1, address_towards("10.0.0.1") -> "10.0.0.1".
+    Raises OSError if `host` is unknown or there is no route to it.
     """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # 9: any port will do
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # 9: any port
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
@@ -35,23 +35,23 @@ def interface_of(address: str) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine. False where it is not known."""
+    """Whether `host`, a name or an address, is this machine. False if it is unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(target)  # only a machine's own addresses can be
+            probe.bind(target)  # works only for an address of this machine
             return True
     except OSError:
         return False
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` leads a machine to itself and nowhere else."""
+    """Whether `address` is a loopback address."""
     return address in ("", "localhost", "::1") or address.startswith("127.")
 
 
 def outward_addresses() -> list[str]:
-    """This machine's own IPv4 addresses that may lead others to it."""
+    """This machine's own IPv4 addresses by which others may reach it."""
     states = psutil.net_if_stats()
     return [
         entry.address
@@ -62,10 +62,10 @@ def outward_addresses() -> list[str]:
 
 
 def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
-    """A new store that listens at this machine's address `host` alone; one that torch makes listens on all interfaces.
+    """A new store that listens only at this machine's address `host`; torch's own store listens on all interfaces.
 
-    Port 0 is any free one. In this process torch finds the store by its port and makes no other.
-    Raises OSError where the address is not this machine's, or the port is taken.
+    Port 0 means any free port. Within this process, torch finds the store by its port and makes no other.
+    Raises OSError if the address is not this machine's, or the port is taken.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target, family=family)
@@ -75,10 +75,10 @@ def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
 
 
 def await_listener(host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None) -> None:
-    """Return when something listens at `host`:`port`. `remind` is called once, with what is wrong, when that takes long.
+    """Return when something listens at `host`:`port`. If that takes long, `remind` is called once, with the reason.
 
-    torch's own store waits up to three times its timeout for it, and in silence.
-    Raises Refused after `patience` seconds; says what was wrong and what to do.
+    torch's own store would wait up to three times its timeout, without a message.
+    Raises `Refused` after `patience` seconds, with the reason and what to do.
     """
     start, reminded = time.monotonic(), False
     while True:
@@ -96,9 +96,9 @@ def await_listener(host: str, port: int, patience: float, remind: Callable[[str]
 
 
 def bound_silence(port: int, patience: timedelta) -> None:
-    """End this process's connections to `port` of others when what is sent over them is not confirmed for so long.
+    """Set a timeout on this process's connections to a remote `port`: they end if sent data is not acknowledged for so long.
 
-    For those that a library made without such a bound: where a cable is out, Linux itself tries for a quarter of an hour.
+    For connections that a library made without a timeout. If a cable is unplugged, Linux itself retries for 15 minutes.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         for connection in psutil.Process().net_connections("tcp"):
@@ -109,7 +109,7 @@ def bound_silence(port: int, patience: timedelta) -> None:
 
 
 def trouble(host: str, port: int, error: OSError) -> str:
-    """What a failure to connect means, and what to do, in half a sentence."""
+    """The reason of a failure to connect and what to do, as part of a message."""
     if isinstance(error, socket.gaierror):
         return f"the name {host} is not known on this machine: give the main machine's address as a number"
     if isinstance(error, ConnectionRefusedError):

@@ -1,17 +1,17 @@
-"""How do the machines of a run find each other, and what does a person hear about one that is missing?
+"""Rendezvous `machines`: how the launchers of a run find each other, start together, and handle lost and leaving machines.
 
-`accelerate launch` and torchrun wait for the other machines before a recipe's first line. They do it here when they are told
-`--rdzv_backend machines` (the files of several machines in accelerate_configs/ say it): pyproject.toml makes the name known
-to torchrun. It is torch's c10d rendezvous, and differs from it in this:
+`accelerate launch` and torchrun wait for the other machines before they start a recipe. With `--rdzv_backend machines`, as in
+the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun. It
+extends torch's c10d rendezvous:
 
-- the machine that has the address comes first, so that no machine needs a number and the main process stays where it is;
-- a wait is said after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`);
-- it listens at the address that was given and at no other, one machine alone on its loopback; its state is JSON, no pickle;
-- with `--rdzv_conf at_least=1` and `--max_restarts` machines may go and come back: one that is asked to go leaves with a
-  checkpoint, and the others go on at once;
-- processes that refuse what they were asked, or stop because they were asked to, are not restarted, and the launcher ends
-  with their exit code and without a word; of a crash it says in one line which process it was, and no traceback of its own;
-- when the launcher of one machine gives up, so do the others.
+- The machine that has the given address is machine 0. So no machine needs a number, and the main process stays there.
+- A wait is reported after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`).
+- It listens only at the given address, a single machine only on its loopback. Its state is JSON, not pickle.
+- With `--rdzv_conf at_least=1` and `--max_restarts`, machines may leave and come back. A machine that is asked to leave does
+  so after a checkpoint, and the others continue at once.
+- Processes that refuse their command, or stop because they were asked to, are not restarted. The launcher then ends with
+  their exit code and no message. After a crash it prints one line with the failed process, and no traceback of its own.
+- When the launcher of one machine gives up, the others give up too.
 """
 
 import atexit
@@ -55,7 +55,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from common.distributed.exit_codes import AT_LEAST, END, LAST_WORD, RESTART, RESUMABLE, forget, notify, read_word
+from common.distributed.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RESUMABLE, announced_exit, clear, notify
 from common.distributed.network import (
     LOOPBACK,
     QUIET_S,
@@ -70,19 +70,19 @@ from common.distributed.network import (
 from common.distributed.rendezvous_state import JsonBackend
 from common.errors import Refused
 
-JOIN_S = 300  # how long a machine waits for the others; torch: 600
-LAST_CALL_S = 5  # how much longer for those beyond `at_least`; torch: 30
-SILENCE_S = 60  # after which a machine counts as lost; torch: 15
-ELASTIC_SILENCE_S = 15  # where the others then go on without it
+JOIN_S = 300  # how long a machine waits for the others; torch's default: 600
+LAST_CALL_S = 5  # how much longer it waits for machines beyond `at_least`; torch's default: 30
+SILENCE_S = 60  # without a heartbeat for so long, a machine counts as lost; torch's default: 15
+ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
 REMINDER_S = 60.0
-ANSWER = timedelta(seconds=30)  # how long the main machine may take for one, before it counts as gone
-AFTERWORD_S = 3.0  # how much later than the main machine's end the processes of this one may say that they leave, too
-ENDING_S = 10.0  # what processes that have nothing more to do may take to end
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # that ask this machine to go, sent to its launcher
+ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
+LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
+ENDING_S = 10.0  # how long processes that are ending may take
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # sent to a launcher, they ask its machine to leave
 
 
 def create(parameters: RendezvousParameters) -> "Machines":
-    """Reach the machine that the endpoint names, or be it. Ends the launcher with one line where that can't be done."""
+    """Connect to the machine that the endpoint names, or be that machine. Ends the launcher with one line if it can't."""
     _silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
     parameters.min_nodes = parameters.get_as_int("at_least", parameters.min_nodes)
@@ -103,29 +103,29 @@ def create(parameters: RendezvousParameters) -> "Machines":
         _give_up(
             f"launched for {size} machines (least:most), but {host}:{port} is asked for {others}: give all the same"
         )
-    parameters.local_addr = f"{socket.gethostname()} ({address_towards(host)})"  # how the others name this machine
+    parameters.local_addr = f"{socket.gethostname()} ({address_towards(host)})"  # how messages name this machine
     inner = create_handler(store, JsonBackend(store, parameters.run_id), parameters)
     return Machines(inner, host, port, hosting, patience)
 
 
 class Machines(RendezvousHandler):
-    """What torchrun's agent talks to, one on each machine."""
+    """The rendezvous handler that torchrun's agent uses, one on each machine."""
 
     def __init__(self, inner: DynamicRendezvousHandler, host: str, port: int, hosting: bool, patience: int) -> None:
         self._inner, self._host, self._port, self._hosting, self._patience = inner, host, port, hosting, patience
         self._least, self._most = inner.settings.min_nodes, inner.settings.max_nodes
         self._members: set = set()  # of the last round
-        self._here: set = set()  # of the round that is being waited for
+        self._here: set = set()  # that have joined the next round so far
         self._lost_since, self._cut_off = math.inf, False
-        self._number, self._order = 0, {}  # this machine's in the last round; all machines of it by their numbers
-        self._expected: set = set()  # which a round need not wait for longer than until they are there
+        self._number, self._order = 0, {}  # of the last round: this machine's number; the machines by number
+        self._expected: set = set()  # machines that will join the next round, which starts as soon as they have
         self._asked, self._asked_since, self._leaving, self._joining = "", math.inf, False, False
-        self._words = Path(tempfile.mkdtemp(prefix="last_word_"))
-        atexit.register(shutil.rmtree, self._words, ignore_errors=True)
+        self._exits = Path(tempfile.mkdtemp(prefix="recipe_exits_"))
+        atexit.register(shutil.rmtree, self._exits, ignore_errors=True)
         # The processes inherit these.
-        os.environ |= {LAST_WORD: str(self._words), AT_LEAST: str(self._least)}
+        os.environ |= {EXIT_FOLDER: str(self._exits), AT_LEAST: str(self._least)}
         self._complete_promptly()
-        # Torch, which reads that list for every start of processes, would end them at once, and with a traceback.
+        # Otherwise torch, which reads this list at each start of processes, would end them at once, with a traceback.
         handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
         for name in SIGNALS:
@@ -140,29 +140,29 @@ class Machines(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other machines, and agree with them on who is which."""
+        """Wait for the other machines, and agree with them on the order of machines."""
         with self._in_words(), self._reminding():
             self._joining = True
-            self._go_on()
+            self._begin_round()
             found = self._inner.next_rendezvous()
             self._joining = False
-            store = PrefixStore("machines", found.store)  # of this round alone
+            store = PrefixStore("machines", found.store)  # of this round only
             self._members = self._joined()
             ranks = {rank: machine for machine, rank in self._inner._state_holder.state.participants.items()}
             store.set(str(found.rank), json.dumps([not self._hosting, address_towards(self._host)]))
             try:
                 machines = [json.loads(store.get(str(rank))) for rank in range(found.world_size)]
-                # The one that keeps the store, then the others as torch has sorted them.
+                # First the machine that keeps the store, then the others in torch's order.
                 order = sorted(range(found.world_size), key=lambda rank: machines[rank][0])
                 if is_loopback(address := machines[order[0]][1]) and found.world_size > 1:
-                    # The host knows its own name as 127.0.1.1; where it is reached is known from the way to another machine.
+                    # The main machine knows its own name as 127.0.1.1; take its address on the route to another machine.
                     address = address_towards(machines[order[1]][1])
                 self._number = rank = order.index(found.rank)
-                # None for a machine that has gone again already.
+                # None for a machine that has already left again.
                 self._order = {number: ranks.get(place) for number, place in enumerate(order)}
                 place = RendezvousStoreInfo.build(rank, store, local_addr=address)
             except (ValueError, TypeError, LookupError) as error:
-                raise RendezvousStateError("no launcher wrote this") from error
+                raise RendezvousStateError("not written by a launcher") from error
             return RendezvousInfo(found.store, rank, found.world_size, place)
 
     def is_closed(self) -> bool:
@@ -172,20 +172,20 @@ class Machines(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """How many machines want to join, asked ten times a second while the processes run; more than 0 starts them anew."""
+        """How many machines want to join; more than 0 restarts the processes. Called ten times a second while they run."""
         why = END
         try:
-            if self._heard() is not None:
+            if self._leavers() is not None:
                 waiting = 1
             else:
-                self._pass_on()
+                self._forward_request()
                 waiting = self._waiting()
             why = RESTART if waiting else ""
         finally:
-            if why:  # torch then gives the processes half a minute
-                notify(self._words, why)
+            if why:  # torch then gives the processes 30 s to end
+                notify(self._exits, why)
                 _kill_stopped()
-                if read_word(self._words):
+                if announced_exit(self._exits):
                     _await_end()
         return waiting
 
@@ -193,7 +193,7 @@ class Machines(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, last of all; a failure of processes that is on its way up ends here, without its traceback."""
+        """Close the rendezvous; the agent's last call. If processes have failed, ends without torch's traceback."""
         closed = self._close()
         if isinstance(failed := sys.exception(), ChildFailedError):
             sys.exit(self._on_purpose(failure.exitcode for failure in failed.failures.values()) or 1)
@@ -205,19 +205,19 @@ class Machines(RendezvousHandler):
                 self._inner._stop_heartbeats()
                 self._strike({self._inner._this_node})
             return True
-        if self._leaving and read_word(self._words):
-            return True  # the others hear it from their own processes
-        return not self._cut_off and self._inner.shutdown()  # which would tell the others
+        if self._leaving and announced_exit(self._exits):
+            return True  # the other launchers learn it from their own processes
+        return not self._cut_off and self._inner.shutdown()  # shutdown would tell the others
 
     def _on_purpose(self, codes: Iterable[int]) -> int:
-        """The code to end with where processes that ended with `codes` did so on purpose, 0 if they didn't."""
-        if word := read_word(self._words):
-            return word[0]
-        # Asked to stop before they could hear it.
+        """The launcher's exit code if processes that ended with `codes` did so on purpose; 0 if they did not."""
+        if announced := announced_exit(self._exits):
+            return announced[0]
+        # Asked to stop before they had installed their signal handlers.
         return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
 
     def _logs(self, record: logging.LogRecord) -> bool:
-        """Whether torch may log `record`: not that it ends processes. That a process failed is logged here, in our words."""
+        """Filter of torch's log: drops the lines about ending processes, and replaces those about a failed process."""
         if not str(record.msg).startswith("failed (exitcode") or len(record.args) != 4:
             return not str(record.msg).startswith("Sending process")
         code, local_rank, process, _ = record.args
@@ -226,14 +226,14 @@ class Machines(RendezvousHandler):
         return False
 
     def _on_signal(self, number: int, frame) -> None:
-        """This machine is asked to go: its processes are told so by `_pass_on`, and where none run it leaves at once."""
+        """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
         self._asked = self._asked or signal.Signals(number).name
         if self._joining and not self._leaving:
             self._leave("this machine leaves the run")
 
-    def _pass_on(self) -> None:
-        """Ask the processes to stop if this launcher was; end them where they don't."""
-        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # as torch has it
+    def _forward_request(self) -> None:
+        """Ask the processes to stop if this launcher was asked; kill them if they don't stop in time."""
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # torch's variable and default
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
             _send(signal.SIGTERM)
@@ -241,52 +241,52 @@ class Machines(RendezvousHandler):
             _send(signal.SIGKILL)
             self._leave(f"its processes did not within {patience:.0f} s, and were killed")
 
-    def _heard(self) -> list[int] | None:
-        """The machines that leave, once the processes have agreed to stop; ends where this is one of them."""
-        code, leavers = read_word(self._words) or (0, [])
+    def _leavers(self) -> list[int] | None:
+        """The machines that leave, once the processes have agreed to stop, else None. Ends if this is one of them."""
+        code, leavers = announced_exit(self._exits) or (0, [])
         if code != RESUMABLE:
             return None
         if self._number in leavers:
             if len(leavers) == len(self._order):
-                again = "the run stops; the same command on all machines goes on from the last checkpoint"
-                self._leave(again if self._most > 1 else "")  # of one machine the main process has said it
-            self._leave("this machine leaves, the others go on; the same command takes it back")
+                again = "the run stops; the same command on all machines resumes from the last checkpoint"
+                self._leave(again if self._most > 1 else "")  # on one machine the main process has already printed it
+            self._leave("this machine leaves, the others continue; the same command lets it join again")
         return leavers
 
-    def _go_on(self) -> None:
-        """Begin a new round as the processes of the last one have left it, or end as they did."""
+    def _begin_round(self) -> None:
+        """Prepare the next round after the last one's processes have ended, or end with their exit code."""
         self._expected = set()
-        if (leavers := self._heard()) is not None:
+        if (leavers := self._leavers()) is not None:
             gone = {self._order[number] for number in leavers} - {None}
             self._expected = {*self._order.values()} - gone | self._inner._state_holder.state.wait_list
             if gone:
                 self._strike(gone)
-                _say(f"going on without {_names(gone)}: asked to stop")
-        elif word := read_word(self._words):
-            sys.exit(word[0])
+                _say(f"continuing without {_names(gone)}: asked to stop")
+        elif announced := announced_exit(self._exits):
+            sys.exit(announced[0])
         if self._asked:
             self._leave("this machine leaves the run")
-        forget(self._words)
+        clear(self._exits)
 
     def _leave(self, what: str) -> NoReturn:
-        """End this launcher alone: the run goes on without it, or by the same command."""
+        """End only this launcher: the run continues without it, or resumes by the same command."""
         self._leaving = True
         if what:
             _say(f"asked to stop{self._asked and ' by ' + self._asked}: {what}")
         sys.exit(RESUMABLE)
 
     def _strike(self, machines: set) -> None:
-        """Have the rendezvous forget `machines` at once, rather than when they have been silent for long."""
+        """Remove `machines` from the rendezvous at once, instead of after a long silence."""
         holder = self._inner._state_holder
         with self._inner._heartbeat_lock:
             holder.sync()
             while present := machines & holder.state.last_heartbeats.keys():
                 holder.state.last_heartbeats |= dict.fromkeys(present, datetime.fromtimestamp(0, UTC))
                 holder.mark_dirty()
-                holder.sync()  # which drops those that were silent for so long
+                holder.sync()  # drops machines without recent heartbeats
 
     def _complete_promptly(self) -> None:
-        """Let a round begin when those that are known to come are there; torch waits for others for `last_call_timeout`."""
+        """Start a round as soon as all expected machines have joined; torch would wait `last_call_timeout` for others."""
         run = self._inner._op_executor.run
 
         def run_promptly(operation, *rest) -> None:
@@ -307,14 +307,14 @@ class Machines(RendezvousHandler):
                 raise RendezvousClosedError
             waiting, joined = self._inner.num_nodes_waiting(), self._joined()
             if self._inner._this_node not in joined:
-                return max(waiting, 1)  # the others have not heard of this one for long, and do without it
+                return max(waiting, 1)  # the others count this machine as lost
             lost = self._members - joined
             if not lost:
                 self._lost_since = math.inf
                 return waiting
             if waiting or self._least < self._most:
-                return max(waiting, 1)  # without new processes the old ones would wait for those of that machine
-            # One that starts its processes anew is missing for a moment.
+                return max(waiting, 1)  # restart: the processes would wait for those of the lost machine
+            # A machine that restarts its processes is missing for a moment.
             self._lost_since = min(self._lost_since, time.monotonic())
             if time.monotonic() - self._lost_since > QUIET_S:
                 _give_up(f"nothing is heard of {_names(lost)} any more: see to it, and start the command on all again")
@@ -343,12 +343,12 @@ class Machines(RendezvousHandler):
             )
         except (RendezvousConnectionError, DistError):
             self._cut_off = True
-            until = time.monotonic() + AFTERWORD_S
-            while not self._joining and self._heard() is None and time.monotonic() < until:
+            until = time.monotonic() + LATE_EXIT_S
+            while not self._joining and self._leavers() is None and time.monotonic() < until:
                 time.sleep(0.1)
             _give_up(
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
-                "all machines again, and the run goes on from its last checkpoint"
+                "all machines again, and the run resumes from its last checkpoint"
             )
 
     @contextmanager
@@ -372,15 +372,15 @@ class Machines(RendezvousHandler):
             done.set()
 
     def _joined(self) -> set:
-        """The machines of this round as far as they have come, but those that have not been heard of for long."""
-        return set(self._inner._state_holder.state.participants)  # which torch tells nobody
+        """The machines that have joined this round, without those that count as lost."""
+        return set(self._inner._state_holder.state.participants)  # torch has no public way to ask
 
 
 def _silence_name_lookups() -> None:
-    """Keep torch's C++ from warning of each address that has no name, here and in the processes; its errors are still shown."""
+    """Silence torch's C++ warnings about addresses without names, here and in the processes; errors are still shown."""
     if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
         name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
-        with suppress(OSError, ValueError):  # torch has read the variable already; ValueError: no such symbol
+        with suppress(OSError, ValueError):  # torch has already read the variable; ValueError: no such symbol
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
             ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
 
@@ -393,7 +393,7 @@ def _send(number: int) -> None:
 
 
 def _kill_stopped() -> None:
-    """End the processes of this launcher that can't hear that they are to end."""
+    """Kill the processes of this launcher that are stopped (SIGSTOP), since they can't handle other signals."""
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
@@ -401,7 +401,7 @@ def _kill_stopped() -> None:
 
 
 def _await_end() -> None:
-    """Wait a moment for the processes of this launcher, which are ending: torch is not quiet where it ends them."""
+    """Wait for the processes of this launcher, which are ending. If torch ended them, it would print messages."""
     until = time.monotonic() + ENDING_S
     for process in psutil.Process().children() if hasattr(os, "waitid") else ():  # macOS has it from Python 3.13 on
         with suppress(ChildProcessError):
@@ -424,23 +424,23 @@ def _names(machines: set) -> str:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Address and port of the first machine, by flag or else from the environment; of this machine alone where neither says."""
+    """Address and port of the first machine, from the flag, else from the environment, else of this machine alone."""
     try:
         return parse_rendezvous_endpoint(text or "localhost:0", 29500)  # 0: any free port
     except ValueError:
-        sentence, _, port = text.rpartition(":")  # of accelerate_configs/, for a forgotten flag
+        sentence, _, port = text.rpartition(":")  # accelerate_configs/ has a sentence there, for a forgotten flag
         if host := os.environ.get("MASTER_ADDR"):
             return host, int(os.environ.get("MASTER_PORT", port))
         _give_up(sentence)
 
 
 def _own_address(host: str, most: int) -> str:
-    """The address of this machine, which is `host`, at which the up to `most` machines of the run reach it."""
+    """The address by which the up to `most` machines of the run reach this machine, whose name or address is `host`."""
     if most == 1:
         return LOOPBACK
     if is_loopback(host) or not is_loopback(known_as := address_towards(host)):
         return host
-    # Debian knows a machine's own name as 127.0.1.1, on that machine alone.
+    # On Debian, a machine's own name resolves to 127.0.1.1, only on that machine.
     addresses = outward_addresses()
     if len(addresses) != 1:
         _give_up(
@@ -451,7 +451,7 @@ def _own_address(host: str, most: int) -> str:
 
 
 def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
-    """The store at `host`:`port`, and whether this process is the one that keeps it."""
+    """The store at `host`:`port`, and whether this process keeps it."""
     if is_own(host):
         with suppress(OSError):  # another launcher on this machine was first
             return keep_store(host, port, ANSWER), True
@@ -460,7 +460,7 @@ def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     except Refused as refusal:
         _give_up(str(refusal))
     found: list[TCPStore] = []
-    # In a thread, since it waits for ever where what listens there does not answer.
+    # In a thread, since TCPStore waits for ever if another program listens there and does not answer.
     joining = threading.Thread(target=lambda: found.append(TCPStore(host, port, timeout=ANSWER)), daemon=True)
     joining.start()
     joining.join(ANSWER.total_seconds())

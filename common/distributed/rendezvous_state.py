@@ -1,7 +1,7 @@
-"""How is the state of a rendezvous written into the store, so that reading it can't execute anything?
+"""State of a rendezvous as JSON in the store, so that reading it can't execute code.
 
-torch's rendezvous pickles its state, and whoever reaches the store can write there. With this backend the store holds JSON,
-which is checked when it is read. What torch then unpickles was pickled in this process.
+torch's rendezvous pickles its state, and anybody who reaches the store can write to it. With this backend the store holds
+JSON, which is checked when it is read. torch only unpickles what this process has pickled itself.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, _Node
 
 
 class JsonBackend(C10dRendezvousBackend):
-    """torch's backend, with JSON in the store. Raises RendezvousStateError where something else lies there."""
+    """torch's backend, with JSON in the store. Raises RendezvousStateError if the store holds anything else."""
 
     def get_state(self) -> tuple[bytes, Token] | None:
         found = super().get_state()
@@ -43,7 +43,7 @@ def to_json(state: _RendezvousState) -> bytes:
 
 
 def from_json(text: bytes) -> _RendezvousState:
-    """Raises RendezvousStateError where `text` is not what `to_json` writes."""
+    """The inverse of `to_json`. Raises RendezvousStateError if `text` was not written by it."""
     state = _RendezvousState()
     try:
         found = json.loads(text)

@@ -1,18 +1,18 @@
-"""How do `accelerate launch` and torchrun get to know the rendezvous of these recipes?"""
+"""Plugin of torchrun, also used by `accelerate launch`: registers the rendezvous backend `machines`."""
 
 import os
 from collections.abc import Callable
 
 
 def backend() -> Callable:
-    """What torchrun asks of a plugin (pyproject.toml): a function that makes the rendezvous handler called `machines`."""
-    # A store that outlives the processes keeps the addresses of dead ones, and who comes late connects to these. torch
-    # reads this in every launcher; its own c10d rendezvous needs it as well.
+    """The entry point in pyproject.toml: returns the function that makes the rendezvous handler `machines`."""
+    # A store that outlives the processes keeps the addresses of dead ones, and a late process would connect to these. torch
+    # reads the variable in every launcher; its own c10d rendezvous needs it too.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return _create
 
 
 def _create(parameters):
-    from common.distributed.rendezvous import create  # late: it imports what is loading the plugins at this moment
+    from common.distributed.rendezvous import create  # late: it imports the torch module that loads plugins
 
     return create(parameters)

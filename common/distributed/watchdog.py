@@ -1,9 +1,9 @@
-"""Which process keeps the others waiting, what is it doing, and how do all of them end then?
+"""Watchdog: finds the rank that blocks the others, reports its step, phase and stack, and ends the run.
 
-Each process notes what it is about to do. A thread of it writes that into the store every other second, and counts how long
-the process has not got on. When that is too long, it looks at what all have written: who writes no more is stopped or lost,
-else who has begun the fewest collectives is to blame: for these the others, or their devices, wait, wherever that shows. One
-process says so, with step, phase and stack, and every one ends.
+Each process notes what it is about to do. A thread of the process writes this into the store every two seconds (its
+heartbeat) and measures for how long nothing new was noted. When that takes too long, the thread compares the heartbeats of
+all ranks. A rank whose heartbeat has stopped is itself stopped or lost. Otherwise the rank that has begun the fewest
+collectives is to blame: the others, or their devices, wait for it, wherever they are. One process reports it, and all end.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from torch.distributed import PrefixStore, Store
 
 from common.distributed.collectives import begun
 
-BEAT = 2.0  # seconds between two beats
-LOOK = 6.0  # seconds between the two looks that tell who beats
-ANSWER = timedelta(seconds=3)  # how long the store may take; its process is stopped if it takes longer
+INTERVAL = 2.0  # seconds between two heartbeats
+COMPARISON = 6.0  # seconds between two looks at the heartbeats, which show whose have stopped
+ANSWER = timedelta(seconds=3)  # how long the store may take to answer; after that, its process counts as stopped
 NAMED = 3  # processes that a message names
-# Where the innermost call stands of a process that waits for others: in a collective, in DDP's reduction, in the sum of step
-# reports, or for its device, which waits for others'. With many kernels queued it may wait anywhere, so collectives are counted
-# first.
+# Files in which a process that waits for others is: in a collective, in DDP's reduction, in the sum of step reports, or
+# waiting for its device, which waits for others'. With many kernels queued, the host may wait in any other line, so
+# collectives are compared first.
 _WAITING = (
     os.path.join("torch", "distributed", ""),
     os.path.join("torch", "cuda", ""),
@@ -40,29 +40,29 @@ _WAITING = (
 
 
 @dataclass
-class Beat:
-    """What a process says of itself."""
+class Heartbeat:
+    """What a process tells the others about itself."""
 
     host: str
     process: int
     launcher: int
-    count: int = 0
+    count: int = 0  # of heartbeats
     step: int = 0
     phase: str = "starting"
     collectives: int = 0  # begun
     waits: bool = False  # for other processes
-    stack: str = ""  # where it stands, once it has not got on for long
+    stack: str = ""  # of the training thread, only if it has made no progress for too long
 
 
-_place = ["starting", 0, 0]  # phase, step, how often noted; written by the training thread alone
+_place = ["starting", 0, 0]  # phase, step, number of notes; written by the training thread only
 _tell: Callable[[str], None] | None = None
 _listener: Callable[[str], None] | None = None
-_beating: threading.Event | None = None
+_stop: threading.Event | None = None
 _threads: list[threading.Thread] = []
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Say what this process is about to do, such as "waiting for data"; it has got on. No communication."""
+    """Note what this process is about to do, such as "waiting for data"; this counts as progress. No communication."""
     _place[0] = phase
     _place[1] = _place[1] if step is None else step
     _place[2] += 1
@@ -71,175 +71,179 @@ def note(phase: str, step: int | None = None) -> None:
 
 
 def listen(listener: Callable[[str], None] | None) -> None:
-    """Have `listener(phase)` called with everything that this process notes, until another one or None is given."""
+    """Call `listener(phase)` for everything that this process notes; None stops it."""
     global _listener
     _listener = listener
 
 
 def on_end(tell: Callable[[str], None] | None) -> None:
-    """Have `tell(cause)` called before this process is ended, to leave word of it."""
+    """Call `tell(cause)` before the watchdog ends this process, so that the cause can be recorded."""
     global _tell
     _tell = tell
 
 
 def begin(store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
-    """Watch from now on, until `end`: a rank that does not get on for `patience` seconds ends all of them.
+    """Start the watchdog. Until `end`, a rank without progress for `patience` seconds ends all ranks.
 
-    `name` is the program's, for what is said.
+    `name` is the program's name for messages.
     """
-    global _beating
-    _beating = threading.Event()
-    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name, _beating)
+    global _stop
+    _stop = threading.Event()
+    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name, _stop)
     for function in (watch.run, watch.guard):
-        thread = threading.Thread(target=function, name="heartbeat", daemon=True)
+        thread = threading.Thread(target=function, name="watchdog", daemon=True)
         thread.start()
         _threads.append(thread)
 
 
 def end() -> None:
-    """Stop watching: this process is about to end by itself. Returns when the threads that watch have ended.
+    """Stop the watchdog: this process is about to end by itself. Returns when the watchdog's threads have ended.
 
     A thread that is inside torch when the interpreter shuts down would abort the process: Python unwinds its stack, and C++
-    takes that for an error ("terminate called without an active exception"). The store answers or gives up within seconds; a
-    thread for which it never does is left behind, and never comes back to the interpreter.
+    takes that for an error ("terminate called without an active exception"). The store answers or fails within seconds. A
+    thread that gets no answer at all is left behind: it never returns to the interpreter.
     """
-    global _beating
-    if _beating:
-        _beating.set()
-        _beating = None
+    global _stop
+    if _stop:
+        _stop.set()
+        _stop = None
         while _threads:
-            _threads.pop().join(LOOK)
+            _threads.pop().join(COMPARISON)
     on_end(None)
     listen(None)
 
 
-class _Idle:
-    """For how long this process has not got on. Time in which it was stopped itself does not count."""
+class _IdleTimer:
+    """Measures for how long this process has made no progress. Time in which it was stopped itself does not count."""
 
     def __init__(self):
         self._noted, self._asked, self._seconds = _place[2], time.monotonic(), 0.0
 
     def seconds(self) -> float:
-        """Seconds of it, up to now; to be asked every few seconds."""
+        """Seconds without progress so far. Must be called every few seconds."""
         passed, self._asked = time.monotonic() - self._asked, time.monotonic()
-        self._seconds = 0.0 if self._noted != _place[2] else self._seconds + min(passed, LOOK)
+        self._seconds = 0.0 if self._noted != _place[2] else self._seconds + min(passed, COMPARISON)
         self._noted = _place[2]
         return self._seconds
 
 
 class _Watch:
+    """The watchdog of one rank; `run` and `guard` are threads."""
+
     def __init__(self, store: Store, rank: int, world_size: int, patience: float, name: str, stop: threading.Event):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.patience, self.name, self.stop = patience, name, stop
-        self.mine = Beat(socket.gethostname(), os.getpid(), os.getppid())
-        self.trained_by = threading.main_thread().ident
-        self.answered = time.monotonic()  # when the store did so last
+        self.mine = Heartbeat(socket.gethostname(), os.getpid(), os.getppid())
+        self.training_thread = threading.main_thread().ident
+        self.answered = time.monotonic()  # when the store last answered
         self._beat()
         self.last_of_first = self._first()  # rank 0 may keep the store, which then ends with it
         store.set_timeout(ANSWER)
 
     def run(self) -> None:
-        """Beat until told to stop; look at the others when this process doesn't get on."""
-        idle, before = _Idle(), None
-        while not self.stop.wait(BEAT):
+        """Send heartbeats until told to stop; compare those of all ranks when this process makes no progress."""
+        idle, before = _IdleTimer(), None
+        while not self.stop.wait(INTERVAL):
             seconds = idle.seconds()
             try:
                 self._beat(with_stack=seconds >= self.patience)
                 self.last_of_first = self._first()
-                if seconds < max(self.patience - LOOK, self.patience / 2):
+                if seconds < max(self.patience - COMPARISON, self.patience / 2):
                     before = None
                 elif before is None:
-                    before = self._look()
+                    before = self._read_all()
                 elif seconds >= self.patience:
-                    self._judge(before, self._look())
-            except RuntimeError:  # of the store, whose process has ended, or in which a stranger wrote
+                    self._judge(before, self._read_all())
+            except RuntimeError:  # the store's process has ended, or a stranger wrote into the store
                 continue
             self.answered = time.monotonic()
 
     def guard(self) -> None:
-        """The same where the store gives no answer, since the process that keeps it is stopped: who asks it is stuck too."""
-        idle = _Idle()
-        while not self.stop.wait(BEAT):
-            if idle.seconds() >= self.patience and time.monotonic() - self.answered > LOOK:
+        """Do the same if the store does not answer because its process is stopped; `run` is then stuck as well."""
+        idle = _IdleTimer()
+        while not self.stop.wait(INTERVAL):
+            if idle.seconds() >= self.patience and time.monotonic() - self.answered > COMPARISON:
                 first = self.last_of_first
                 if self.rank == 1:
-                    self._say(f"{_silent(0, first)}; this process stands at step {_place[1]}")
+                    self._report(f"{_silent(0, first)}; this process stands at step {_place[1]}")
                 else:
-                    time.sleep(2 * BEAT)  # rank 1 has the word
+                    time.sleep(2 * INTERVAL)  # rank 1 reports first
                 self._end([first])
 
     def _beat(self, with_stack: bool = False) -> None:
-        frame = sys._current_frames().get(self.trained_by)
+        frame = sys._current_frames().get(self.training_thread)
         self.mine.phase, self.mine.step, _ = _place
         self.mine.count += 1
         self.mine.collectives, self.mine.waits = begun(), _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
-        del frame  # what the training thread lets go of is to end there, not in this thread
+        del frame  # objects that the training thread releases are freed there, not in this thread
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
 
-    def _first(self) -> Beat:
+    def _first(self) -> Heartbeat:
         return _read(self.store.get("0"))
 
-    def _look(self) -> list[Beat]:
+    def _read_all(self) -> list[Heartbeat]:
         keys = [str(rank) for rank in range(self.world_size)]
         return [_read(value) for value in self.store.multi_get(keys)]
 
-    def _judge(self, before: list[Beat], after: list[Beat]) -> None:
-        """Say who is to blame, if this is the first process that beats, else let that one say it; then end."""
+    def _judge(self, before: list[Heartbeat], after: list[Heartbeat]) -> None:
+        """Report who is to blame, if this is the first rank with a heartbeat, or wait for that rank's report; then end."""
         silent = [rank for rank in range(self.world_size) if before[rank].count == after[rank].count]
         alive = [rank for rank in range(self.world_size) if rank not in silent]
         with contextlib.suppress(RuntimeError):
             if self.rank != alive[0]:
-                self.store.wait(["said"], timedelta(seconds=3 * BEAT))
+                self.store.wait(["reported"], timedelta(seconds=3 * INTERVAL))
             else:
-                self._say(self._of_silent(silent, after) if silent else self._of_late(alive))
-                self.store.set("said", "")
+                self._report(self._about_silent(silent, after) if silent else self._about_late(alive))
+                self.store.set("reported", "")
         self._end([after[rank] for rank in silent])
 
-    def _of_silent(self, silent: list[int], beats: list[Beat]) -> str:
+    def _about_silent(self, silent: list[int], beats: list[Heartbeat]) -> str:
         others = max(beat.step for rank, beat in enumerate(beats) if rank not in silent)
         return f"{_and_more([_silent(rank, beats[rank]) for rank in silent])}; the others stand at step {others}"
 
-    def _of_late(self, alive: list[int]) -> str:
-        time.sleep(BEAT)  # until all have left their stacks
-        beats = self._look()
+    def _about_late(self, alive: list[int]) -> str:
+        time.sleep(INTERVAL)  # until all ranks have sent their stacks
+        beats = self._read_all()
         late = blamed({rank: beats[rank] for rank in alive})
         stacks = [f"rank {rank} is at\n{beats[rank].stack}" for rank in late[:NAMED] if beats[rank].stack]
         if late == alive:
             stand = _and_more([f"{_who(rank, beats[rank])} stands at {_where(beats[rank])}" for rank in late])
-            said = f"no process is behind the others, so that a device or the network between them hangs: {stand}"
+            text = f"no process is behind the others, so a device or the network between them hangs: {stand}"
         else:
-            said = _and_more(
+            text = _and_more(
                 [f"{_who(rank, beats[rank])} keeps the others waiting: {_where(beats[rank])}" for rank in late]
             )
-        return "\n".join([said, *stacks]).rstrip()
+        return "\n".join([text, *stacks]).rstrip()
 
-    def _kill(self, beat: Beat) -> None:
-        """End a process of this machine that can't hear its launcher: it is stopped."""
+    def _kill(self, beat: Heartbeat) -> None:
+        """Kill a stopped process of this machine, which can't receive the signals of its launcher."""
         if (beat.host, beat.launcher) == (self.mine.host, self.mine.launcher):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(beat.process)
                 if process.ppid() == beat.launcher:
                     process.kill()
 
-    def _say(self, said: str) -> None:
-        waited = f"Nobody got on for {self.patience:.0f} s (--collective_timeout)"
-        rest = "all processes end; the same command goes on from the last checkpoint"
-        print(f"{self.name}: {said}\n{waited}: {rest}", file=sys.stderr, flush=True)
+    def _report(self, text: str) -> None:
+        waited = f"No progress for {self.patience:.0f} s (--collective_timeout)"
+        rest = "all processes end; the same command resumes from the last checkpoint"
+        print(f"{self.name}: {text}\n{waited}: {rest}", file=sys.stderr, flush=True)
         if _tell:
             with contextlib.suppress(OSError):
-                _tell(said.partition("\n")[0])
+                _tell(text.partition("\n")[0])
 
-    def _end(self, stopped: list[Beat]) -> None:
-        """End this process, and those that are stopped: only now, since their end alone would end the one that has the word."""
+    def _end(self, stopped: list[Heartbeat]) -> None:
+        """End this process and the stopped ones. Not earlier: the launcher would end the rank that still has to report."""
         for beat in stopped:
             self._kill(beat)
         sys.stdout.flush()
         os._exit(1)
 
 
-def blamed(beats: dict[int, Beat]) -> list[int]:
-    """The ranks that keep the others waiting: of the fewest collectives, else not waiting, else of the lowest step, or all."""
+def blamed(beats: dict[int, Heartbeat]) -> list[int]:
+    """The ranks that keep the others waiting: those with the fewest collectives, else those that don't wait for others,
+    else those at the lowest step; all ranks if they are equal in all of this.
+    """
     for count in (lambda beat: beat.collectives, lambda beat: beat.waits, lambda beat: beat.step):
         fewest = min(map(count, beats.values()))
         if len(late := [rank for rank, beat in beats.items() if count(beat) == fewest]) < len(beats):
@@ -247,26 +251,26 @@ def blamed(beats: dict[int, Beat]) -> list[int]:
     return [*beats]
 
 
-def _read(text: bytes) -> Beat:
+def _read(text: bytes) -> Heartbeat:
     try:
-        return Beat(**json.loads(text))
+        return Heartbeat(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise RuntimeError("no process of this run wrote this") from error
+        raise RuntimeError("not written by a process of this run") from error
 
 
 def _waits(frame: FrameType | None) -> bool:
     return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING)
 
 
-def _who(rank: int, beat: Beat) -> str:
+def _who(rank: int, beat: Heartbeat) -> str:
     return f"rank {rank} (process {beat.process} on {beat.host})"
 
 
-def _where(beat: Beat) -> str:
+def _where(beat: Heartbeat) -> str:
     return f"step {beat.step}, {beat.phase}"
 
 
-def _silent(rank: int, beat: Beat) -> str:
+def _silent(rank: int, beat: Heartbeat) -> str:
     return f"{_who(rank, beat)} gives no sign of life, it is stopped or its machine hangs; its last was {_where(beat)}"
 
 

@@ -1,1 +1,1 @@
-"""A run: its folder, records, checkpoints, reports and end."""
+"""A run: its folder, progress, step reports, log, tracker, plots and shutdown."""

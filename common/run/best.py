@@ -1,7 +1,7 @@
-"""How does the best model get into `best/`, and what becomes of it where a start finds that damaged?
+"""Best model: exports it to `best/`, and restores a damaged `best/` when a run starts.
 
-It is exported beside `best/`. The next checkpoint records the size and hash of its files, and only then it takes its place:
-so `best/` is that of the newest checkpoint, and a start knows what has to be there.
+It is first exported beside `best/`. The next checkpoint records sizes and hashes of its files, and only then it replaces
+`best/`. So `best/` always belongs to the newest checkpoint, and a start can verify it.
 """
 
 import json
@@ -15,29 +15,29 @@ from common.config.origin import RUN_FILE, made_by
 from common.durable import remove, replace_folder, sync_folder
 from common.run.progress import Progress
 
-_NOTHING = {"results": {}, "files": {}}
+_NOTHING: dict = {"results": {}, "files": {}}
 
 
 class Best:
-    """The folder `best/` of one run; used by the one process that writes.
+    """The folder `best/` of one run; used only by the main process.
 
-    `export(results, folder)` writes a folder of the model that `state.exported` is; `say` tells people a line.
+    `export(results, folder)` exports the model `state.exported` into a folder; `say` logs a line.
     """
 
     def __init__(
         self, run: Path, state: TrainingState, export: Callable[[dict, Path], None], say: Callable[[str], None]
     ):
         self.path, self._old = run / "best", run / ".best.old"
-        self._new, self._draft = run / ".best.new", run / ".best.tmp"  # exported; taken for the next checkpoint
+        self._new, self._draft = run / ".best.new", run / ".best.tmp"  # newly exported; chosen for the next checkpoint
         self._state, self._export, self._say = state, export, say
-        self._results: dict | None = None  # of the new one
+        self._results: dict | None = None  # of the newly exported model
         self._drafted = False
         self._record: dict = _NOTHING
 
     def export(self, results: dict, record: dict) -> None:
-        """Export the model as it is now, beside `best/`; also while a checkpoint is being written.
+        """Export the present model beside `best/`. May be called while a checkpoint is being written.
 
-        `record` is what a checkpoint of this step records.
+        `record` is the record of a checkpoint of this step.
         """
         remove(self._new)
         try:
@@ -49,30 +49,31 @@ class Best:
         self._results = results
 
     def take(self) -> None:
-        """Let the next checkpoint record what was exported, if anything was; while none is being written."""
+        """Let the next checkpoint record the newly exported model, if any. Not while a checkpoint is being written."""
         if self._results is not None:
             remove(self._draft)
             self._new.rename(self._draft)
             self._record, self._drafted, self._results = {"results": self._results}, True, None
 
     def seal(self) -> dict:
-        """Sync the draft, if there is a new one; what a checkpoint has to record of the best model."""
+        """Sync the draft, if there is a new one; returns what the checkpoint records about the best model."""
         if self._drafted:
             sync_folder(self._draft)
             self._record |= {"files": stamps(self._draft)}
         return self._record
 
     def place(self) -> None:
-        """Put the sealed draft, if there is a new one, into the place of `best/`; the checkpoint that records it is there."""
+        """Replace `best/` by the sealed draft, if there is a new one. The checkpoint that records it has been saved."""
         if self._drafted:
             replace_folder(self.path, self._draft)
             self._drafted = False
 
     def mend(self, found: Checkpoint, progress: Progress) -> None:
-        """At a start: make `best/` what the checkpoint `found`, whose ledger is given, says it is; else change the ledger.
+        """At a start: make `best/` what the checkpoint `found` records, or else correct `progress`.
 
-        A damaged one is exported again from the checkpoint that it came from, whose weights are then in the model. Where that
-        has gone, the best model is lost: the last evaluated one becomes the best if its checkpoint is there, else none.
+        A damaged `best/` is exported again from the checkpoint of its step; the model then has these weights. If that
+        checkpoint is gone, the best model is lost: the last evaluated model becomes the best if its checkpoint exists,
+        else there is none.
         """
         self._record = found.record["best"]
         wrong = self._restore(found) if progress.best else ""
@@ -87,15 +88,15 @@ class Best:
             if self._export_again(checkpoint, recorded["results"] if evaluated is lost else _results(evaluated)):
                 progress.best = evaluated
                 break
-        said = f"{self.path} is damaged or another ({wrong})"
+        damage = f"{self.path} is damaged or of another checkpoint ({wrong})"
         if progress.best is lost:
-            self._say(f"{said}: made again from {checkpoint}")
+            self._say(f"{damage}: exported again from {checkpoint}")
         else:
             aside = self.path.with_suffix(".damaged")
-            if self.path.exists() and not aside.exists():  # a later start finds what this one puts there
+            if self.path.exists() and not aside.exists():  # keep the first one
                 self.path.rename(aside)
             self._say(
-                f"{said}, and the checkpoint of step {lost['step']} that it came from has gone: the best model, "
+                f"{damage}, and the checkpoint of step {lost['step']}, from which it was exported, is gone: the best model, "
                 f"{progress.headline(lost)}, is lost; "
                 + (
                     f"best/ is now that of step {progress.best['step']}, {progress.headline(progress.best)}"
@@ -107,9 +108,10 @@ class Best:
         self.place()
 
     def _restore(self, found: Checkpoint) -> str:
-        """What is wrong with `best/`, once it is known that what should be there is not beside it either."""
+        """Find the recorded best model in or beside `best/`, and put it there. Returns what is wrong, or "" if it was found."""
         wrongs = []
-        for place in (self.path, self._draft, self._old, found.path.parent.parent / "best"):  # the last: another run's
+        of_origin = found.path.parent.parent / "best"  # of the run that this one may branch off from
+        for place in (self.path, self._draft, self._old, of_origin):
             try:
                 compare(place, self._record["files"])
             except (Damaged, OSError) as error:
@@ -125,7 +127,7 @@ class Best:
         return wrongs[0]
 
     def _export_again(self, checkpoint: Path, results: dict) -> bool:
-        """Export the model of a checkpoint; False where that is not there or not whole."""
+        """Export the model of a checkpoint; False if that is missing or damaged."""
         try:
             found = verify(checkpoint)
             files = found.tensors()
@@ -138,5 +140,5 @@ class Best:
 
 
 def _results(evaluated: dict) -> dict:
-    """The results of an evaluation, without those of each class."""
+    """The results of an evaluation, without those per class."""
     return {key.removeprefix("eval/"): value for key, value in evaluated.items() if key.startswith("eval/")}

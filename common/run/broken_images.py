@@ -1,4 +1,4 @@
-"""How many training images could not be read, and are that too many?"""
+"""Broken images: counts training images that could not be read, and stops a run with too many of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from common.errors import Refused
 from common.run.progress import Progress
 
-_WINDOW = 1_000  # samples, at least, over which the share is judged
+_WINDOW = 1_000  # smallest number of samples over which the share is computed
 
 
 @dataclass
 class BrokenImages:
-    """Counts over fixed windows of the stream, so that the verdict is the same on any layout and after a resume."""
+    """Counts over fixed windows of the stream, so that any layout, also after a resume, stops at the same step."""
 
     progress: Progress
     max_share: float
@@ -20,7 +20,7 @@ class BrokenImages:
     _named: set[str] = field(default_factory=set)
 
     def count(self, step: int, names: Iterable[str]) -> None:
-        """Add what `step` (from 1) met on all ranks. Raises `Refused` beyond `max_share` of a window."""
+        """Count the broken images `names` of `step` (from 1), of all ranks. Raises `Refused` beyond `max_share` of a window."""
         names = list(names)
         steps = -(-_WINDOW // self.global_batch_size)
         window = steps * self.global_batch_size

@@ -1,4 +1,4 @@
-"""Which weights does `--eval_only` evaluate, on which part of the data, and which of their classes are which?"""
+"""`--eval_only`: chooses the weights and the part of the data to evaluate, and matches their classes by name."""
 
 import copy
 import dataclasses
@@ -18,7 +18,10 @@ from common.errors import Refused
 
 
 def begin(config) -> Origin:
-    """Say which weights `--eval_only` evaluates, and what `config` has otherwise than their run. Raises `Refused`."""
+    """Read and print which weights `--eval_only` evaluates, and which settings differ from those of their run.
+
+    Raises `Refused` if they can't be read.
+    """
     origin = read_origin(config.eval_only)
     launch.say(origin.describe(dataclasses.asdict(config)))
     return origin
@@ -37,7 +40,10 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
 
 
 def model_of(config, origin: Origin) -> str:
-    """What a classifier is built of: an exported folder, which is one itself, or `--model`. Raises `Refused` for another."""
+    """The name or folder to build the model from: an exported folder, or for a checkpoint `--model`.
+
+    Raises `Refused` if `--model` contradicts the exported folder.
+    """
     if origin.is_alone:
         return config.model
     if config.model != origin.config.get("model"):
@@ -54,7 +60,7 @@ def load_weights(model: torch.nn.Module, origin: Origin) -> None:
 
 
 def report(config, results: dict, classes: Sequence[str]) -> None:
-    """Print the results, those of classes by name."""
+    """Print the results as one line of JSON, with classes by name."""
     launch.say(json.dumps({"eval_only": config.eval_only} | by_name(results, classes)))
 
 
@@ -70,10 +76,10 @@ class Columns(torch.nn.Module):
 
 
 def match(model: torch.nn.Module, val: Source, names: Sequence[str], places: Sequence[int]):
-    """`model` and `val` with the same classes in one order: those of `val`, then the others that the model knows.
+    """`model` and `val` with the same classes in the same order: those of `val`, then the others that the model knows.
 
-    `names` are the model's, `places` its class ids of those of `val`. What is taken for one of the others is wrong. Of several
-    labels an image each is a decision of its own: then the others, of which `val` says nothing, are left out.
+    `names` are the model's classes, `places` its class ids of the classes of `val`. Predicting one of the others counts as
+    an error. For multi-label data, each class is a separate decision, so the others are left out.
     """
     others = () if val.multi_label else sorted(set(range(len(names))) - set(places))
     matched = copy.copy(val)

@@ -1,16 +1,16 @@
-"""What is in the folder of a run, and who may write there?
+"""Run folder: the files of a run, and the lock that lets only one start write them.
 
     config.yaml       the complete configuration; feed it back with --config
     environment.json  versions, commit, command, layout, devices of the newest start
-    metrics.jsonl     one JSON object a line, each step at most once
+    metrics.jsonl     one JSON object per line, at most one per step
     summary.json      last and best results, totals
     status.json       running, finished, resumable or failed, with the step and the cause
-    log.txt           what was said
-    tracker.json      the id under which the dashboard knows the run
-    micro_batch.json  the most samples at once, by kind of device, where memory was once too small for more
+    log.txt           the lines of the log, with the time
+    tracker.json      the run's id on the dashboard
+    micro_batch.json  most samples at once, by kind of device; only after a process was out of memory
     checkpoints/, best/, pictures/
 
-Only the main process writes, and only one run at a time: a lock that the kernel frees with the process guards the folder.
+Only the main process writes. Its lock keeps other starts out; the kernel releases it when the process ends.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from common.files import SMALL, open_regular, read_bytes
 
 
 class RunFolder:
-    """The files of one run. Raises `Refused` where the folder can't be written or another run is in it."""
+    """The files of one run. Raises `Refused` if the folder can't be written or another process uses it."""
 
     def __init__(self, path: Path):
         self.path = path
         self.fresh = not path.exists()
         try:
             make_folder(path)
-            # lockf, not flock: data workers inherit a flock and hold it for seconds after a kill.
+            # lockf, not flock: data workers inherit a flock and would hold it for seconds after a kill.
             self._lock = open(path / ".lock", "ab+", buffering=0, opener=_open_file)
             self._claim()
             self._log = open(path / "log.txt", "ab", buffering=0, opener=_open_file)
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def lost(self) -> bool:
-        """Whether the locked file is no longer in the folder of that name: another run may be there now. Some microseconds."""
+        """Whether the folder no longer has the locked file, so that it may belong to another run. Takes microseconds."""
         try:
             found = os.stat(self.path / ".lock", follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -73,35 +73,35 @@ class RunFolder:
         return not os.path.samestat(found, os.fstat(self._lock.fileno()))
 
     def check(self) -> None:
-        """Raise `Refused` where the folder is lost."""
+        """Raise `Refused` if the folder is lost."""
         if self.lost:
             raise Refused(
                 f"{self.path} was removed, renamed or replaced while this run was at work in it: nothing more is written; "
-                "put it back, and the same command goes on from the last checkpoint"
+                "put it back, and the same command resumes from the last checkpoint"
             )
 
     def log(self, text: str) -> None:
-        """Append to log.txt, with the time; what doesn't fit on the disk was at least said."""
+        """Append to log.txt, with the time. If the disk is full, the text was at least printed."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError):
             _append(self._log, "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def write(self, name: str, content: Any) -> None:
-        """Replace a JSON file durably, see `replace_file`. Raises `Refused` where the folder is lost."""
+        """Replace a JSON file durably, see `replace_file`. Raises `Refused` if the folder is lost."""
         self.check()
         write_json(self.path / name, content)
 
     def read(self, name: str) -> dict:
-        """A JSON object that `write` wrote; {} where there is none or it is not whole."""
+        """A JSON object that `write` wrote; {} if it is missing or damaged."""
         return read_json(self.path / name)
 
     def status(self, status: str, step: int, cause: str = "") -> None:
-        """`status` is running, finished, resumable or failed. running with no process at work means killed, so resumable."""
+        """Write status.json. `status` is running, finished, resumable or failed; running without a process means killed."""
         self.check()
         write_status(self.path, status, step, cause)
 
     def rewind(self, step: int) -> int:
-        """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; the last step that stood there."""
+        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the last step that was there."""
         path = self.path / "metrics.jsonl"
         rows = _read_rows(path)
         replace_file(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step).encode())
@@ -109,12 +109,12 @@ class RunFolder:
         return max((row["step"] for row in rows), default=0)
 
     def row(self, row: dict) -> None:
-        """Append to metrics.jsonl, on disk for the kernel when this returns; not-a-number becomes null."""
+        """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite become null."""
         clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
         _append(self._rows, json.dumps(clean) + "\n")
 
     def sync(self) -> None:
-        """Make the rows and the log so far outlive a power loss: a checkpoint builds on them."""
+        """Sync rows and log to disk before a checkpoint, so that they outlive a power loss with it."""
         for file in filter(None, (self._rows, self._log)):
             os.fsync(file.fileno())
 
@@ -126,7 +126,7 @@ class RunFolder:
 
 
 def write_status(run: Path, status: str, step: int, cause: str) -> None:
-    """What `RunFolder.status` does; for a rank without one that fails alone."""
+    """Write status.json like `RunFolder.status`, for a rank without a `RunFolder` that fails alone."""
     content = {"status": status, "step": step, "cause": cause, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_json(run / "status.json", content)
 
@@ -137,7 +137,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object that `write_json` wrote; {} where there is none or it is not whole."""
+    """A JSON object that `write_json` wrote; {} if it is missing or damaged."""
     try:
         content = json.loads(read_bytes(path, SMALL))
     except (OSError, ValueError, RecursionError):
@@ -147,23 +147,23 @@ def read_json(path: Path) -> dict:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What can't be written below `path` is refused in one line."""
+    """Turn a failure to write below `path` into `Refused`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise Refused(
-            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, and the same command goes "
-            "on from the last checkpoint, or name another --output_dir"
+            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, and the same command "
+            "resumes from the last checkpoint, or name another --output_dir"
         ) from error
 
 
 def _open_file(path: str, flags: int) -> int:
-    """For `open`: no link that somebody else has put there is followed, and no FIFO waited for."""
+    """Opener for `open` that does not follow links that somebody else created, and does not wait for a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _append(file: io.FileIO, text: str) -> None:
-    """Write all or nothing, at once: what a buffer holds back is lost in a kill, and raises again when a full disk closes."""
+    """Write all or nothing, unbuffered: buffered text is lost in a kill, and on a full disk raises again at close."""
     data, before = text.encode(), os.fstat(file.fileno()).st_size
     if file.write(data) != len(data):
         file.truncate(before)
@@ -171,7 +171,7 @@ def _append(file: io.FileIO, text: str) -> None:
 
 
 def _read_rows(path: Path) -> list[dict]:
-    """The whole rows of a metrics.jsonl: reading ends at what is none, as a machine's end may leave behind the last."""
+    """The rows of a metrics.jsonl up to the first incomplete line, which a power loss may leave at the end."""
     rows = []
     if not path.exists():
         return rows

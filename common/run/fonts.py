@@ -1,6 +1,7 @@
-"""Which installed font has the letters of a picture that Matplotlib's own font lacks?
+"""Fonts for plots: finds installed fonts for letters that Matplotlib's own font lacks.
 
-Matplotlib ships DejaVu Sans: Latin, Greek, Cyrillic, Arabic, Hebrew, but no Chinese, Japanese, Korean or Indian letters.
+Matplotlib ships DejaVu Sans. It has Latin, Greek, Cyrillic, Arabic and Hebrew, but no Chinese, Japanese, Korean or Indian
+scripts.
 """
 
 from functools import cache
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Fonts of many scripts come first; a text then has letters of one style.
+# Fonts with many scripts come first, so that the letters of a text have the same style.
 _FIRST = (
     "notosanscjk",
     "sourcehan",
@@ -28,22 +29,22 @@ _said: set[str] = set()
 
 
 def provide(figure: "Figure") -> None:
-    """Let the texts of `figure` take letters that its font lacks from other installed fonts."""
+    """Let the texts of `figure` use other installed fonts for letters that its font lacks."""
     from matplotlib.text import Text
 
     for axes in figure.axes:
-        axes.get_xticklabels(), axes.get_yticklabels()  # which are made when they are asked for
+        axes.get_xticklabels(), axes.get_yticklabels()  # these calls create the labels
     texts = figure.findobj(Text)
     letters = "".join(sorted({letter for text in texts for letter in text.get_text() if letter.isprintable()}))
     lacking, families = _families(letters)
     for text in texts:
         if families and not lacking.isdisjoint(text.get_text()):
             text.set_fontfamily([*text.get_fontfamily(), *families])
-            text.set_fontweight("normal")  # these fonts may have no other
+            text.set_fontweight("normal")  # these fonts may have no bold style
 
 
 def missing() -> str:
-    """The first few letters of pictures so far that no installed font has; each is told once."""
+    """The first few letters in plots so far that no installed font has; each letter is returned only once."""
     new = sorted(_missing - _said)
     _said.update(new)
     return "".join(new[:10]) + "…" * (len(new) > 10)
@@ -51,18 +52,18 @@ def missing() -> str:
 
 @cache
 def _families(letters: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Those of `letters` that Matplotlib's default font lacks, and families of installed fonts that have them."""
+    """The `letters` that Matplotlib's default font lacks, and families of installed fonts that have them."""
     from matplotlib import font_manager
 
     lacking = rest = _without(letters, font_manager.findfont(font_manager.FontProperties()))
     families = []
-    # Not Matplotlib's own list, which it keeps on disk and does not renew for a new font.
+    # Not Matplotlib's own list: it is cached on disk and not updated for new fonts.
     for path in sorted(font_manager.findSystemFonts(), key=_order) if lacking else ():
         if (without := _without(rest, path)) != rest:
             known = len(font_manager.fontManager.ttflist)
             try:
                 font_manager.fontManager.addfont(path)
-            except Exception:  # a font without a proper name: the picture can do without it
+            except Exception:  # a font without a proper name: try the next one
                 continue
             families.append(font_manager.fontManager.ttflist[known].name)
             rest = without
@@ -73,7 +74,7 @@ def _families(letters: str) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def _without(letters: str, path: str) -> str:
-    """Those of `letters` that the font at `path` lacks; all if it can't be read or has pictures of one size only."""
+    """The `letters` that the font at `path` lacks; all of them if it can't be read or is a bitmap font."""
     from matplotlib.ft2font import FT2Font
 
     try:

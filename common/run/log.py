@@ -1,7 +1,6 @@
-"""What does a run tell people and programs, and where?
+"""Log of a run: lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard; a bar shows the progress.
 
-Lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard, and one live bar shows the progress. On all
-but the main process a `Journal` is silent.
+Only the main process writes; on the others, a `RunLog` does nothing.
 """
 
 import os
@@ -15,60 +14,60 @@ from common.errors import printable
 from common.run.folder import RunFolder
 from common.run.tracking import BoxedImage, Tracker
 
-_LINE_SECONDS = 2.0  # without a terminal, progress lines are at least this far apart
+_LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
 
 class RunLog:
-    """The voice of one run; `folder` is None on every process but the main one."""
+    """The log of one run. `folder` is None on every process except the main one."""
 
     def __init__(self, folder: RunFolder | None):
         self._folder, self._bar, self._tracker = folder, None, None
         self._row: dict = {}
         self._failure: OSError | None = None
-        self._said_at = 0.0
+        self._line_at = 0.0
 
     def say(self, *lines: str) -> None:
-        """Lines for people: terminal and log.txt."""
+        """Log lines: print them and append them to log.txt."""
         if self._folder:
             text = "\n".join(map(printable, lines))
             try:
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
             except OSError:
-                # A terminal that was closed, or a full disk behind it, is not worth a run: log.txt has it all.
+                # A closed terminal, or a full disk behind it, must not end the run: log.txt has all lines.
                 sys.stdout = open(os.devnull, "w")
             self._folder.log(text)
 
     def table(self, rows: dict[str, str]) -> None:
-        """Names and values, one a line."""
+        """Log a table: one name and value per line."""
         width = max(map(len, rows))
         self.say(*(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
-        """Start the bar, for a run of `total` steps of which `done` are done; the dashboard starts after the first step."""
+        """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts after the first step."""
         self._tracker, self._total, self._pace_from = tracker, total, None
         if self._folder and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
     def advance(self, step: int) -> None:
-        """`step` steps are done; the bar draws itself at most ten times a second."""
+        """Set the bar to `step` steps; it is redrawn at most ten times a second."""
         if self._tracker:
             self._tracker.begin()
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Add to the row of `step`; a row is written when a later step's begins, so that no step has two."""
+        """Add values to the row of `step`. A row is written when that of a later step begins, so that no step has two rows."""
         if self._row and self._row["step"] != step:
             self.flush()
         self._row = {"step": step} | self._row | values
 
     def flush(self) -> None:
-        """Write the row that is being collected."""
+        """Write the present row."""
         row, self._row = self._row, {}
-        if not row or not self._folder or self._folder.lost:  # a dashboard's files may be in it
+        if not row or not self._folder or self._folder.lost:  # then neither rows nor the dashboard's files
             return
-        if not self.failed:  # no row after a gap
+        if not self.failed:  # no gap in the rows
             try:
                 self._folder.row(row)
             except OSError as error:
@@ -78,17 +77,17 @@ class RunLog:
 
     @property
     def failed(self) -> bool:
-        """Whether a row could not be written (the disk is full): the run can't go on, but all ranks have to stop together."""
+        """Whether a row could not be written (the disk is full). The run has to stop, but all ranks together."""
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise the OSError for which a row could not be written."""
+        """Raise the OSError of a row that could not be written, if there was one."""
         if self._failure:
             raise self._failure
 
     def summary(self, values: dict) -> None:
-        """Results, last and best: summary.json and the dashboard's table of runs."""
-        if self._folder:  # also where a finished run is started again: a kill may have come before its last word
+        """Write the last and best results to summary.json and to the dashboard's table of runs."""
+        if self._folder:  # also when a finished run starts again: it may have been killed before this
             self._folder.write("summary.json", values)
         if self._tracker:
             self._tracker.summary(
@@ -96,7 +95,7 @@ class RunLog:
             )
 
     def close(self, exit_code: int, patience: float) -> str:
-        """Stop the bar and the dashboard, waiting `patience` seconds for it; where the dashboard's files are."""
+        """Stop the bar and the dashboard, for which it waits up to `patience` seconds. Returns where the dashboard is."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -106,7 +105,7 @@ class RunLog:
         return self._tracker.where()
 
     def pictures(self, step: int, pictures: dict, boxed_images: Sequence[BoxedImage] | None = None) -> None:
-        """Send picture files (key -> path) of `step` to the tracker, and images with boxes if there are any."""
+        """Send image files of `step` (key -> path) to the dashboard, and images with boxes if there are any."""
         if self._tracker:
             self._tracker.images(step, pictures)
             if boxed_images:
@@ -118,12 +117,12 @@ class RunLog:
             self._bar.set_postfix_str(", ".join(parts))
         now, step = time.perf_counter(), row["step"]
         evaluated = any(key.startswith("eval/") for key in row)
-        if evaluated or (self._bar is None and (now - self._said_at >= _LINE_SECONDS or step == self._total)):
-            self._said_at = now
+        if evaluated or (self._bar is None and (now - self._line_at >= _LINE_SECONDS or step == self._total)):
+            self._line_at = now
             self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
 
     def _left(self, now: float, step: int) -> str:
-        """The time that is left at the pace since the first row; before, the start-up of the first steps would mislead."""
+        """The remaining time at the pace since the first row. Earlier steps would mislead: they include start-up."""
         if self._pace_from is None:
             self._pace_from = now, step
             return ""

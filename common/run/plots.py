@@ -1,7 +1,7 @@
-"""What does the run look like? (PNG files: curves, confusion matrix, most confident mistakes)
+"""Plots of a run as PNG files: curves and the confusion matrix, and helpers for the plots of each task.
 
-Drawn with Matplotlib's objects instead of `pyplot`: no global state and no display. A picture is replaced in one move, so that
-a viewer never sees half of one.
+They use Matplotlib's objects instead of `pyplot`, so they need no display and change no global state. A file is replaced in
+one step, so that a viewer never sees half of it.
 """
 
 import io
@@ -19,28 +19,28 @@ from common.durable import make_folder, replace_file
 from common.run import fonts
 from common.run.progress import display_name
 
-if TYPE_CHECKING:  # Matplotlib takes 0.4 s to import, which waits for the first picture
+if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour vision.
+# Okabe and Ito, "Color Universal Design" (2008): distinguishable with any kind of colour vision.
 BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
-NUMBERED_CLASSES = 20  # up to so many, a cell of the confusion matrix shows its count
-NAMED_CLASSES = 50  # up to so many, its rows and columns carry names
-SHOWN_CELLS = 150  # a side; with more classes the cells would be too small to see, and are pooled
-SMOOTHED_POINTS = 300  # from so many on, a line is drawn pale under its mean over windows
+NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
+NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
+SHOWN_CELLS = 150  # per side; with more classes, cells would be too small to see and are merged
+SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
 def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
-    """Draws loss, the leading metric and learning rate of `folder/metrics.jsonl`.
+    """Draws the loss, the leading metric and the learning rate of `folder/metrics.jsonl`.
 
-    Torn lines, missing keys and values that are no finite numbers are passed over.
+    Incomplete lines, missing keys and values that are not finite are skipped.
 
     Args:
         leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
-        best_step: the step of the evaluation that `best/` is of; it is marked.
-        path: of the picture (default: `folder/pictures/curves.png`).
+        best_step: the step of the model in `best/`, which is marked.
+        path: of the PNG file (default: `folder/pictures/curves.png`).
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -84,10 +84,10 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
-    """Draws a confusion matrix, int[classes, classes] with true classes as rows; colour is the share of its row.
+    """Draws a confusion matrix, int[classes, classes] with true classes as rows. The colour is the share of the row.
 
-    A row and a column more than there are names are those of the background: objects that are not there, or not found.
-    `headline` takes the place of the share that is right.
+    One more row and column than names stands for the background: detections of nothing, and objects that were not found.
+    `headline` replaces the accuracy in the title.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
@@ -100,7 +100,7 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     figure = new_figure(side + 1.1, side + 0.6)
     axes = figure.subplots()
     colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
-    # With many classes the few errors are thinly spread: a square root brings them out.
+    # With many classes, errors are spread thinly; a square root makes them visible.
     scale = PowerNorm(1 if numbered else 0.5, 0, 100)
     block = math.ceil(classes / SHOWN_CELLS)
     edges = range(0, classes, block)
@@ -135,17 +135,17 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
 
 
 def run_of(path: Path) -> str:
-    """The run's name: pictures lie in `runs/<name>/pictures/`."""
+    """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
     return Path(path).resolve().parent.parent.name
 
 
 def breadth(text: str) -> float:
-    """How wide a text is, in average Latin letters: Chinese, Japanese and Korean ones are nearly twice as wide."""
+    """Width of a text in average Latin letters; Chinese, Japanese and Korean letters are nearly twice as wide."""
     return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def short(name: Any, most: int, path: bool = False) -> str:
-    """A name in one line, as wide as at most `most` letters: both ends of it, or the end of a path."""
+    """A name in one line, shortened to the width of `most` letters: both ends of a name, the end of a path."""
     name = " ".join(str(name).split())
     head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
     while breadth(head + tail) > most - (head + tail != name):
@@ -153,17 +153,17 @@ def short(name: Any, most: int, path: bool = False) -> str:
     if head + tail != name:
         name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
     if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in name):
-        return f"\u200e{name}\u200e"  # what stands before and after it stays there
+        return f"\u200e{name}\u200e"  # keeps the text before and after it in place
     return name
 
 
 def count_of(number: int, thing: str) -> str:
-    """A number of things in words: 1 image, 2,000 images."""
+    """A number with its noun: 1 image, 2,000 images."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def footnote(axes: "Axes", name: str, most: int) -> None:
-    """Writes an image's name under it."""
+    """Writes the name of an image below it."""
     text = short(name, most, path=True)
     axes.text(
         0.5, -0.02, text, fontsize=6, color=GREY, ha="center", va="top", transform=axes.transAxes, parse_math=False
@@ -178,16 +178,16 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def title(place: Callable, text: str) -> None:
-    """Gives a figure or its axes (`figure.suptitle`, `axes.set_title`) the title that all pictures have."""
+    """Sets a title in the style of all plots; `place` is `figure.suptitle` or `axes.set_title`."""
     place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Writes the PNG file durably, in one move; a failure leaves the old one. Raises OSError."""
+    """Writes the PNG file durably, in one step. A failure leaves the old file. Raises OSError."""
     content = io.BytesIO()
     fonts.provide(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # said by `fonts`
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # reported by `fonts`
         figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
     make_folder(Path(path).parent)
     replace_file(Path(path), content.getvalue())
@@ -223,7 +223,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
-    """Marks the evaluation that `best/` is of; what the title says of it."""
+    """Marks the step of the model in `best/`; returns a text about it for the title."""
     value = next((_finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
     if value is None:
         return ""

@@ -1,8 +1,7 @@
-"""What does the accelerator do in some steps of a run, and for how long does it wait between them?
+"""Profiling: records some steps with torch.profiler, and measures the idle time in and between them.
 
-torch.profiler records the steps; its trace names each of them and the phases that a process notes in `heartbeat`, such as
-waiting for data. What counts as work is an operator on the training thread, unless it belongs to waiting for data, or where
-there is a GPU, a kernel on it.
+The trace names each step, and the phases that a process notes in `watchdog`, such as waiting for data. On a GPU, kernels
+count as work. Without a GPU, operators on the training thread do, except those that are part of waiting for data.
 """
 
 import bisect
@@ -21,21 +20,21 @@ from common.distributed import watchdog
 from common.distributed.collectives import gather_objects, is_main, rank, world_size
 from common.errors import Refused
 
-_STEP, _PHASE = "step ", "phase: "  # what names in a trace begin with
-WAITING_FOR_DATA = "waiting for data"  # a phase, as common/data/loader.py notes it
+_STEP, _PHASE = "step ", "phase: "  # prefixes of names in a trace
+WAITING_FOR_DATA = "waiting for data"  # the phase that common/data/loader.py notes
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
-class Idleness:
-    """When a trace shows no work; milliseconds."""
+class IdleTime:
+    """Time without work in a trace, in milliseconds."""
 
     steps: tuple[int, ...]
     step_ms: float  # median
-    # From the last work of a step to the first of the next, unless there is other work between them, as an evaluation is.
+    # From the last work of a step to the first of the next; left out if there is other work between, such as an evaluation.
     between_ms: tuple[float, ...]
-    phase: str  # of which most of the longest of these times was
+    phase: str  # the phase that takes most of the longest time between two steps
     within_ms: float  # the longest time without work in a step
 
     def __str__(self) -> str:
@@ -57,35 +56,35 @@ class Profile:
     def __init__(self, first: int, last: int, run: Path, say: Callable[[str], None]):
         self._first, self._last, self._run, self._say = first, last, run, say
         self._profiler: profile | None = None
-        self._step_mark = self._phase_mark = None  # what is on, in the trace
-        self._steps: list[int] = []  # that were begun
+        self._step_mark = self._phase_mark = None  # open marks of the trace
+        self._steps: list[int] = []  # recorded so far
 
     def skip(self, done: int) -> None:
-        """`done` steps were made by earlier starts: say so where they are all that was to be profiled."""
+        """Log a message if all steps to profile are among the `done` steps of earlier starts."""
         if done >= self._last:
             self._say(
                 f"--profile {self._first}-{self._last}: {done} steps were made before this start; name later ones"
             )
 
     def before(self, step: int) -> None:
-        """`step` is about to begin. A collective where it ends the profile."""
+        """Must be called before each step. A collective if it ends the profile."""
         if step > self._last:
             self.end()
         elif step >= self._first - 1:
             if not self._profiler:
                 self._profiler = _profiler()
-                self._profiler.prepare_trace()  # a step early, where there is one: what starts takes time
+                self._profiler.prepare_trace()  # one step earlier, if possible: it takes time
             if step >= self._first:
                 self._begin(step)
 
     def after(self) -> None:
-        """The step that was begun is done; what follows, such as an evaluation, is no part of it."""
+        """Must be called after each step, so that an evaluation or a checkpoint does not count as part of it."""
         for mark in (self._phase_mark, self._step_mark):
             _close(mark)
         self._step_mark = self._phase_mark = None
 
     def end(self) -> None:
-        """Write the trace, and say what it shows. A collective; does nothing where nothing was recorded."""
+        """Write the trace and log the idle time. A collective; does nothing if nothing was recorded."""
         profiler, self._profiler = self._profiler, None
         if not self._steps:
             return
@@ -100,14 +99,14 @@ class Profile:
         failure = ""
         try:
             _write(profiler, path)
-            idleness = idleness_of(path) if is_main() else None
-        except Exception as error:  # a profile is not worth a run
+            idle = idle_time_of(path) if is_main() else None
+        except Exception as error:  # a failed profile must not end the run
             failure = f"rank {rank()}: {type(error).__name__}: {error}"
         if failures := [theirs for theirs in gather_objects(failure) if theirs]:
-            self._say(f"the profile is not whole: {'; '.join(failures[:3])}")
+            self._say(f"the profile is incomplete: {'; '.join(failures[:3])}")
         if not failure and is_main():
             where = path if world_size() == 1 else path.with_name(f"{name}_rank*.json.gz")
-            self._say(f"profile: {idleness}; {where} opens in ui.perfetto.dev or chrome://tracing")
+            self._say(f"profile: {idle}; {where} opens in ui.perfetto.dev or chrome://tracing")
 
     def _begin(self, step: int) -> None:
         if not self._steps:
@@ -123,15 +122,15 @@ class Profile:
 
 
 def check(steps: tuple[int, int] | None, total_steps: int) -> None:
-    """Raise `Refused` where a run of `total_steps` ends before the last of the `steps` that are to be profiled."""
+    """Raise `Refused` if a run of `total_steps` ends before the last of the `steps` to profile."""
     if steps and steps[1] > total_steps:
         raise Refused(
             f"--profile {steps[0]}-{steps[1]}: the run ends with step {total_steps}; name steps up to that one"
         )
 
 
-def idleness_of(trace: Path) -> Idleness:
-    """Read a trace that `Profile` wrote, by what happened on the thread that has its steps, and on its GPU if it has one."""
+def idle_time_of(trace: Path) -> IdleTime:
+    """The idle time in a trace that `Profile` wrote, on its GPU or, without one, on its training thread."""
     with gzip.open(trace, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     marks = [event for event in events if event.get("cat") == "user_annotation"]
@@ -140,10 +139,10 @@ def idleness_of(trace: Path) -> Idleness:
     work = _on_device(events) or _on_thread(events, marks, marked[0]["tid"])
     starts = [start for start, _ in spans]
     between, within, longest = [], 0.0, (0.0, 0.0)
-    before, busy_until = None, 0.0  # what the work before was part of, and when all work so far was done
+    before, busy_until = None, 0.0  # the step of the last work, and when all work so far was done
     for asked, began, duration in sorted(work, key=lambda event: event[1]):
-        step = bisect.bisect(starts, asked) - 1  # that asked for it, whenever it was done
-        step = step if step >= 0 and asked < spans[step][1] else None  # something between steps
+        step = bisect.bisect(starts, asked) - 1  # the step that launched it, whenever it ran
+        step = step if step >= 0 and asked < spans[step][1] else None  # launched between two steps
         idle = began - busy_until
         if None not in (step, before) and step == before + 1:
             longest = max(longest, (busy_until, began), key=lambda span: span[1] - span[0])
@@ -151,7 +150,7 @@ def idleness_of(trace: Path) -> Idleness:
         elif step is not None and step == before:
             within = max(within, idle)
         before, busy_until = step, max(busy_until, began + duration)
-    return Idleness(
+    return IdleTime(
         steps=tuple(int(event["name"].removeprefix(_STEP)) for event in marked),
         step_ms=statistics.median(end - start for start, end in spans) / 1e3,
         between_ms=tuple(between),
@@ -161,7 +160,7 @@ def idleness_of(trace: Path) -> Idleness:
 
 
 def _on_device(events: list[dict]) -> list[tuple[float, float, float]]:
-    """When each kernel and copy was asked for on the host, when it began and how long it took; none without a GPU."""
+    """Of each kernel and copy on a GPU: when the host launched it, when it began and how long it took."""
     asked = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -175,7 +174,7 @@ def _on_device(events: list[dict]) -> list[tuple[float, float, float]]:
 
 
 def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float, float]]:
-    """The same of the operators on a thread; but those that take part in waiting for data are no work."""
+    """The same of each operator on a thread, except those that are part of waiting for data."""
     loading = sorted(
         (mark["ts"], mark["ts"] + mark["dur"]) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA
     )
@@ -189,7 +188,7 @@ def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple
 
 
 def _phase_of(marks: list[dict], span: tuple[float, float]) -> str:
-    """The phase that takes most of a span of time."""
+    """The phase that takes most of a time span."""
     shares: dict[str, float] = {}
     for event in marks:
         if event["name"].startswith(_PHASE):
@@ -219,7 +218,7 @@ def _profiler() -> profile:
 
 
 def _write(profiler: profile, path: Path) -> None:
-    """The trace is there whole or not at all."""
+    """Write the complete trace, or leave no file."""
     path.parent.mkdir(
         exist_ok=True
     )  # not its parents: a machine that does not see the run folder must not seem to have it

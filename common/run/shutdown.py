@@ -1,4 +1,4 @@
-"""How does a start of a run end, and what does it leave for people, for programs and for the next start?"""
+"""Shutdown: how a start of a run ends, and what it leaves for people, for programs and for the next start."""
 
 import contextlib
 import shutil
@@ -19,22 +19,22 @@ from common.run.records import Records
 
 
 class Shutdown:
-    """The end of one start in the run folder `path`; `folder` is None on every process but the main one."""
+    """The end of one start in the run folder `path`. `folder` is None on every process except the main one."""
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
         self._config, self._path, self._folder = config, path, folder
         self._records, self._log, self._writer = records, records.log, writer
 
     def leave_no_trace(self) -> None:
-        """A start that was refused leaves what was there before it: nothing, or an older start's files as they were."""
+        """Remove the run folder after a refused start, if this start has created it."""
         if self._folder and self._folder.fresh and not self._folder.lost:
             shutil.rmtree(self._path, ignore_errors=True)
 
     def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
-        """This rank has no memory left: have the next start take half as many samples at once. What to raise."""
+        """This rank is out of memory: save half the micro-batch for the next start. Returns the exception to raise."""
         try:
             less = micro_batch.halved(plan)
-            with writing(self._path):  # a start that does not find it would fail in the same way, again and again
+            with writing(self._path):  # without it, every next start would fail in the same way
                 micro_batch.keep(self._path, less, device)
         except Refused as refusal:
             return refusal
@@ -45,13 +45,14 @@ class Shutdown:
         return Again(f"out of memory with {size} samples at once, from now on at most {most}{other}")
 
     def leave_word(self, step: int, cause: str) -> None:
-        """For programs, why all processes are ended at `step`; by whichever has the word."""
+        """Write to status.json why the watchdog ends all processes at `step`. Called on the rank that reports it."""
         write_status(self._path, "failed", step, cause)
 
     def outcome(self, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
-        """How this start ends, and why: status and cause for status.json.
+        """Status and cause for status.json.
 
-        `asked_by` is what asked this process to stop, "" if nothing did. Where all ranks have `stopped`, a collective.
+        `asked_by` is what asked this process to stop, "" if nothing did. A collective if `stopped`, which is the same on
+        all ranks.
         """
         progress = self._records.progress
         if stopped:
@@ -63,31 +64,32 @@ class Shutdown:
             return "resumable", asked_by or cause
         if is_lost_peer(error):
             cause = "the loss of another process"
-            if not is_main() and not read_json(self._path / "status.json").get("cause"):  # it may be the main process
+            if not is_main() and not read_json(self._path / "status.json").get("cause"):  # the main one may be lost
                 with contextlib.suppress(OSError):
                     write_status(self._path, "resumable", progress.step, cause)
             return "resumable", cause
         status = "resumable" if isinstance(error, Again) else "failed"
-        if not is_main() and not isinstance(error, Refused):  # all others will only see that this one is gone
+        if not is_main() and not isinstance(error, Refused):  # the others only learn that this process is gone
             kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
             with contextlib.suppress(OSError):
                 write_status(self._path, status, progress.step, f"rank {rank()}: {kind}{cause}")
         return status, cause
 
     def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
-        """Wait for what is being written, close the journal, and have the last word; on the main process.
+        """Wait for the checkpoint being written, close the log, write status and results, and print how the run ended.
 
-        `draw` makes the pictures of a finished run. `goes_on`: the launcher starts this process again.
+        Does nothing except on the main process. `draw` makes the plots of a finished run. `goes_on`: the launcher
+        starts this process again.
         """
         if not self._folder:
             return
         say, where, progress = self._log.say, "", self._records.progress
         try:
             self._writer.wait()
-        except Exception as error:  # where the run ends well, all ranks have waited already
+        except Exception as error:  # not in a run that ends well: all ranks have waited already
             if not self._folder.lost:
                 say(f"the last checkpoint could not be written: {error}")
-        if self._folder.lost:  # however it was to end
+        if self._folder.lost:  # an error, however the run would have ended
             self._log.close(1, patience=5.0)
             self._folder.check()
         try:
@@ -96,17 +98,17 @@ class Shutdown:
                 draw()
             self._log.summary(self._records.summary())
             where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
-            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why another rank was lost
+            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why a rank was lost
                 self._folder.status(status, progress.step, cause)
             if status == "failed":
                 self._folder.log(f"failed at step {progress.step}: {cause}")
         except OSError as error:
-            say(f"{self._path}: its last word could not be written: {error}")
+            say(f"{self._path}: status and results could not be written: {error}")
         if status == "resumable":
-            what = "the run goes on from there" if goes_on else "the same command goes on from the last checkpoint"
+            what = "the run resumes from there" if goes_on else "the same command resumes from the last checkpoint"
             say(f"stopped by {cause} at step {progress.step}: {what}")
         elif self._config.dry_run and status == "finished":
-            say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing is left of it")
+            say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing was kept")
         elif status == "finished":
             self._say_results(progress, where)
 
@@ -117,13 +119,13 @@ class Shutdown:
         if progress.best:
             rows["best"] = f"{progress.headline(progress.best)} at step {progress.best['step']}: {path / 'best'}"
             rows["last"] = (
-                f"{progress.headline(progress.last)} at step {progress.last['step']}, of {progress.last['eval/count']} images"
+                f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
             )
         rows["pictures"] = str(path / "pictures")
         rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
         if where:
             rows[config.tracker] = where
-        longer = "--max_steps" if config.max_steps else "--epochs"
-        rows["go on"] = f"the same command with {longer} {2 * (config.max_steps or config.epochs):g}"
-        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; all else: README.md"
+        length = f"--max_steps {2 * config.max_steps}" if config.max_steps else f"--epochs {2 * config.epochs:g}"
+        rows["longer"] = f"the same command with {length} continues this run"
+        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; everything else: README.md"
         self._log.table(rows)

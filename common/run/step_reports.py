@@ -1,8 +1,8 @@
-"""What became of the last steps, on all ranks, without making the device wait?
+"""Step reports: loss and state of the last steps over all ranks, without waiting for the device.
 
-Each step's numbers are copied to the host without waiting, summed over ranks on the host-side group while the next step
-runs, and read when they are there anyway: one step late, on an accelerator two. Everything ranks must agree on (to stop, that
-a loss is not finite, how many images were broken) travels in the same few numbers.
+The numbers of a step are copied to the host asynchronously, summed over the ranks by the host's process group while the next
+step runs, and read one step later, on an accelerator two. Everything that the ranks must agree on (to stop, that a loss is
+not finite, how many images were broken) is sent in the same few numbers.
 """
 
 import math
@@ -18,37 +18,37 @@ from common.errors import Refused
 from common.training.step import StepOutcome
 
 _LATE = 2  # steps between a step and its report on an accelerator
-_MOST_NAMES = 1_000  # of numbers of one's own, in a run
-_LEAST_SCALE = 2**-9  # fp16: no smaller factor will help; from 65,536 it takes 26 skipped steps in a row to fall below
+_MOST_NAMES = 1_000  # of custom numbers in a run
+_LEAST_SCALE = 2**-9  # fp16: a smaller scale would not help; from 65,536, it takes 26 skipped steps in a row
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of one step, the same on every rank."""
+    """The result of one step, the same on every rank."""
 
     step: int  # optimizer steps done, this one included
     loss: float  # mean over the global batch
-    grad_norm: float  # before clipping; not finite where fp16 skipped the step
+    grad_norm: float  # before clipping; not finite if fp16 skipped the step
     data_wait: float  # seconds that a rank waited for data, mean over ranks
     broken: tuple[str, ...]  # images that could not be read, of all ranks
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
-    ended_by: str = ""  # why the recipe ends the run, where some rank said so
+    ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
-    logged: dict[str, float] = field(default_factory=dict)  # numbers of one's own: means over all values of the step
+    logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
 
 
 @dataclass
 class _Posted:
     step: int
     outcome: StepOutcome
-    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each number of one's own
+    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each custom number
     stop: bool
     ended_by: str
-    counts: dict[str, int]  # of the values of each number of one's own
+    counts: dict[str, int]  # number of values of each custom number
     copied: object = None  # CUDA event
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
-    names: tuple[str, ...] = ()  # of the numbers that are summed over ranks
+    names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
     summed: torch.Tensor | None = None
     grad_norm: float = 0.0
     loss_scale: float | None = None
@@ -58,20 +58,20 @@ class _Posted:
 
 @dataclass
 class StepReports:
-    """Post every step, read the reports that are complete. All ranks call the same methods in the same order."""
+    """Takes the numbers of every step and returns complete reports. All ranks call the same methods in the same order."""
 
     global_batch_size: int
     scaler: torch.amp.GradScaler | None = None  # under fp16
     _posted: deque = field(default_factory=deque)
-    _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the step that is being made
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the present step
     _counts: dict[str, int] = field(default_factory=dict)
-    _names: tuple[str, ...] = ()  # that all ranks know
+    _names: tuple[str, ...] = ()  # of custom numbers, known to all ranks
 
     def __post_init__(self) -> None:
         self._loss_scale = self.scaler.get_scale() if self.scaler else None  # of the step that is summed next
 
     def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Add numbers of one's own, float[] or float[n], to the step that is being made; waits for no device."""
+        """Add custom numbers, float[] or float[n], to the present step. Does not wait for a device."""
         for name, value in values.items():
             try:
                 value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
@@ -95,9 +95,9 @@ class StepReports:
         losses = outcome.losses
         loss = losses.sum(dtype=_exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
-        if self.scaler:  # a factor of one: `get_scale` would wait for the device
+        if self.scaler:  # scaling 1 gives the scale; `get_scale` would wait for the device
             numbers.append(self.scaler.scale(torch.ones_like(loss)))
-        numbers += [  # one on the host becomes an argument: to copy it would wait for the device
+        numbers += [  # a host scalar is added as an argument: a copy would wait for the device
             total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype)
             for total in self._sums.values()
         ]
@@ -112,14 +112,14 @@ class StepReports:
         self._posted.append(posted)
 
     def read(self) -> list[StepReport]:
-        """The reports that are due, oldest first. Raises `Refused` on every rank where a step was not finite."""
+        """The reports that are due, oldest first. Raises `Refused` on every rank if a step was not finite."""
         late = _LATE if self._posted and self._posted[-1].outcome.losses.is_cuda else 1
         for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
             self._start(posted)
         return [self._finish() for _ in range(max(0, len(self._posted) - late))]
 
     def settle(self) -> list[StepReport]:
-        """All outstanding reports; waits for the device. Before an evaluation and a checkpoint: these build on finite steps."""
+        """All outstanding reports; waits for the device. To be called before an evaluation or a checkpoint."""
         for posted in self._posted:
             self._start(posted)
         return [self._finish() for _ in range(len(self._posted))]
@@ -139,7 +139,7 @@ class StepReports:
             name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
         }
         posted.names = self._names
-        # An overflow is of gradients, which a smaller scale makes smaller; the loss is computed before it is scaled.
+        # Only gradients may overflow, since a smaller scale makes them smaller. The loss is computed before scaling.
         bad = not (math.isfinite(loss) and (posted.skipped or math.isfinite(posted.grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
         shared = [
@@ -178,9 +178,9 @@ class StepReports:
         return StepReport(posted.step, mean, posted.grad_norm, wait, *told, logged)
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
-        """Of each number of one's own the mean over all values, from `sums`: total, count and ranks of each known name."""
+        """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""
         of_names = {name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)}
-        if new:  # the first time, names travel with the numbers
+        if new:  # names are sent only the first time
             theirs = gather_objects({name: own for name, own in posted.logged.items() if name not in of_names})
             for name in sorted({name for unknown in theirs for name in unknown}):
                 values = [unknown[name] for unknown in theirs if name in unknown]
@@ -213,12 +213,12 @@ class StepReports:
 
 
 def _exact(device: torch.device) -> torch.dtype:
-    """The type in which sums are taken: Apple's devices have no float64."""
+    """The type for sums: float64, except on Apple's devices, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def first_said(text: str) -> str:
-    """What the first rank says that says something, on every rank; a collective. Two ranks, "" and "b": "b" on both."""
+    """The first text of a rank that is not empty, on every rank. A collective. Two ranks, "" and "b": "b" on both."""
     return next(filter(None, gather_objects(text)), "")
 
 

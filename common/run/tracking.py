@@ -1,8 +1,8 @@
-"""Where can people watch the run? (W&B, TensorBoard or Trackio: Accelerate's trackers, in a thread of their own)
+"""Tracking: sends rows, results and plots to a dashboard (W&B, TensorBoard or Trackio), without affecting the run.
 
-A tracker is a window on the run, never a part of it: `metrics.jsonl` in the run folder is the truth. So whatever a
-tracker needs (its import, its login, its network, its disk) happens in one daemon thread behind a queue. Training only
-puts rows into that queue, and a tracker that fails is said once.
+The record of the run is `metrics.jsonl`; the dashboard only shows it. So everything that a tracker does (import, login,
+network, disk) happens in a daemon thread behind a queue. Training only puts rows into the queue. A failing tracker is logged
+once, and training continues.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "none": ()}
 MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
 INIT_TIMEOUT_S = (
-    20.0  # then W&B goes offline; less than the next line, so that a short run keeps its rows without network
+    20.0  # then W&B works offline; shorter than the next, so that a short run without network keeps its rows
 )
 FINISH_TIMEOUT_S = 30.0
 
 
 def require(kind: str) -> None:
-    """Raise `Refused` where tracker `kind` is unknown or its package is missing."""
+    """Raise `Refused` if the tracker `kind` is unknown or its package is missing."""
     if kind not in PACKAGES:
         raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
     if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
@@ -54,7 +54,7 @@ class BoxedImage:
 
 @dataclass(frozen=True)
 class Box:
-    """A box in pixels: left, top, right, bottom; the name of its class and its number; the score of what was predicted."""
+    """A box: left, top, right, bottom in pixels; id and name of its class; the score if it was predicted."""
 
     corners: tuple[float, float, float, float]
     class_id: int
@@ -63,24 +63,24 @@ class Box:
 
 
 class Tracker:
-    """Sends rows, results and pictures to a tracker without waiting for it or failing with it.
+    """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
-    Every rank makes one and calls it alike; only the main process sends. Values are plain numbers and texts.
-    Its thread starts with `begin`, or with the first thing to send: its imports would slow down a run's first step.
-    `finish` belongs into a `finally`: W&B's own exit hook can wait minutes for a network that isn't there.
+    Every rank makes one and calls the same methods; only the main process sends. Values are plain numbers and texts.
+    The thread starts with `begin` or with the first thing to send, since its imports would slow down the first step.
+    Call `finish` in a `finally` block: W&B's own exit hook can wait minutes for a missing network.
 
     Args:
         kind: "wandb", "tensorboard", "trackio" or "none".
         folder: The run folder; the tracker's files go below it.
-        project: What the tracker groups runs by.
-        name: The run's name for people.
+        project: The tracker's group of runs.
+        name: The run's display name.
         config: The run's complete config.
-        run_id: The `run_id` of the run that goes on; None for a new one.
+        run_id: The `run_id` of the run that resumes; None for a new run.
         sent_up_to: The last step the tracker has; rows up to it are not sent again.
-        say: Tells people one line; also called from the tracker's thread.
+        say: Logs one line; also called from the tracker's thread.
 
     Attributes:
-        run_id: Keep it in the run folder: the next start that is given it continues the same W&B run.
+        run_id: To be kept in the run folder: a start that is given it continues the same W&B run.
 
     Raises:
         Refused: The kind is unknown or its package is missing (on every rank, before anything expensive).
@@ -112,22 +112,22 @@ class Tracker:
             self._thread = threading.Thread(target=self._serve, args=(start,), name="tracker", daemon=True)
 
     def begin(self) -> None:
-        """Let the tracker start, unless it has; microseconds."""
+        """Start the tracker, unless it has started. Takes microseconds."""
         if self._thread is not None and self._thread.ident is None:
             self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues one row: microseconds, whatever state the tracker is in."""
+        """Queues one row. Takes microseconds, whatever state the tracker is in."""
         if step > self._sent_up_to:
             self._step, row = step, dict(metrics)
             self._put(lambda backend: backend.log(step, row))
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
-        """Queues the run's results: what a table of runs shows."""
+        """Queues the run's results, for the table of runs."""
         self._put(lambda backend, values=dict(values): backend.summary(values))
 
     def images(self, step: int, pictures: Mapping[str, Path]) -> None:
-        """Queues picture files of `step`."""
+        """Queues image files of `step`."""
         self._put(lambda backend, pictures=dict(pictures): backend.images(step, pictures))
 
     def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
@@ -135,11 +135,11 @@ class Tracker:
         self._put(lambda backend, images=tuple(images): backend.boxed_images(step, images))
 
     def where(self) -> str:
-        """An address, or a folder and the command that shows or uploads it; "" while there is none."""
+        """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
         return self._where
 
     def finish(self, exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S) -> None:
-        """Sends what is queued and closes the run; leaves it behind when `timeout_s` are over.
+        """Sends everything in the queue and closes the run; gives up after `timeout_s` seconds.
 
         An `exit_code` other than 0 marks a W&B run as failed.
         """
@@ -163,7 +163,7 @@ class Tracker:
     def _serve(self, start: Callable[[], "_Backend"]) -> None:
         try:
             backend = start()
-        except Exception as error:  # nothing a tracker does may reach the training
+        except Exception as error:  # no failure of a tracker may reach the training
             return self._fail(_one_line(error))
         self._where = backend.where
         while call := self._calls.get():
@@ -177,11 +177,11 @@ class Tracker:
             _drop_exit_hook_of_wandb()
         if not self._failed:
             self._failed = True
-            self._say(f"{self._kind} failed ({reason}): training goes on, metrics.jsonl has every row")
+            self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
 
 
 class _Backend:
-    """What runs in the thread: one of Accelerate's trackers. Making one starts it."""
+    """One of Accelerate's trackers, running in the thread. Making one starts it."""
 
     tracker: Any
     where: str
@@ -193,14 +193,14 @@ class _Backend:
         self.tracker.log({f"summary/{key}": value for key, value in values.items()})
 
     def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Nothing: the picture that shows them is sent as well."""
+        """Does nothing by default: a plot that shows the boxes is sent as well."""
 
     def finish(self, exit_code: int) -> None:
         self.tracker.finish()
 
 
 class _WandB(_Backend):
-    """Online with credentials, else offline; offline as well when the server can't be reached."""
+    """W&B: online with credentials, offline without them or if the server can't be reached."""
 
     def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
         files = _writable(folder / "wandb")
@@ -209,11 +209,11 @@ class _WandB(_Backend):
 
         def start(mode: str) -> WandBTracker:
             settings = wandb.Settings(
-                console="off",  # the training thread would pay for capturing prints, and the run folder has its own log
+                console="off",  # capturing prints would slow down training, and the run folder has its own log
                 init_timeout=INIT_TIMEOUT_S,
                 finish_timeout=FINISH_TIMEOUT_S - 5,
                 finish_timeout_raises=True,
-                x_transaction_log_flush_interval=1.0,  # seconds of rows that a killed run can lose; else 15
+                x_transaction_log_flush_interval=1.0,  # a killed run loses at most so many seconds of rows; default 15
             )
             run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
             tracker = WandBTracker(project, **run)
@@ -232,7 +232,7 @@ class _WandB(_Backend):
             wandb.teardown()  # its service still holds the run id
             self.tracker = start("offline")
         self.run = self.tracker.tracker
-        # The step is a column of ours: W&B's own counts rows, and starts from 0 in an offline resume.
+        # A step column of our own: W&B's step counts rows, and starts again from 0 in an offline resume.
         self.run.define_metric("*", step_metric="step")
         self.tracker.store_init_configuration(config)
         offline = "" if self.run.disabled else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
@@ -252,7 +252,7 @@ class _WandB(_Backend):
     def boxed_images(self, step, images):
         import wandb
 
-        # Every set of boxes names all classes shown, so that a class has one colour. Images in a list would need one size.
+        # Every set of boxes names all classes, so that a class has one colour. A list of images would need one size.
         labels = {box.class_id: box.class_name for image in images for boxes in image.boxes.values() for box in boxes}
         row = {}
         for number, image in enumerate(images, 1):
@@ -272,7 +272,7 @@ class _TensorBoard(_Backend):
     def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
         files = _writable(folder / "tensorboard")
         self.files, self.stat = files, files.stat()
-        # purge_step hides what a killed run wrote beyond the step from which it goes on.
+        # purge_step hides what a killed run wrote after the step from which it resumes.
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=sent_up_to + 1)
         self.tracker.start()
         self.tracker.tracker.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
@@ -287,7 +287,7 @@ class _TensorBoard(_Backend):
             self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
 
     def finish(self, exit_code):
-        # Where the run folder was removed or replaced, a thread of TensorBoard would print a traceback, or write there.
+        # If the run folder was removed or replaced, a thread of TensorBoard would print a traceback or write there.
         if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
             super().finish(exit_code)
 
@@ -307,7 +307,7 @@ class _Trackio(_Backend):
 
 
 def _box_of_wandb(box: Box, size: tuple[int, int]) -> dict:
-    """In fractions of the image: pixels would have to be whole numbers."""
+    """A box for W&B, in fractions of the image: W&B takes only whole numbers as pixels."""
     left, top, right, bottom = (side / length for side, length in zip(box.corners, (*size, *size), strict=True))
     known = (
         {"box_caption": box.class_name}
@@ -318,7 +318,7 @@ def _box_of_wandb(box: Box, size: tuple[int, int]) -> dict:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made when missing: W&B would quietly take the machine's temporary folder instead."""
+    """Create the folder and check that it is writable: W&B would silently use the temporary folder instead."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is read-only")
@@ -326,7 +326,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _drop_exit_hook_of_wandb() -> None:
-    """W&B's exit hook waits for its service, also a hanging one; the service ends with this process by itself."""
+    """Remove W&B's exit hook, which would wait for a hanging service. The service ends with this process by itself."""
     with contextlib.suppress(Exception):  # not imported, not started, or another version of W&B
         sys.modules["wandb.sdk.wandb_setup"]._singleton.assert_service()._cleanup()
 

@@ -14,7 +14,7 @@ from common.training.warm_up import warm_up
 _SCALE_FREE = ("lion", "laprop", "adafactor")
 _ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
 _LEAST_NOISE = (
-    0.1  # share of a parameter's numbers: keys have a third of an attention's bias; a single number may just be small
+    0.1  # share of a parameter's numbers: a third of an attention's bias is enough, a single small number is not
 )
 
 

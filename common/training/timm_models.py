@@ -65,9 +65,7 @@ def build_classifier(
     fresh = classes if theirs != classes else 0  # classes that the head does not know
     if names and known and list(names) != known:
         trained = model if theirs == classes else make(num_classes=theirs)
-        model = make(
-            num_classes=classes, pretrained_cfg_overlay={"num_classes": 0}
-        )  # otherwise timm keeps a head for as many classes
+        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps the head
         fresh = take_rows(_head(model), _head(trained), names, known)
     everything = len(model.state_dict())
     model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, classes)

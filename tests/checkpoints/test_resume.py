@@ -1,4 +1,4 @@
-"""A run goes on from its own newest good checkpoint, and from nothing else without a word."""
+"""A run resumes from its own newest intact checkpoint; anything else is refused or logged."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_auto_takes_the_newest_good_one_or_starts_anew(tmp_path: Path) -> None:
+def test_auto_resumes_from_the_newest_intact_checkpoint_or_starts_a_new_run(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (None, [])
     *_, newest = save(tmp_path, 1, 2, 30)
     assert chosen("auto", tmp_path) == (30, [])
@@ -77,7 +77,7 @@ def test_auto_takes_the_newest_good_one_or_starts_anew(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (2, [])
 
 
-def test_drafts_are_swept_on_the_way(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     draft = tmp_path / "checkpoints" / ".step_00000002.tmp"
     draft.mkdir()
@@ -85,7 +85,7 @@ def test_drafts_are_swept_on_the_way(tmp_path: Path) -> None:
     assert not draft.exists()
 
 
-def test_never_starts_anew_only_where_nothing_would_be_lost(tmp_path: Path) -> None:
+def test_never_is_refused_if_there_are_checkpoints(tmp_path: Path) -> None:
     assert chosen("never", tmp_path) == (None, [])
     save(tmp_path, 1, 2)
     told = refusal("never", tmp_path)
@@ -106,18 +106,18 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
 def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> None:
     first, _ = save(tmp_path / "a", 10, 20)
     assert refusal(first, tmp_path / "a") == (
-        f"--resume {first}: {tmp_path / 'a'} has gone on to step_00000020; to branch off give another --name"
+        f"--resume {first}: {tmp_path / 'a'} has continued to step_00000020; to branch off give another --name"
     )
 
 
-def test_a_run_that_began_in_another_folder_goes_on_from_its_own_by_the_same_command(tmp_path: Path) -> None:
+def test_a_run_that_branched_off_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     older, same = save(tmp_path / "b", 5, 20)
     save(tmp_path / "a", 10, 20)
     assert chosen(older, tmp_path / "a") == (20, [])
     assert chosen(same, tmp_path / "a") == (20, [])
 
 
-def test_a_path_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 10)
     for other, told in (
         (tmp_path / "nowhere", "no checkpoint, nothing is there"),
@@ -129,7 +129,7 @@ def test_a_path_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     assert (path / "record.json").exists()  # what is left of it stays
 
 
-def test_another_configuration_or_other_data_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_another_configuration_or_other_data_is_refused_with_the_difference(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 10, identity={"lr": 0.1, "data": "00-11", "old": 5})
     for resume in ("auto", path):
         told = refusal(resume, tmp_path)
@@ -140,7 +140,7 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(tmp_pa
 
 
 @pytest.mark.parametrize("identity", [None, [], "text", 5, ["lr"]])
-def test_a_record_that_does_not_say_of_which_run_it_is_is_refused(tmp_path: Path, identity: object) -> None:
+def test_a_record_without_a_run_is_refused(tmp_path: Path, identity: object) -> None:
     (path,) = save(tmp_path, 10, identity=identity)
     for resume in ("auto", path):
         assert f"{path}: its record.json does not say of which run it is" in refusal(resume, tmp_path)
@@ -152,7 +152,7 @@ def network(value: float) -> nn.Module:
     return model
 
 
-def test_the_moving_average_is_what_is_evaluated(tmp_path: Path) -> None:
+def test_the_moving_average_is_evaluated(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step, ema in ((1, None), (2, network(2.0))):
         model = network(1.0)
@@ -190,7 +190,7 @@ def choose_on_ranks(folders: list[Path]) -> str:
     return str(found and found.step)
 
 
-def test_machines_go_on_only_from_a_checkpoint_that_all_have(processes, tmp_path: Path) -> None:
+def test_machines_resume_only_from_a_checkpoint_that_all_have(processes, tmp_path: Path) -> None:
     first, second, host = tmp_path / "first", tmp_path / "second", socket.gethostname()
     second.mkdir()
     save(first, 1)
@@ -198,9 +198,7 @@ def test_machines_go_on_only_from_a_checkpoint_that_all_have(processes, tmp_path
     def told(*folders: Path) -> list[str]:
         return processes.run(choose_on_ranks, list(folders), ranks=2)
 
-    lacking = (
-        f"checkpoints/step_00000001: {host} has not the one that {host} goes on from: name an --output_dir that all"
-    )
+    lacking = f"checkpoints/step_00000001: {host} does not have the one that {host} resumes from: name an --output_dir that all"
     assert all(text.startswith(lacking) for text in told(first, second))
     ahead = f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an --output_dir that all"
     assert all(text.startswith(ahead) for text in told(second, first))

@@ -1,4 +1,4 @@
-"""What comes back from a checkpoint trains on bit by bit as if nothing had happened."""
+"""A training state loaded from a checkpoint continues bit for bit like the uninterrupted training."""
 
 import copy
 import json
@@ -206,7 +206,7 @@ def test_a_run_resumes_in_another_precision(half: bool) -> None:
     other.train(3, 5)
 
 
-def test_several_optimizers_with_parameters_of_their_own_resume_bit_equal() -> None:
+def test_several_optimizers_resume_bit_equal() -> None:
     """Each finds its own state again, also LAMB the steps that it counts in its groups."""
 
     def begin() -> TrainingState:

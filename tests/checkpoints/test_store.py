@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, no damage goes unseen, and nothing in it can execute code."""
+"""A checkpoint is complete or missing, all damage is detected, and nothing in it can execute code."""
 
 import json
 import os
@@ -67,13 +67,15 @@ def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path, 
     assert [int(path.name[5:]) for path in Checkpoints(tmp_path).paths()] == steps[::-1][:keep]
 
 
-def test_where_nothing_was_saved_nothing_is_found(tmp_path: Path) -> None:
+def test_without_checkpoints_none_is_found(tmp_path: Path) -> None:
     assert newest(tmp_path / "missing") == newest(tmp_path) == (None, [])
     Checkpoints(tmp_path / "missing").sweep()
     assert not (tmp_path / "missing").exists()
 
 
-def test_old_ones_go_only_when_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_are_removed_only_after_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1, keep=1)
     seen = []
     rename = Path.rename
@@ -164,30 +166,30 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
     verify(path)
 
 
-def test_a_file_that_was_not_written_with_it_is_damage(tmp_path: Path) -> None:
+def test_an_additional_file_is_damage(tmp_path: Path) -> None:
     _, second = save(tmp_path, 1, 2)
     (second / "stray.safetensors").write_bytes((second / "model.safetensors").read_bytes())
     step, said = newest(tmp_path)
     assert step == 1 and "stray.safetensors was not written with it" in said[0]
 
 
-def test_where_all_are_damaged_the_run_is_refused_and_all_are_left(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_is_refused_and_they_are_kept(tmp_path: Path) -> None:
     for path in save(tmp_path, 1, 2):
         flip(path / "model.safetensors", 0.5)
     said: list[str] = []
-    with pytest.raises(Refused, match="all 2 checkpoints are damaged; put a copy back, or start anew"):
+    with pytest.raises(Refused, match="all 2 checkpoints are damaged; put a copy back, or start a new run"):
         Checkpoints(tmp_path).newest(said.append)
     assert len(said) == 2 and names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_damaged_one_twice_is_put_aside_twice(tmp_path: Path) -> None:
+def test_a_step_that_is_damaged_twice_is_put_aside_twice(tmp_path: Path) -> None:
     for _ in range(2):
         flip(save(tmp_path, 1, 2)[1] / "record.json", 0.5)
         assert newest(tmp_path)[0] == 1
     assert names(tmp_path) == ["step_00000001", "step_00000002.damaged"]
 
 
-def test_the_same_step_again_leaves_what_is_there(tmp_path: Path) -> None:
+def test_saving_a_step_again_keeps_its_checkpoint(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 7)
     before = content(tmp_path)
     assert Checkpoints(tmp_path).save({"step": 7}, tensors(0)) == path and content(tmp_path) == before
@@ -254,7 +256,7 @@ class Malicious:
 @pytest.mark.parametrize(
     "name", ["custom_checkpoint_0.pkl", "optimizer.bin", "model.pt", ".metadata", "random_states_0.pkl"]
 )
-def test_a_pickle_put_beside_it_is_never_executed(tmp_path: Path, name: str) -> None:
+def test_a_pickle_beside_the_files_is_never_executed(tmp_path: Path, name: str) -> None:
     trace = tmp_path / "executed"
     _, second = save(tmp_path / "checkpoints", 1, 2)
     (second / name).write_bytes(pickle.dumps(Malicious(trace)))
@@ -264,7 +266,7 @@ def test_a_pickle_put_beside_it_is_never_executed(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("how", ["pickle", "torch", "torch.zip"])
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "record.json"])
-def test_a_pickle_in_the_place_of_a_file_is_never_executed(tmp_path: Path, file: str, how: str) -> None:
+def test_a_pickle_instead_of_a_file_is_never_executed(tmp_path: Path, file: str, how: str) -> None:
     """Not even where the manifest has been made to fit."""
     trace = tmp_path / "executed"
     (path,) = save(tmp_path / "checkpoints", 1)
@@ -285,7 +287,7 @@ def test_a_pickle_in_the_place_of_a_file_is_never_executed(tmp_path: Path, file:
         assert trace.exists()  # it would have been
 
 
-def test_names_may_share_memory_or_lie_in_it_in_any_order(tmp_path: Path) -> None:
+def test_tied_and_strided_tensors_are_saved(tmp_path: Path) -> None:
     whole = torch.arange(48.0).reshape(2, 3, 2, 4)
     files = {
         "model": {

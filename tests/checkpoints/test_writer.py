@@ -1,4 +1,4 @@
-"""Training waits for the copy alone, one checkpoint is written at a time, and no failure is lost."""
+"""Training waits only for the copy, one checkpoint is written at a time, and every failure is raised."""
 
 import threading
 
@@ -14,7 +14,7 @@ def files(value: float) -> dict:
     return {"model": model, "optimizer": {"step": torch.tensor(value, dtype=torch.float64)}}
 
 
-def test_what_is_written_is_the_state_of_the_moment_and_training_does_not_wait_for_it() -> None:
+def test_the_state_at_the_call_is_written_while_training_continues() -> None:
     writer, live, go, written = Writer(), files(1.0), threading.Event(), []
 
     def write(copies: dict) -> None:
@@ -36,7 +36,7 @@ def test_what_is_written_is_the_state_of_the_moment_and_training_does_not_wait_f
             assert torch.equal(copies[file][name], tensor) and copies[file][name].dtype == tensor.dtype, name
 
 
-def test_copies_share_no_memory_and_use_that_of_the_last_ones_where_they_fit() -> None:
+def test_copies_share_no_memory_and_reuse_that_of_the_last_checkpoint() -> None:
     writer, places = Writer(), []
 
     def note(copies: dict) -> None:

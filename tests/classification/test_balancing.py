@@ -1,4 +1,4 @@
-"""Weights of classes keep the scale of the loss, and sampling weights draw classes as often as they say."""
+"""Class weights keep the scale of the loss; sampling weights draw classes as often as they say."""
 
 from pathlib import Path
 

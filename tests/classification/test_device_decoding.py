@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Feed, RecordedSamples, training_loader
+from common.data.loader import Feed, training_loader
 from common.data.stream import Stream
 from common.errors import Refused
 from common.randomness import seed_generators
@@ -218,14 +217,6 @@ def test_a_device_that_decodes_nothing_is_refused_and_one_without_memory_is_not_
     fail("Error while decoding JPEG images: CUDA out of memory. Tried to allocate 20.00 MiB")
     with pytest.raises(RuntimeError, match="out of memory"):
         batches(USUAL, "device")
-
-
-def test_draws_are_written_down_with_the_pixels_that_are_shown(tmp_path: Path) -> None:
-    of_device = samples(USUAL | ODD, "device")
-    recorded = RecordedSamples(of_device, tmp_path).__getitems__(np.arange(12))
-    assert recorded.encoded is not None  # the device still decodes
-    (lines,) = (path.read_text().splitlines() for path in tmp_path.iterdir())
-    assert len(lines) == 12 and len({line.split()[2] for line in lines}) > 8
 
 
 def test_images_come_back_in_their_places() -> None:

@@ -1,4 +1,4 @@
-"""Counts agree with scikit-learn, and don't depend on how the samples were spread."""
+"""Metrics agree with scikit-learn, and do not depend on how samples are spread over ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Digits, folders and tables become sources with the right images, labels and parts; all else one clear refusal."""
+"""Digits, folders and tables become sources with the right images, labels and parts; anything else is refused clearly."""
 
 import gc
 import io

@@ -1,4 +1,4 @@
-"""Defaults, a YAML file and flags become one checked configuration, or one line says what is wrong and what is near."""
+"""Parsing: defaults, a YAML file and flags give one checked configuration, or one line with the error and a suggestion."""
 
 import dataclasses
 import json
@@ -57,12 +57,12 @@ def preset(tmp_path: Path):
     return write
 
 
-def test_defaults_stand_where_nothing_is_said() -> None:
+def test_defaults_apply_if_nothing_else_is_given() -> None:
     assert parse(Config, []) == Config()
 
 
 @pytest.mark.smoke
-def test_flags_win_over_the_file_and_the_file_over_defaults(preset) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None:
     file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\n")
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
     assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64)
@@ -98,12 +98,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(preset) -> None:
         ("augment: rand-m9-mstd0.5", "augment", "rand-m9-mstd0.5"),
     ],
 )
-def test_a_yaml_value_means_what_it_says(preset, text: str, field: str, value: object) -> None:
+def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, value: object) -> None:
     given = getattr(parse(Config, preset(text)), field)
     assert given == value and type(given) is type(value)
 
 
-def test_an_empty_file_says_nothing(preset) -> None:
+def test_an_empty_file_changes_nothing(preset) -> None:
     assert parse(Config, preset("# only a comment\n")) == Config()
 
 
@@ -142,14 +142,14 @@ def test_an_empty_file_says_nothing(preset) -> None:
         ("\0", "not readable as YAML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_in_one_line(preset, text: str, told: str) -> None:
+def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str) -> None:
     line = refusal(*preset(text))
     assert told in line
     assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
 
 
 @given(st.one_of(st.text(max_size=40), st.dictionaries(st.sampled_from(["lr", "name", "?"]), st.text()).map(yaml.dump)))
-def test_whatever_a_file_holds_there_is_a_configuration_or_one_line(text: str) -> None:
+def test_any_file_gives_a_configuration_or_one_line(text: str) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", errors="surrogatepass") as file:
         file.write(text)
         file.flush()
@@ -191,7 +191,7 @@ def test_whatever_a_file_holds_there_is_a_configuration_or_one_line(text: str) -
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_named_in_one_line(arguments: list, told: str) -> None:
+def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, told: str) -> None:
     assert told in refusal(*arguments)
 
 
@@ -241,7 +241,7 @@ def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture, pres
     assert "0.4321" in capsys.readouterr().out
 
 
-def test_help_is_printed_once_a_machine(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_printed_once_per_machine(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         parse(Config, ["--help"])
@@ -253,7 +253,7 @@ def test_the_command_line_is_what_is_parsed_by_default(monkeypatch: pytest.Monke
     assert parse(Config).seed == 3
 
 
-def test_the_identity_of_a_run_leaves_out_what_may_change() -> None:
+def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     run = identity(Config())
     may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints bucket_cap_mb
         eval_every log_every workers tracker project max_broken_share dry_run
@@ -272,12 +272,12 @@ def test_the_hash_of_a_run_does_not_depend_on_the_order_of_its_fields() -> None:
     assert len(short_hash({})) == 6
 
 
-def test_nearest_names() -> None:
+def test_similar_names_are_suggested() -> None:
     assert nearest("resnett50", ["resnet50", "vit"]) == "; did you mean resnet50?"
     assert nearest("qqq", ["resnet50", "vit"]) == ""
 
 
-def test_every_limit_of_the_shared_configuration_is_met_by_its_default() -> None:
+def test_defaults_of_the_shared_configuration_are_within_their_limits() -> None:
     for field in dataclasses.fields(Config):
         low, high = field.metadata.get("low"), field.metadata.get("high")
         assert (low is None or field.default >= low) and (high is None or field.default <= high)

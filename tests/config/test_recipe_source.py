@@ -1,4 +1,4 @@
-"""A recipe's source is what was started, with the modules of its own; other words are no other source."""
+"""A recipe's source is its file and its own modules; comments and formatting do not change it."""
 
 import linecache
 import sys
@@ -56,7 +56,7 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it_that_it_imports(tmp_path
     }
 
 
-def test_other_words_and_formatting_are_no_other_source(tmp_path, monkeypatch) -> None:
+def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -> None:
     words = LOSS.replace("A loss", "The loss").replace("  # Lin et al., 2017", "").replace("How much", "By how much")
     words = words.replace(
         "        return (1 - (-losses).exp())", "        return (\n            1 - (-losses).exp()\n        )"

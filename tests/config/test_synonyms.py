@@ -1,4 +1,4 @@
-"""Is what a message says of another tool's flag true of the recipes as they are?"""
+"""Hints about flags of other tools name flags that the recipes really have."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ FIELDS = {recipe: {field.name for field in dataclasses.fields(config)} for recip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_name_of_another_tool_leads_to_a_flag_of_the_recipe_and_is_none_itself(recipe: str) -> None:
+def test_names_of_other_tools_lead_to_flags_of_the_recipe_and_are_no_flags(recipe: str) -> None:
     known = {flag: names.split() for flag, names in FLAGS.items() if flag in FIELDS[recipe]}
     all_names = [name for names in known.values() for name in names]
     assert len(all_names) == len(set(all_names)) > 150, "each leads to one flag"
@@ -37,14 +37,14 @@ def test_every_flag_and_note_of_the_table_is_of_a_recipe() -> None:
         assert {*re.findall(r"--(\w+)", text)} <= FIELDS["cls"] | FIELDS["det"]
 
 
-def test_what_belongs_before_the_recipe_is_a_flag_of_the_launcher_and_none_of_a_recipe() -> None:
+def test_flags_of_the_launcher_exist_there_and_not_in_recipes() -> None:
     options = {word for action in launch_command_parser()._actions for word in action.option_strings}
     assert {f"--{name}" for name in LAUNCH.split()} <= options
     for names in OTHERS.values():
         assert not {*names.split()} & (FIELDS["cls"] | FIELDS["det"])
 
 
-def test_a_flag_of_the_other_recipe_is_said_to_be_one() -> None:
+def test_a_flag_of_another_recipe_is_recognised() -> None:
     assert hint("detector", FIELDS["cls"], Path(cls.__file__)) == "; it is a flag of recipes/det.py"
     assert hint("label_column", FIELDS["det"], Path(det.__file__)) == "; it is a flag of recipes/cls.py"
     assert hint("nonsense", FIELDS["cls"], Path(cls.__file__)) == ""

@@ -1,4 +1,4 @@
-"""Any global batch is cut into equal numbers of whole, non-empty, contiguous micro-batches, or refused with a way out."""
+"""Batch plan: any global batch is cut into equally many non-empty, contiguous micro-batches, or refused with a way out."""
 
 import itertools
 import re

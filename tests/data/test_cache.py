@@ -1,4 +1,4 @@
-"""The cache gives back the very pixels that it was given, to every process, and never others."""
+"""Image cache: every process gets back exactly the pixels that were put in."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""The start table says which part is evaluated, which classes there are and how many samples they have, in few words."""
+"""The start table names the evaluated part, the classes and their numbers of samples, in few words."""
 
 from pathlib import Path
 

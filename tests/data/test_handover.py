@@ -1,4 +1,4 @@
-"""Batches come out of a worker as they went in, and nothing of them has a name by which it could stay behind."""
+"""Batches leave a worker unchanged, and none of their memory has a name by which it could stay behind."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Every kind of image comes out as the pixels a person would see, or as one `BrokenImage` with its reason."""
+"""Every kind of image becomes the pixels that a person would see, or one `BrokenImage` with its reason."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Whatever reads a file that a stranger may have put there says in one line that it is none, in bounded time and memory."""
+"""Files that a stranger may have put there are refused in one line, in bounded time and memory, by whatever reads them."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every sample is drawn exactly once an epoch, in one order, however the stream is split and wherever it is entered."""
+"""Every sample is drawn exactly once per epoch, in one order, however the stream is split and wherever it is entered."""
 
 import time
 import tracemalloc
@@ -71,9 +71,9 @@ def test_a_position_holds_its_sample_in_whatever_company(
     positions: list[int], size: int, batch: int, repeats: int, seed: int
 ) -> None:
     stream = Stream(size, batch * repeats, seed, repeats)
-    all_or_none = stream.indices(np.array(positions, np.int64))
-    assert all_or_none.tolist() == [stream.indices(np.array([position]))[0] for position in positions]
-    assert ((0 <= all_or_none) & (all_or_none < size)).all()
+    at_once = stream.indices(np.array(positions, np.int64))
+    assert at_once.tolist() == [stream.indices(np.array([position]))[0] for position in positions]
+    assert ((0 <= at_once) & (at_once < size)).all()
 
 
 def test_the_permutation_is_a_bijection_for_all_small_sizes() -> None:

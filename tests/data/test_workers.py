@@ -1,4 +1,4 @@
-"""Data workers end with their process, whatever they do, and nobody waits for what they have inherited."""
+"""Data workers end with their process, whatever they are doing, and nobody waits for sockets that they have inherited."""
 
 import contextlib
 import subprocess

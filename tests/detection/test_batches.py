@@ -1,4 +1,4 @@
-"""A batch of detection is a function of its positions: whichever worker, whichever split; one canvas for all of a step."""
+"""Batches of detection are a function of their positions, for any worker and split; all of a step share one canvas."""
 
 import dataclasses
 import pickle
@@ -210,6 +210,6 @@ def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
     first, last = np.mean(history[:3], 0), np.mean(history[-3:], 0)
     assert (last < 0.8 * first).all()
     model, images = model.double(), batch.images.double() / 128 - 1
-    all_or_none = model(images, batch.targets, totals)[0]
+    at_once = model(images, batch.targets, totals)[0]
     alone = torch.cat([model(images[n : n + 1], batch.targets[n : n + 1], totals)[0] for n in range(3)])
-    torch.testing.assert_close(alone, all_or_none, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(alone, at_once, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What a run leaves is loaded by others, and by us, and nothing else is taken for it."""
+"""An exported detector is loaded by others and by us; any other folder is refused."""
 
 import json
 import os

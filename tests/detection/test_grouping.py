@@ -1,4 +1,4 @@
-"""Images change places so that a step holds similar shapes, and the stream keeps its promises."""
+"""Images are reordered so that a step holds similar shapes, and the stream keeps its promises."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever an image goes through: boxes stay on their objects, sizes within what metadata say, and it is repeatable."""
+"""Under any augmentation, boxes stay on their objects and sizes within what metadata say, and it is repeatable."""
 
 import random
 
@@ -131,11 +131,11 @@ def test_sizes_of_many_positions_are_those_of_each():
     augmentation = build(**WAYS["everything"])
     draws = np.random.default_rng(0)
     positions, sizes = draws.integers(0, 2**40, 5_000), draws.integers(1, 2_000, (5_000, 2))
-    all_or_none = augmentation.sizes(positions, sizes)
-    assert all_or_none.min() >= 1 and all_or_none.max() <= 120
+    at_once = augmentation.sizes(positions, sizes)
+    assert at_once.min() >= 1 and at_once.max() <= 120
     for place in range(0, 5_000, 97):
         assert np.array_equal(
-            augmentation.sizes(positions[place : place + 1], sizes[place : place + 1])[0], all_or_none[place]
+            augmentation.sizes(positions[place : place + 1], sizes[place : place + 1])[0], at_once[place]
         )
 
 

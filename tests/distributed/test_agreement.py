@@ -1,4 +1,4 @@
-"""Is a process that differs from the first, or does not come, named to all of them?"""
+"""Agreement: all ranks are told which rank differs from the first, or is missing."""
 
 import dataclasses
 import socket
@@ -31,17 +31,17 @@ def said_to(ranks: dict[int, dict[str, str]], world_size: int, patience_s: float
         return list(pool.map(hear, ranks))
 
 
-def test_the_same_facts_are_agreed_on() -> None:
+def test_ranks_with_the_same_facts_agree() -> None:
     assert said_to(dict.fromkeys(range(3), SAME), 3) == [""] * 3
 
 
-def test_the_rank_that_differs_is_named_to_all() -> None:
+def test_all_ranks_are_told_which_rank_differs() -> None:
     host = socket.gethostname()
     said = f"rank 2 on {host} is not as rank 0 on {host}: --lr 0.2 instead of 0.1, common/data/batch_plan.py is another file"
     assert said_to({0: SAME, 1: SAME, 2: SAME | {"--lr": "0.2", "common/data/batch_plan.py": "4a"}}, 3) == [said] * 3
 
 
-def test_the_ranks_that_do_not_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     host = socket.gethostname()
     said = f"rank 1, 3 of 4 did not come within 1 s; here are those of {host}: see what the others said"
     assert said_to({0: SAME, 2: SAME}, 4, patience_s=1) == [said] * 2

@@ -23,13 +23,13 @@ def identity() -> tuple:
     return c.rank(), c.world_size(), c.is_main(), c.local_rank(), c.local_world_size(), c.is_local_main(), c.node_rank()
 
 
-def test_one_process_is_alone_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_without_a_group_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.setenv(variable, "7")
     assert identity() == (0, 1, True, 0, 1, True, 0)
 
 
-def test_ranks_know_their_place_without_a_launcher(processes: Processes) -> None:
+def test_ranks_find_their_local_rank_and_node_without_a_launcher(processes: Processes) -> None:
     two = processes.run(identity, ranks=2)
     assert two == [(0, 2, True, 0, 2, True, 0), (1, 2, False, 1, 2, False, 0)]
     assert processes.run(identity, ranks=1) == [(0, 1, True, 0, 1, True, 0)]
@@ -43,7 +43,7 @@ def identity_from_launcher() -> tuple:
         del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
 
 
-def test_local_rank_is_the_launchers(processes: Processes) -> None:
+def test_local_rank_is_that_of_the_launcher(processes: Processes) -> None:
     assert processes.run(identity_from_launcher, ranks=2) == [(0, 2, True, 0, 1, True, 0), (1, 2, False, 0, 1, True, 0)]
 
 
@@ -95,7 +95,7 @@ def gather_arrays() -> list[list[np.ndarray]] | None:
     return collectives.gather_to_main([array[collectives.rank() :] for array in ARRAYS])
 
 
-def test_arrays_of_all_ranks_are_on_the_first(processes: Processes) -> None:
+def test_arrays_are_gathered_on_rank_0(processes: Processes) -> None:
     alone, [two, nothing] = gather_arrays(), processes.run(gather_arrays, ranks=2)
     assert nothing is None and len(alone) == 1 and len(two) == 2
     for start, gathered in [(0, alone[0]), (0, two[0]), (1, two[1])]:
@@ -134,7 +134,7 @@ def be_sent_a_pickle(marker: str) -> list[str]:
     return told
 
 
-def test_a_pickle_that_a_rank_is_sent_is_not_executed(processes: Processes, tmp_path) -> None:
+def test_a_received_pickle_is_not_executed(processes: Processes, tmp_path) -> None:
     marker = tmp_path / "executed"
     told, _ = processes.run(be_sent_a_pickle, str(marker), ranks=2)
     assert not marker.exists()
@@ -147,7 +147,7 @@ def reduce_not_a_number(op: str) -> float:
     return collectives.reduce_dict({"loss": float("nan") if collectives.rank() == 1 else 2.0}, op)["loss"]
 
 
-def test_not_a_number_is_never_lost_in_a_reduction(processes: Processes) -> None:
+def test_reductions_keep_nan(processes: Processes) -> None:
     for op in ("sum", "mean", "max", "min"):
         assert all(value != value for value in processes.run(reduce_not_a_number, op, ranks=3))
 
@@ -164,7 +164,7 @@ def test_differing_names_are_named_on_every_rank(processes: Processes) -> None:
     }
 
 
-def test_counts_are_refused_as_floats() -> None:
+def test_counts_must_be_integers() -> None:
     with pytest.raises(TypeError, match="float32"):
         collectives.reduce_counts(torch.ones(2))
 
@@ -210,7 +210,7 @@ def agree_beside_a_device_backend() -> tuple:
         return made_once, collectives.gather_objects(collectives.rank())
 
 
-def test_the_host_agrees_over_its_own_group_where_the_default_group_is_the_devices(processes: Processes) -> None:
+def test_the_host_has_its_own_group_if_the_default_group_is_for_devices(processes: Processes) -> None:
     assert processes.run(agree_beside_a_device_backend, ranks=2) == [(True, [0, 1])] * 2
 
 
@@ -245,7 +245,7 @@ def fail_together(failures: dict[int, Exception]) -> tuple[str, str]:
     return outcome
 
 
-def test_together_raises_on_every_rank_or_on_none(processes: Processes) -> None:
+def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> None:
     assert processes.run(fail_together, {}, ranks=3) == [("none", "")] * 3
     told = ("Refused", "rank 1: while loading data: OSError: no such file")
     assert processes.run(fail_together, {1: OSError("no such file")}, ranks=3) == [
@@ -261,13 +261,13 @@ def test_together_raises_on_every_rank_or_on_none(processes: Processes) -> None:
     ]
 
 
-def test_together_refuses_with_the_same_words_everywhere(processes: Processes) -> None:
+def test_all_or_none_refuses_with_the_same_text_on_every_rank(processes: Processes) -> None:
     refusal = ("Refused", "lr -1 is negative")
     assert processes.run(fail_together, {2: Refused(refusal[1])}, ranks=3) == [refusal] * 3
     assert processes.run(fail_together, {0: Refused(refusal[1]), 1: Refused(refusal[1])}, ranks=2) == [refusal] * 2
 
 
-def test_together_on_one_process_lets_the_error_through() -> None:
+def test_all_or_none_on_one_process_passes_the_error_through() -> None:
     assert fail_together({}) == ("none", "")
     assert fail_together({0: OSError("no such file")}) == ("OSError", "no such file")
 
@@ -295,7 +295,7 @@ def test_main_process_goes_first(processes: Processes, tmp_path: os.PathLike) ->
     assert all("0" in seen for _, seen in answers[1:])
 
 
-def test_a_failing_main_process_keeps_the_others_out_and_does_not_hang_them(processes: Processes, tmp_path) -> None:
+def test_a_failing_main_process_neither_admits_nor_hangs_the_others(processes: Processes, tmp_path) -> None:
     told = "rank 0: while downloading: OSError: disk full"
     assert processes.run(enter_in_turn, str(tmp_path), 0, False, ranks=3) == [("disk full", []), (told, []), (told, [])]
     assert os.listdir(tmp_path) == []
@@ -314,13 +314,13 @@ def enter_in_turn_on_two_nodes(folder: str, failing: int) -> tuple[str, list[str
         del os.environ["LOCAL_RANK"]
 
 
-def test_the_first_of_every_node_goes_first(processes: Processes, tmp_path: os.PathLike) -> None:
+def test_the_first_rank_of_every_node_goes_first(processes: Processes, tmp_path: os.PathLike) -> None:
     answers = processes.run(enter_in_turn_on_two_nodes, str(tmp_path), -1, ranks=3)
     assert [outcome for outcome, _ in answers] == ["none"] * 3
     assert answers[2][1] == ["0", "1"]
 
 
-def test_a_failing_first_of_a_node_stops_all_nodes(processes: Processes, tmp_path: os.PathLike) -> None:
+def test_a_failing_first_rank_of_a_node_stops_all_nodes(processes: Processes, tmp_path: os.PathLike) -> None:
     told = "rank 1: while downloading: OSError: disk full"
     answers = processes.run(enter_in_turn_on_two_nodes, str(tmp_path), 1, ranks=3)
     assert [outcome for outcome, _ in answers] == [told, "disk full", told]
@@ -341,7 +341,7 @@ def count_collectives() -> list[int]:
     return counts
 
 
-def test_ranks_count_the_same_collectives_whichever_groups_they_are_in(processes: Processes) -> None:
+def test_ranks_count_the_same_collectives_over_any_groups(processes: Processes) -> None:
     first, second = processes.run(count_collectives, ranks=2)
     assert first == second and sorted(set(first)) == first
     assert processes.run(collectives.begun, ranks=1) == [0]
@@ -354,5 +354,5 @@ def timeouts() -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in of_members]
 
 
-def test_groups_that_are_made_here_give_up_when_they_are_told_to(processes: Processes) -> None:
+def test_groups_have_the_timeout_that_was_set(processes: Processes) -> None:
     assert processes.run(timeouts, ranks=2) == [[2e7, 2e7], [2e7]]

@@ -1,4 +1,4 @@
-"""Does a run's record name the device that it was on?"""
+"""The record of a run names the device that it used."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Is a launch that would train something else than asked for refused, in one line, before a group is formed?"""
+"""A launch that would not do what was asked for is refused in one line, before a process group is formed."""
 
 import errno
 from unittest import mock
@@ -43,7 +43,7 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         ({"OMPI_COMM_WORLD_SIZE": "3"}, 0, 3),  # mpirun on a machine without GPUs
     ],
 )
-def test_a_launch_that_gets_its_world_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
+def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
     assert check_launch(environ, accelerators, asked_for=(world_size, 1)) == world_size
 
 
@@ -100,7 +100,7 @@ def test_machines_may_be_missing() -> None:
     assert check_launch(left, accelerators=2, asked_for=(4, 2)) == 2
 
 
-def test_several_machines_talk_over_the_interface_that_leads_to_the_first(monkeypatch) -> None:
+def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
     monkeypatch.setattr(launch, "address_towards", own.__getitem__)
     monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
@@ -162,11 +162,11 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
         (set(), 3, []),  # machines are joining
     ],
 )
-def test_machines_that_are_asked_leave_alone_where_the_others_can_go_on(asked, least, leavers) -> None:
+def test_machines_leave_alone_if_the_others_can_continue(asked, least, leavers) -> None:
     assert leaving(asked, 3, least) == leavers
 
 
-def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:
+def test_restarts_are_refused_with_a_store_that_keeps_dead_processes() -> None:
     static = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(Refused, match="--rdzv_backend machines"):
         check_launch(static, accelerators=2)
@@ -174,7 +174,7 @@ def test_restarts_are_refused_where_new_processes_would_meet_the_dead() -> None:
     assert check_launch({**static, "TORCHELASTIC_USE_AGENT_STORE": "False"}, accelerators=2) == 2
 
 
-def test_the_cpu_is_chosen_only_by_those_who_ask_for_it() -> None:
+def test_the_cpu_is_used_only_on_request() -> None:
     assert wants_cpu({"ACCELERATE_USE_CPU": "True"})
     assert wants_cpu({"CUDA_VISIBLE_DEVICES": "-1"})
     assert wants_cpu(HIDDEN_GPUS)
@@ -221,7 +221,7 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
 
 
 @pytest.mark.parametrize("patience", [10, 1800, 10**7])
-def test_a_collective_gives_up_long_after_the_watch_has_said_who_is_to_blame(patience):
+def test_collectives_time_out_long_after_the_watchdog(patience):
     environ = {}
     assert last_resort(patience, environ).total_seconds() == 2 * patience + 60
     assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(2 * patience + 60)}

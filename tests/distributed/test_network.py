@@ -1,4 +1,4 @@
-"""Is the way to another machine found, and is it said why there is none?"""
+"""The route to another machine is found, or the message says why there is none."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ from common.errors import Refused
 pytestmark = pytest.mark.smoke
 
 
-def test_the_address_and_interface_on_the_way_are_found() -> None:
+def test_the_address_and_interface_of_a_route_are_found() -> None:
     for name, entries in psutil.net_if_addrs().items():
         for entry in (entry for entry in entries if entry.family == socket.AF_INET):
             assert address_towards(entry.address) == entry.address
@@ -72,11 +72,11 @@ def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
         rendezvous._own_address("first", most=2)
 
 
-def test_the_addresses_of_a_machine_that_lead_to_it_are_no_loopbacks() -> None:
+def test_outward_addresses_are_no_loopbacks() -> None:
     assert all(is_own(address) and not is_loopback(address) for address in outward_addresses())
 
 
-def test_a_listener_that_comes_late_is_waited_for() -> None:
+def test_a_late_listener_is_waited_for() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         timer = threading.Timer(0.2, listener.listen)
@@ -85,7 +85,7 @@ def test_a_listener_that_comes_late_is_waited_for() -> None:
         timer.join()
 
 
-def test_it_is_said_why_nobody_is_reached() -> None:
+def test_the_reason_of_a_failed_connection_is_given() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

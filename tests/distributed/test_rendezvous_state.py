@@ -1,4 +1,4 @@
-"""The state of a rendezvous comes back as it was, and nothing else that lies in its place is believed or executed."""
+"""The state of a rendezvous survives the store, and nothing else in its place is accepted or executed."""
 
 import base64
 import json
@@ -53,7 +53,7 @@ def test_every_field_comes_back() -> None:
         assert vars(from_json(to_json(one))) == vars(one)
 
 
-def test_machines_share_it_and_who_comes_late_does_not_overwrite_it() -> None:
+def test_machines_share_the_state_and_a_late_one_does_not_overwrite_it() -> None:
     store = HashStore()
     first, second = (holder(JsonBackend(store, "run")) for _ in range(2))
     assert first.sync() is None and vars(first.state) == vars(_RendezvousState())
@@ -71,7 +71,7 @@ def test_machines_share_it_and_who_comes_late_does_not_overwrite_it() -> None:
 
 
 @pytest.mark.parametrize("dirty", [False, True])
-def test_a_pickle_in_its_place_is_not_executed(tmp_path, dirty: bool) -> None:
+def test_a_pickle_instead_of_the_state_is_not_executed(tmp_path, dirty: bool) -> None:
     marker = tmp_path / "executed"
     for backend in (C10dRendezvousBackend, JsonBackend):
         store = HashStore()
@@ -89,7 +89,7 @@ def test_a_pickle_in_its_place_is_not_executed(tmp_path, dirty: bool) -> None:
             marker.rmdir()
 
 
-def test_what_is_not_a_state_is_refused() -> None:
+def test_anything_but_a_state_is_refused() -> None:
     right = json.loads(to_json(state()))
     wrong = {
         "round": [None, "3", True, 1.5],

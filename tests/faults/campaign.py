@@ -1,4 +1,4 @@
-"""Is a run the same run in the end, however often and whenever its processes are killed?
+"""A run comes out the same, however often and whenever its processes are killed.
 
     python -m tests.faults [--kills 200] [--seed 0]
 

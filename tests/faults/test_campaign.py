@@ -1,4 +1,4 @@
-"""Kill anything, whenever: the run that comes out is the undisturbed one. `make chaos` does more of it."""
+"""A run that is killed at random moments, again and again, ends as the undisturbed run. `make chaos` kills more often."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""No damage, full disk or forged file costs a run more than the steps since its last good checkpoint, and none executes.
+"""Damage, a full disk or a forged file costs a run at most the steps since its last good checkpoint. No file executes code.
 
 More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_cls_bad_input.py.
 """
@@ -149,7 +149,7 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
         ended = train(forks, data, folder, *flags, before=functools.partial(at_step, 6, act))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
-        assert "make room, and the same command goes on" in ended.stderr
+        assert "make room, and the same command resumes" in ended.stderr
         status = json.loads((folder / "status.json").read_text())
         assert status["status"] == "failed" and says in status["cause"] and 10 <= status["step"] <= STEPS, status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [5]

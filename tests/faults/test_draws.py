@@ -1,14 +1,17 @@
-"""Whatever layouts a run moves over, it draws the samples of the one-process run: each once, and as that one varied it."""
+"""A run that moves between layouts draws the samples of the one-process run: each once, with the same augmentation."""
 
 import functools
+import hashlib
 import os
 import signal
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from torch.utils.data import Dataset
 
-from common.data.loader import DRAWS
 from tests.harness.drawings import draw_stripes
 
 STEPS, BATCH = 16, 14
@@ -19,12 +22,39 @@ WORDS = (
 )
 
 
+@dataclass
+class RecordedSamples(Dataset):
+    """Training samples, and one line for each that is drawn: its position, its index, and a hash of its varied pixels.
+
+    Each process appends to a file of its own in `folder`. Data workers draw ahead: a kill loses what they have drawn, and the
+    next start draws it again.
+    """
+
+    samples: Dataset
+    folder: Path
+
+    def __getitems__(self, positions: np.ndarray):
+        batch = self.samples.__getitems__(positions)
+        indices = self.samples.stream.indices(positions).tolist()
+        hashes = (hashlib.sha1(image.numpy().tobytes()).hexdigest() for image in batch.complete().images)
+        drawn = zip(positions.tolist(), indices, hashes, strict=True)
+        with (self.folder / f"{os.getpid()}.txt").open("a") as file:
+            file.writelines(f"{position} {index} {pixels}\n" for position, index, pixels in drawn)
+        return batch
+
+
 def write_draws(folder: Path, stop_after: int, rank: int) -> None:
     """In a fork: write down what is drawn; rank 0 is asked to stop when `stop_after` steps are done."""
+    from common.data import loader
     from common.run.run import Run
 
-    os.environ[DRAWS] = str(folder)
-    end_step = Run.end_step
+    folder.mkdir(exist_ok=True)
+    load, end_step = loader._loader, Run.end_step
+
+    def load_recorded(samples: Dataset, batches, workers: int, *kind):
+        return load(samples if kind else RecordedSamples(samples, folder), batches, workers, *kind)
+
+    loader._loader = load_recorded
 
     def end_and_ask(run: Run, grad_norm) -> None:
         end_step(run, grad_norm)

@@ -1,4 +1,4 @@
-"""Does a run go on, as the same run, when a process dies, a machine is lost or asked to go, and a machine comes back?"""
+"""A run continues as the same run when a process dies, when a machine is lost or asked to leave, and when it comes back."""
 
 import json
 import re
@@ -16,8 +16,6 @@ from tests.harness.launching import Started
 from tests.harness.machines import Node, Watched
 from tests.harness.outcomes import Outcome
 
-pytestmark = pytest.mark.alone
-
 STEPS = 240
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 0, "--tracker", "none"),
@@ -27,8 +25,8 @@ WORDS = (
 # A machine may beat every other second only, and is heard of a second late.
 LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
-LEAVES = "asked to stop{}: this machine leaves, the others go on; the same command takes it back"
-ALL_STOP = "the run stops; the same command on all machines goes on from the last checkpoint"
+LEAVES = "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
+ALL_STOP = "the run stops; the same command on all machines resumes from the last checkpoint"
 # A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
 PACED = """
 import os, runpy, sys, time
@@ -54,7 +52,7 @@ def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
 
 def resumed_without_a_loss(stdout: str, cause: str) -> None:
     """Whether the processes that were stopped by `cause` saved their last step, and the next ones went on from there."""
-    stopped = re.findall(rf"stopped by {cause} at step (\d+): the run goes on from there", stdout)
+    stopped = re.findall(rf"stopped by {cause} at step (\d+): the run resumes from there", stdout)
     resumed = re.findall(r"resuming from step (\d+) of", stdout)
     assert stopped and set(stopped) <= set(resumed), (cause, stdout)
 
@@ -114,7 +112,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
     assert [each.returncode for each in done] == [0, 0], done
     resumed_without_a_loss(done[0].stdout, "a change of machines")
     resumed_without_a_loss(done[0].stdout, "SIGTERM")
-    asked = f"{first.name}: going on without {second.name} ({second.address}): asked to stop"
+    asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
     assert said_once(asked, done[0]), done[0].stderr
     print(took)
 
@@ -127,6 +125,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, r
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_machines_of_several_processes_are_asked_to_go_in_every_way_and_come_back(nodes, forks, recipe, tmp_path):
     """Two processes on each; whoever is asked, all of its machine leave, and nothing of it counts as a restart."""
     first, second = nodes(2)
@@ -169,6 +168,7 @@ def test_machines_of_several_processes_are_asked_to_go_in_every_way_and_come_bac
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("asked", ["both", "first", "process of the first", "second, all needed"])
 def test_all_machines_stop_where_none_can_go_on(nodes, recipe, tmp_path, asked):
     """All are asked, or the one with the address is, or none can be spared: a checkpoint, and one line of each launcher."""
@@ -192,6 +192,7 @@ def test_all_machines_stop_where_none_can_go_on(nodes, recipe, tmp_path, asked):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["c10d", "machines"])
 def test_torchrun_and_its_own_environment_do_as_well(nodes, recipe, tmp_path, backend):
     """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
@@ -223,6 +224,7 @@ def test_torchrun_and_its_own_environment_do_as_well(nodes, recipe, tmp_path, ba
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
 def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, tmp_path, flags):
     """No connection ends, so that no process notices: its launcher's heartbeats are missing."""
@@ -248,6 +250,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, recipe, t
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks, recipe, tmp_path):
     """What is left says so; the same command, with another machine's address, goes on from the last checkpoint."""
     first, second = nodes(2)

@@ -1,4 +1,4 @@
-"""A run whose folder is removed, renamed or replaced ends in one line, and writes nothing into what stands there then."""
+"""A run whose folder is removed, renamed or replaced ends with one line, and writes nothing into what stands there then."""
 
 import functools
 import json
@@ -49,7 +49,7 @@ def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     from common.distributed import launch
     from common.run.run import Run
 
-    launch.FIRST_WORD_S = 0  # no launcher ends the others here
+    launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
     end_step = Run.end_step
 
     def end_and_lose(run: Run, grad_norm) -> None:

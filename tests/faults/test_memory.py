@@ -1,4 +1,4 @@
-"""Does a run whose micro-batches do not fit into memory train the same with smaller ones?"""
+"""A run whose micro-batches do not fit into memory trains the same with smaller ones."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What becomes of a run when one process of it hangs, fails or sees something else? All end, soon, and one message says why."""
+"""When one process hangs, fails or sees other data, all processes end soon, and one message says why."""
 
 import ctypes
 import dataclasses
@@ -50,7 +50,7 @@ def status(folder: Path) -> dict:
 
 def on_rank(number: int, change, rank: int) -> None:
     """For `before`: change something on that rank alone."""
-    launch.FIRST_WORD_S = 0.5
+    launch.REFUSAL_DELAY_S = 0.5
     if rank == number:
         change()
 
@@ -160,7 +160,7 @@ def test_a_process_that_hangs_is_named_with_where_it_stands_and_all_end(forks, t
         else:
             assert "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
             assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
-        assert f"Nobody got on for {PATIENCE} s (--collective_timeout): all processes end" in said
+        assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in said
         assert status(tmp_path / name)["status"] == "failed"
         assert status(tmp_path / name)["cause"] in said and f"rank {guilty}" in status(tmp_path / name)["cause"]
 
@@ -206,7 +206,7 @@ def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_
         if first.code == 1:
             host = os.uname().nodename
             assert f"on rank 1 ({host})" in second.stderr and "Traceback" not in first.stderr
-            assert f"cls.py: rank 0 ({host}) lost another process, which tells why" in first.stderr
+            assert f"cls.py: rank 0 ({host}) lost another process: see its message" in first.stderr
 
 
 def test_a_killed_process_takes_its_workers_along_and_the_others_end_at_once(forks, tmp_path):

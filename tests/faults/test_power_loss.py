@@ -1,4 +1,4 @@
-"""A power loss at any moment leaves every promised file of the run folder whole, or the one before, and the next start goes on.
+"""After a power loss at any moment, each promised file is whole, old or new, and a restarted run resumes.
 
 What has reached the disk is read from the file that holds the file system; what was only written, and not synced, is not in it.
 """
@@ -276,8 +276,8 @@ def test_a_finished_run_never_says_that_all_is_well_with_a_damaged_best_model(fo
         damage(folder / "best" / name)
         stdout = train(forks, data, folder, 1, *kept)
         said = stdout[: stdout.index("finished  ")]
-        assert f"{folder}/best is damaged or another ({name} has " in said, stdout
-        assert f"made again from {folder}/checkpoints/step_{best:08d}" in said, stdout
+        assert f"{folder}/best is damaged or of another checkpoint ({name} has " in said, stdout
+        assert f"exported again from {folder}/checkpoints/step_{best:08d}" in said, stdout
         assert {file.name: file.read_bytes() for file in (folder / "best").iterdir()} == content
 
 

@@ -1,4 +1,4 @@
-"""Does a run hear its own processes alone, and does nothing that a stranger sends it execute?"""
+"""A run listens to its own processes alone, and executes nothing that a stranger sends."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whatever is wrong with the dashboard, the run is the one without it, bit by bit, and starts as soon.
+"""Whatever fails in the dashboard, the run is bit for bit the run without it, and starts as soon.
 
 More of this: tests/run/test_tracking.py, and a run with W&B that is killed and goes on in tests/recipes/test_cls_resume.py.
 """
@@ -17,8 +17,6 @@ from tests.harness.disks import disk, mount
 from tests.harness.drawings import draw_stripes
 from tests.harness.launching import free_port
 from tests.harness.outcomes import Outcome, identical
-
-pytestmark = pytest.mark.alone
 
 STEPS, LOST_S = 12, 2.0  # what a dashboard may cost a start
 WORDS = (
@@ -86,6 +84,7 @@ def assert_same_run(one: Outcome, other: Outcome) -> None:
     assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
 
 
+@pytest.mark.alone
 def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, tmp_path):
     run("warm", "none")
     alone = [run(f"alone_{number}", "none") for number in range(3)]

@@ -1,4 +1,4 @@
-"""Do two machines make the run that one makes, and is what keeps them apart said in a line, and soon?"""
+"""Two machines train what one machine trains, and what keeps them apart is reported soon, in one line."""
 
 import json
 import re
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     path = runs / "run" / "checkpoints" / "step_00000006"
     for each in done:
         assert each.returncode == 2
-        assert f"cls.py: {path}: {second.name} has not the one that {first.name} goes on from" in each.stderr
+        assert f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from" in each.stderr
     assert (
         "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
     )

@@ -1,3 +1,5 @@
+"""`make gpu`: the checks on this machine's GPUs."""
+
 from tests.gpu.report import main
 
 main()

@@ -196,7 +196,7 @@ def test_a_process_that_ends_badly_or_not_at_all_says_why_in_a_line(program: str
 def test_of_several_ranks_the_one_that_failed_by_itself_has_the_word() -> None:
     errors = """
 [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
-cls.py: rank 0 (here) lost another process, which tells why
+cls.py: rank 0 (here) lost another process: see its message
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 recipes/cls.py FAILED
 """

@@ -1,4 +1,4 @@
-"""How do tests get a disk that is full or read-only, or one that loses its power?"""
+"""Disks that are full or read-only, and disks that lose their power."""
 
 import os
 import shutil

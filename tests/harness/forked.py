@@ -6,6 +6,7 @@ A fork server imports the recipes once; each run is a fresh fork of it, one proc
 import atexit
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -195,6 +196,7 @@ def _run(
     spared: Collection[str],
     pictures: bool,
 ) -> None:
+    gc.freeze()  # a collection would copy every page that the fork shares with the server
     out, err, report = (os.open(folder / name, os.O_WRONLY) for name in _REPORTS)
     os.dup2(out, 1)
     os.dup2(err, 2)

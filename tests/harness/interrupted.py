@@ -1,4 +1,4 @@
-"""How do tests interrupt a launched run at a step, and see that it leaves no process behind?"""
+"""Launched runs that are interrupted at a step, and leave no process behind."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""How do tests get several machines, and follow what these do?
-
-As network namespaces of this one, joined by a bridge; it takes root and iproute2.
-"""
+"""Several machines, as network namespaces of this one, joined by a bridge; they take root and iproute2."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""How do tests make files that nobody should read, and notice what reads them all the same?"""
+"""Files that nobody should read, and a guard that notices what reads them all the same."""
 
 import contextlib
 import os

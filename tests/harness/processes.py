@@ -1,4 +1,4 @@
-"""How do tests run a function on several real gloo processes without starting these for every case?"""
+"""Gloo processes that run functions of tests: they are started once, not for every case."""
 
 import faulthandler
 import tempfile

@@ -1,4 +1,4 @@
-"""How does one launch run a recipe several times? Starting ranks and importing torch costs more than a small run.
+"""Runs a recipe several times in one world: starting ranks and importing torch costs more than a small run.
 
     accelerate launch --config_file <file> tests/harness/several.py recipes/cls.py CASES.json [without_pictures]
 
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.distributed.collectives import gather_objects, leave_process_group
-from common.distributed.exit_codes import LAST_WORD
+from common.distributed.exit_codes import EXIT_FOLDER
 from common.errors import Refused
 from common.run.run import Run
 
@@ -55,7 +55,7 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
         Run.draw = lambda *_: None
-    os.environ.pop(LAST_WORD, None)  # the launcher would end all processes with the first run that says it was stopped
+    os.environ.pop(EXIT_FOLDER, None)  # else the launcher ends all processes with the first run that announces its exit
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):
         other = Path(words[0]) if words[0].endswith(".py") else None

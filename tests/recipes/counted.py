@@ -1,4 +1,4 @@
-"""What does a recipe send and compile? For several.py in the place of `recipes/cls.py`, whose `main` this one counts.
+"""Counts what `recipes/cls.py` sends and compiles. several.py runs this file in its place.
 
 Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each backward pass's gradient
 buckets had, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how many parts DDP's

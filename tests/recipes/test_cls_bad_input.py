@@ -1,4 +1,4 @@
-"""What does the classification recipe say to what it can't do, and does it leave alone what was there?
+"""The classification recipe refuses what it can't do in one line on every rank, and leaves what was there as it was.
 
 Every case is the real recipe on two ranks: each must refuse on both with the same single line, which names the value, the
 limit and the way out. Some start with `accelerate launch` and the script itself, to see what a person then sees.
@@ -590,7 +590,7 @@ def untouched(checkpoint: Path, payload: bytes) -> None:
     pass
 
 
-DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start anew with another --name"
+DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name"
 FILES = ("model.safetensors", "optimizer.safetensors", "record.json", "manifest.json")
 STANDING = {  # what is done to the checkpoint of two steps, and what the next start says to it
     **{f"pickle as {file}": (forge(file, False), Bad([], DAMAGED)) for file in FILES},

@@ -1,4 +1,4 @@
-"""Does the classification recipe train on data as people have them: any kind of image, any source, some of it broken?
+"""The classification recipe trains on data as people have them: any kind of image, any source, some images broken.
 
 Each case is the real recipe on one and on two ranks, in float64, where both must see the same samples and make the same steps.
 """

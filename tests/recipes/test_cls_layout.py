@@ -1,4 +1,4 @@
-"""Is a classification run the same run on any layout: the same losses, weights, statistics and averages?
+"""A classification run is the same run on any layout: losses, weights, statistics and moving averages agree.
 
 A case is a command line; a layout is a number of processes and the most samples that one takes at once (and, as that must
 not matter either, a number of data workers). All cases of one world size run in one launch.

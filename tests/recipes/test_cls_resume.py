@@ -1,4 +1,4 @@
-"""Does a run go on from its newest good checkpoint, exactly, and refuse what is not its own?
+"""A restarted run resumes exactly from its newest good checkpoint, and refuses a checkpoint that is not its own.
 
 One process; what happens to several, and to launchers, is in test_cls_signals.py.
 """
@@ -277,7 +277,7 @@ def test_resume_never_and_resume_path(train, tmp_path):
 
     newest, older = (tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008"))
     refused = train("run", "--resume", older, "--max_steps", 18)
-    assert refused.code == 2 and "has gone on to step_00000012" in refused.stderr
+    assert refused.code == 2 and "has continued to step_00000012" in refused.stderr
     refused = train("run", "--resume", tmp_path, "--max_steps", 18)
     assert refused.code == 2 and "checkpoint" in refused.stderr
     refused = train("fresh", "--resume", tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Is a launched run that is interrupted, in any way and at any step, the same run once it has gone on?"""
+"""A launched run that is interrupted, in any way and at any step, ends as the same run after a restart."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ INTERRUPTIONS = {
 COLD = """
 import sys
 from pathlib import Path
-from several import load
-from common import run
+from tests.harness.several import load
+from common.run import run
 cls = load(Path("recipes/cls.py"))
 warm_up = run.warm_up
 def main():
@@ -52,7 +52,7 @@ ASKED = """
 import os, signal, sys
 from pathlib import Path
 from common.data.loader import Feed
-from several import load
+from tests.harness.several import load
 cls = load(Path("recipes/cls.py"))
 take = Feed.take
 def main():

@@ -1,4 +1,4 @@
-"""Does a run whose gradients are compressed on their way learn, how far is it from the others, and what does it refuse?
+"""Runs with compressed gradients learn, stay as close to the others as the start table says, and refuse what can't work.
 
 In float64, so that nothing but the compression moves a loss: layouts that send gradients as they are agree to 1e-8 there.
 """

@@ -1,4 +1,4 @@
-"""What does `--compile` compile? Counted with a backend that runs graphs as they are: the numbers of graphs are the same."""
+"""`--compile` compiles the graphs that it should. A backend that runs graphs as they are makes the same number of them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Any value of any field of both recipes' configurations, from anywhere, ends in a run that can be planned or in one line.
+"""Any value of any field of both recipes' configurations ends in a run that can be planned, or in a refusal of one line.
 
 In process, through the real parser and through what is made of a configuration before a model: thousands of cases in
 seconds. What needs the run itself is in test_cls_bad_input.py and test_det_bad_input.py.

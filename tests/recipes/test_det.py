@@ -1,4 +1,4 @@
-"""Is a detection run the same run on any layout, killed or not, and does it count every image once?
+"""A detection run is the same run on any layout, also after kills, and its evaluation counts every image once.
 
 Scenes of several sizes, so that canvases differ from step to step; some ranks have no box; batches that don't divide by
 the ranks.

@@ -1,4 +1,4 @@
-"""What does the detection recipe say to what it can't do, and does it leave nothing behind?
+"""The detection recipe refuses what it can't do in one line on every rank, and leaves nothing behind.
 
 Every case is the real recipe on two ranks: each must refuse on both with the same single line, which names the value, the
 limit and the way out. What both recipes share is in test_cls_bad_input.py.

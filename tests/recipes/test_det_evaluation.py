@@ -1,4 +1,4 @@
-"""Does an evaluation find the same on any layout, and is that what users of `best/` find?
+"""A detector's evaluation is the same on any layout, and users of `best/` get the same results.
 
 The detectors have not learnt anything: the objects to find are what they detect themselves, moved a little, which makes the
 AP sensitive to every pixel.

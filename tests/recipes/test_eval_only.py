@@ -1,4 +1,4 @@
-"""Does `--eval_only` give the numbers that the run recorded, and does it say what it evaluates otherwise?
+"""`--eval_only` gives the numbers that the run recorded, or says what it evaluates instead.
 
 Each command is typed as a user would: the folder, and the one flag that the test is about.
 """

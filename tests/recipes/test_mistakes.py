@@ -1,4 +1,4 @@
-"""What does a newcomer read after each of the usual mistakes?
+"""Each usual mistake of a newcomer is answered with a message that helps.
 
 The table is the page: a command as it is typed, and the only line that is then said. `...` stands for anything. The commands
 run in a folder with the files of `a_desk`, on one process. Each ends with exit code 2 and leaves nothing behind. What two ranks

@@ -1,4 +1,4 @@
-"""Does somebody with a folder of photographs who types the shortest command get what suits these, and hear of it?"""
+"""The shortest command on a folder of photographs trains with settings that suit photographs, and says so."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A copied recipe logs numbers of its own and draws in mid-run: the same on any layout, in every tracker, at their step."""
+"""A copied recipe can log its own numbers and draw in mid-run: they are the same on any layout, and in every tracker."""
 
 import re
 from pathlib import Path

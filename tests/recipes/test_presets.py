@@ -1,4 +1,4 @@
-"""Does every preset say what it is, and train?"""
+"""Every preset says what it is, and trains."""
 
 import math
 import re

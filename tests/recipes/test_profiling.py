@@ -1,4 +1,4 @@
-"""Does --profile leave traces with the steps that were asked for, and does it see when nothing was computed?"""
+"""--profile leaves traces of the steps that were asked for, and notices when nothing was computed."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from common.config.fields import RunConfig
 from common.config.parsing import parse
 from common.distributed import watchdog
 from common.errors import Refused
-from common.run.profiling import idleness_of
+from common.run.profiling import idle_time_of
 from tests.harness.launching import Launcher
 
 FLAGS = ["--tracker", "none", "--workers", 0]
@@ -45,7 +45,7 @@ def test_gaps_between_steps_and_within_them_are_told_apart(tmp_path: Path) -> No
         event("cpu_op", "aten::set_", 11, 11.5),  # of the batch
         event("cpu_op", "aten::add", 9.5, 14, thread=2),  # of another thread
     )
-    idle = idleness_of(trace)
+    idle = idle_time_of(trace)
     assert (idle.steps, idle.step_ms, idle.phase) == ((7, 8), 10, "waiting for data")
     assert idle.between_ms == pytest.approx([4.5]) and idle.within_ms == pytest.approx(3)
     assert str(idle) == (
@@ -61,7 +61,7 @@ def test_an_evaluation_between_steps_is_no_gap(tmp_path: Path) -> None:
         *marks([("training", 0, 119)], (0, 10), (100, 109.5), (109.5, 120)),
         *(event("cpu_op", "aten::add", *span) for span in spans),
     )
-    idle = idleness_of(trace)
+    idle = idle_time_of(trace)
     assert idle.between_ms == pytest.approx([1]) and idle.phase == "training" and idle.within_ms == 0
 
 
@@ -78,7 +78,7 @@ def test_on_a_gpu_its_kernels_count_by_the_step_that_launched_them(tmp_path: Pat
         *(event("kernel", "gemm", *span, thread=7, correlation=number) for number, span in enumerate(ran)),
         event("kernel", "gemm", 0, 1, thread=7, correlation=99),  # launched before
     )
-    idle = idleness_of(trace)
+    idle = idle_time_of(trace)
     assert idle.between_ms == pytest.approx([0.25]) and idle.within_ms == 0
 
 
@@ -101,13 +101,13 @@ def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_i
     folder = tmp_path / "a" / "profile"
     assert {path.name for path in folder.iterdir()} == {"steps_3-6_rank0.json.gz", "steps_3-6_rank1.json.gz"}
     for path in folder.iterdir():
-        idle = idleness_of(path)
+        idle = idle_time_of(path)
         # Between steps 4 and 5 there is an evaluation.
         assert idle.steps == (3, 4, 5, 6) and len(idle.between_ms) == 2 and 0 < max(idle.between_ms) < 10_000
         names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         assert {"phase: waiting for data", "phase: evaluating", "phase: training", "aten::convolution"} <= names
     said = re.findall(r"^profile: (.*); (.*) opens in ui.perfetto.dev or chrome://tracing$", done.stdout, re.MULTILINE)
-    assert said == [(str(idleness_of(folder / "steps_3-6_rank0.json.gz")), str(folder / "steps_3-6_rank*.json.gz"))]
+    assert said == [(str(idle_time_of(folder / "steps_3-6_rank0.json.gz")), str(folder / "steps_3-6_rank*.json.gz"))]
     assert said[0][0] in (tmp_path / "a" / "log.txt").read_text()
 
 
@@ -136,7 +136,7 @@ def test_a_profile_that_can_not_be_written_ends_no_run(launch: Launcher, tmp_pat
     flags = [*FLAGS, "--max_steps", 3, "--profile", "2-3", "--output_dir", tmp_path, "--name", "a"]
     done = launch("cpu", "recipes/cls.py", *flags)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^the profile is not whole: rank 0: FileExistsError: ", done.stdout, re.MULTILINE)
+    assert re.search(r"^the profile is incomplete: rank 0: FileExistsError: ", done.stdout, re.MULTILINE)
 
 
 def test_who_listens_hears_what_is_noted_until_the_end() -> None:

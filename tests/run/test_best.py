@@ -1,4 +1,4 @@
-"""`best/` is what the newest checkpoint says, or a person hears what became of it."""
+"""`best/` is the model that the newest checkpoint records, or the log says why not."""
 
 import json
 import shutil
@@ -116,7 +116,7 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
 
 
-def test_it_says_which_run_made_it_also_when_it_is_made_again(run: Path) -> None:
+def test_best_names_its_run_also_when_it_is_exported_again(run: Path) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
         training.step(step, top1)
@@ -128,7 +128,7 @@ def test_it_says_which_run_made_it_also_when_it_is_made_again(run: Path) -> None
 
 
 @pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there"])
-def test_a_swap_that_was_interrupted_is_ended_by_the_next_start(run: Path, moment: str) -> None:
+def test_the_next_start_completes_an_interrupted_replacement(run: Path, moment: str) -> None:
     training = Training(run)
     training.step(1, 0.1)
     training.step(2, 0.2, placed=False)
@@ -146,7 +146,7 @@ def test_a_swap_that_was_interrupted_is_ended_by_the_next_start(run: Path, momen
     assert weight(run) == 2 and again.start_again().said == []
 
 
-def test_the_old_one_comes_back_where_the_new_one_is_of_a_checkpoint_that_is_not_there(run: Path) -> None:
+def test_the_old_best_returns_if_the_checkpoint_of_the_new_one_is_missing(run: Path) -> None:
     training = Training(run)
     training.step(1, 0.1)
     training.step(2, 0.2, placed=False)
@@ -158,7 +158,7 @@ def test_the_old_one_comes_back_where_the_new_one_is_of_a_checkpoint_that_is_not
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_made_again_as_it_was(run: Path, damage) -> None:
+def test_a_damaged_best_is_exported_again(run: Path, damage) -> None:
     """From the checkpoint of the same step, which need not be the newest; with the results of each class."""
     training = Training(run)
     for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
@@ -167,8 +167,8 @@ def test_a_damaged_one_is_made_again_as_it_was(run: Path, damage) -> None:
     damage(run)
     again = training.start_again()
     (said,) = again.said
-    assert f"{run}/best is damaged or another (" in said and said.endswith(
-        f"): made again from {run}/checkpoints/step_00000002"
+    assert f"{run}/best is damaged or of another checkpoint (" in said and said.endswith(
+        f"): exported again from {run}/checkpoints/step_00000002"
     )
     assert content(run / "best") == was and again.progress.best["step"] == 2
     assert names(run) == ["best", "checkpoints"]
@@ -177,7 +177,7 @@ def test_a_damaged_one_is_made_again_as_it_was(run: Path, damage) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_its_place(run: Path, damage) -> None:
+def test_without_the_checkpoint_of_the_best_the_last_one_replaces_it_with_a_message(run: Path, damage) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
         training.step(step, top1)
@@ -185,8 +185,8 @@ def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_
     again = training.start_again()
     (said,) = again.said
     for part in (
-        f"{run}/best is damaged or another (",
-        "the checkpoint of step 1 that it came from has gone: the best model, top-1 30.00 %, is lost",
+        f"{run}/best is damaged or of another checkpoint (",
+        "the checkpoint of step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost",
         "best/ is now that of step 3, top-1 20.00 %",
     ):
         assert part in said, said
@@ -202,7 +202,7 @@ def test_where_the_checkpoint_has_gone_the_loss_is_named_and_the_last_one_takes_
     assert weight(run) == 4 and again.start_again().said == []
 
 
-def test_where_no_evaluated_checkpoint_is_left_the_next_evaluation_is_the_best(run: Path) -> None:
+def test_without_any_evaluated_checkpoint_the_next_evaluation_is_the_best(run: Path) -> None:
     training = Training(run)
     training.step(1, 0.3)
     training.progress.last = {"step": 2, "eval/top1": 0.1}  # its checkpoint has gone as well

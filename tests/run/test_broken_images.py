@@ -16,7 +16,7 @@ def test_an_image_is_named_once_and_counted_every_time() -> None:
     assert broken.progress.broken == 4
 
 
-def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_anew() -> None:
+def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_from_zero() -> None:
     broken = BrokenImages(Progress(), 0.02, 64, print)  # 16 steps, 1,024 samples, 20 of them may be broken
     for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):
         broken.count(step, [f"{step}/{image}" for image in range(images)])
@@ -36,7 +36,7 @@ def test_a_broken_source_ends_at_once_and_says_how_many_images_were_seen() -> No
         BrokenImages(Progress(), 0.02, 64, print).count(1, ["x"] * 64)
 
 
-def test_the_verdict_is_the_same_after_a_resume_in_the_middle_of_a_window() -> None:
+def test_a_resume_in_the_middle_of_a_window_stops_at_the_same_step() -> None:
     progress = Progress()
     BrokenImages(progress, 0.5, 600, print).count(1, ["x"] * 500)
     resumed = BrokenImages(Progress(step=1, broken=progress.broken, broken_in_window=500), 0.5, 600, print)

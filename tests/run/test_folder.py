@@ -1,4 +1,4 @@
-"""One run at a time writes a folder, and what it holds is whole and exact after any kill."""
+"""Only one start at a time writes a run folder, and its files are complete and exact after any kill."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_the_status_says_what_became_of_the_run(folder: RunFolder) -> None:
     assert status.pop("time")[:2] == "20" and status == {"status": "resumable", "step": 7, "cause": "SIGTERM"}
 
 
-def test_what_was_said_stands_in_the_log_with_its_time(folder: RunFolder) -> None:
+def test_lines_are_in_the_log_with_the_time(folder: RunFolder) -> None:
     folder.log("one\ntwo")
     folder.log("drei: Füße")
     lines = (folder.path / "log.txt").read_text().splitlines()
@@ -210,7 +210,7 @@ def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe\x00", b"[" * 100_000, b'{"id": '])
-def test_what_is_no_json_object_is_read_as_nothing(folder: RunFolder, content: bytes) -> None:
+def test_anything_but_a_json_object_is_read_as_empty(folder: RunFolder, content: bytes) -> None:
     (folder.path / "tracker.json").write_bytes(content)
     assert folder.read("tracker.json") == {}
     (folder.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content)  # as a machine's end leaves it

@@ -1,4 +1,4 @@
-"""Letters that Matplotlib's own font lacks come from an installed font that has them; those that none has are told once."""
+"""Letters that Matplotlib's own font lacks come from another installed font; those without any font are reported once."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_text_takes_letters_from_an_installed_font_and_others_stay_as_they_are
     assert axes.title.get_fontweight() == "bold" and fonts.missing() == ""
 
 
-def test_letters_that_no_font_has_are_told_once(installed) -> None:
+def test_letters_without_a_font_are_reported_once(installed) -> None:
     installed()
     for name in ("猫 cat", "猫", "犬"):
         figure = new_figure(1, 1)

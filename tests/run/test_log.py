@@ -1,4 +1,4 @@
-"""A step has one row, everywhere the same; what the disk refuses is noticed; all but the main process are silent."""
+"""A step has one row, the same everywhere; a full disk is noticed; only the main process writes."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_the_dashboard_begins_after_the_first_step(opened) -> None:
     assert dashboard.begun
 
 
-def test_what_is_noted_of_a_step_is_one_row(opened) -> None:
+def test_all_values_of_a_step_are_in_one_row(opened) -> None:
     journal, dashboard, path = opened
     journal.note(10, {"train/loss": 0.5})
     journal.note(10, {"eval/top1": 0.9})
@@ -43,7 +43,7 @@ def test_what_is_noted_of_a_step_is_one_row(opened) -> None:
     assert dashboard.rows == [(10, {"train/loss": 0.5, "eval/top1": 0.9}), (20, {"train/loss": 0.25})]
 
 
-def test_people_are_told_on_the_terminal_and_in_the_log(opened, capsys: pytest.CaptureFixture) -> None:
+def test_lines_go_to_the_terminal_and_the_log(opened, capsys: pytest.CaptureFixture) -> None:
     journal, _, path = opened
     journal.say("hello")
     journal.table({"data": "digits", "model": "resnet"})
@@ -115,7 +115,7 @@ def test_all_but_the_main_process_are_silent(capsys: pytest.CaptureFixture, tmp_
     assert dashboard.rows == [] and dashboard.results == {} and list(tmp_path.iterdir()) == []
 
 
-def test_names_move_no_cursor_and_end_no_line(opened, capsys) -> None:
+def test_control_characters_in_names_are_escaped(opened, capsys) -> None:
     journal, _, path = opened
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"model": "x\r\ny"})

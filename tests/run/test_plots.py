@@ -1,4 +1,4 @@
-"""Every picture is drawn from whatever the run left: nothing, one row, not-a-number, a torn line, odd class names."""
+"""Plots can be drawn from whatever a run left: no rows, one row, NaN, an incomplete line, odd class names."""
 
 import json
 import subprocess
@@ -8,10 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from common.classification.metrics import Mistake
-from common.classification.plots import mistakes
 from common.run import plots
 from tests.harness.pictures import drawn, has, texts
 
@@ -21,19 +18,6 @@ ROWS = [
     {"step": 3, "eval/loss": 1.5, "eval/top1": 0.5, "eval/ema_top1": 0.75},
     {"epoch": 1},
 ]
-
-
-class Source:
-    """Stands in for a source of images."""
-
-    def __init__(self, images: list, classes: list[str]):
-        self.images, self.classes = images, classes
-
-    def image(self, index: int):
-        return self.images[index]
-
-    def name(self, index: int) -> str:
-        return f"/data/a very long path to/where/the images are/train/{self.classes[0]}/{index}.png"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4], ids=lambda rows: f"{rows} rows")
@@ -140,16 +124,7 @@ def test_a_confusion_matrix_may_have_a_background(tmp_path: Path, monkeypatch, c
     assert len(axes.texts) == (classes + 1 if classes <= plots.NUMBERED_CLASSES else 0)
 
 
-def test_mistakes_of_all_shapes(tmp_path: Path) -> None:
-    path = tmp_path / "pictures" / "mistakes.png"
-    red = np.zeros((8, 8, 3), np.uint8) + np.array([200, 0, 0], np.uint8)
-    images = [red, Image.new("RGB", (3000, 20), "blue"), Image.new("RGB", (1, 1))]
-    for count in (0, 1, 3):
-        mistakes(Source(images, ["a $ 猫", "b" * 200]), [Mistake(n, 0, 1, 0.97) for n in range(count)], path)
-        assert has(drawn(path), "#c80000") == (count > 0)
-
-
-def test_a_name_keeps_what_tells_it_from_others() -> None:
+def test_a_shortened_name_keeps_its_distinctive_parts() -> None:
     assert plots.short("a  b\n", 5) == "a b"
     assert plots.short("defect_of_type_12", 9) == "defe…e_12"
     assert plots.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
@@ -157,12 +132,6 @@ def test_a_name_keeps_what_tells_it_from_others() -> None:
     assert plots.breadth(plots.short("汽车和卡车的混合类别", 10)) <= 10
     assert plots.short("قطة", 9) == "\u200eقطة\u200e"  # else "قطة → dog" would read as "dog → قطة"
     assert [plots.count_of(number, "image") for number in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
-
-
-def test_mistakes_carry_the_ends_of_file_names(tmp_path: Path, monkeypatch) -> None:
-    source = Source([Image.new("RGB", (9, 9))], ["cat", "dog"])
-    said = texts(monkeypatch, lambda: mistakes(source, [Mistake(0, 0, 1, 0.9)], tmp_path / "a.png"))
-    assert "cat → dog\n90 %" in said and "…/the images are/train/cat/0.png" in said
 
 
 def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +149,11 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"confusion.png": b"old"}
 
 
-def test_neither_pyplot_nor_an_early_matplotlib() -> None:
+def test_plots_need_no_pyplot_and_import_matplotlib_late() -> None:
     """Importing the module costs no Matplotlib, and drawing touches no global state."""
     code = (
         "import sys; from common.run import plots; assert 'matplotlib' not in sys.modules;"
-        "import tempfile, pathlib; pictures.curves(pathlib.Path(tempfile.mkdtemp()));"
+        "import tempfile, pathlib; plots.curves(pathlib.Path(tempfile.mkdtemp()));"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

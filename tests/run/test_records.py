@@ -1,4 +1,4 @@
-"""A run's records: names of one's own don't hide a run's, a dry run is refused when it explodes, pictures carry their step."""
+"""Records of a run: custom names can't replace its own, an exploding dry run is refused, plots carry their step."""
 
 import dataclasses
 from pathlib import Path
@@ -40,7 +40,7 @@ def report(step: int, loss: float, **options) -> StepReport:
     return StepReport(step, loss, 1.0, 0.0, (), stop=False, skipped=False, **options)
 
 
-def test_numbers_of_ones_own_stand_in_the_row_and_can_hide_none_of_the_runs(records) -> None:
+def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) -> None:
     kept = records()
     for step in (1, 2):
         kept.take_in(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, evaluated=False)
@@ -68,14 +68,14 @@ def test_the_row_of_a_step_has_the_loss_scale_that_this_step_reported(records) -
 
 
 @pytest.mark.parametrize("name", ["aux", "train/", "/aux", "train/a b", "train/\n", 5, ""])
-def test_what_is_no_name_is_refused_in_one_line(name) -> None:
+def test_an_invalid_name_is_refused_in_one_line(name) -> None:
     with pytest.raises(Refused) as raised:
         check_names([name])
     assert "\n" not in str(raised.value) and "train/aux" in str(raised.value)
     check_names(["train/aux", "train/loss_box", "gan/d.loss-1", "a/b/c"])
 
 
-def test_a_dry_run_is_refused_where_a_run_would_be_lost_soon(records) -> None:
+def test_a_dry_run_with_an_exploding_loss_is_refused(records) -> None:
     for losses, told in (([2.3, 5e7], "the loss rose to 5e[+]07"), ([1e-9, 1e3 + 1], "the loss rose to 1e[+]03")):
         kept = records(dry_run=True)
         kept.take_in(report(1, losses[0]), 0.1, evaluated=False)
@@ -93,7 +93,7 @@ def test_a_dry_run_is_refused_where_a_run_would_be_lost_soon(records) -> None:
         kept.take_in(report(step, loss), 0.1, evaluated=False)
 
 
-def test_an_evaluation_that_is_not_finite_is_said_and_refused_by_a_dry_run(records, capsys) -> None:
+def test_an_evaluation_that_is_not_finite_is_logged_and_refused_by_a_dry_run(records, capsys) -> None:
     kept, told = records(), "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
     kept.evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
     assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
@@ -102,7 +102,7 @@ def test_an_evaluation_that_is_not_finite_is_said_and_refused_by_a_dry_run(recor
     assert str(raised.value) == told
 
 
-def test_pictures_carry_the_step_that_is_done_and_letters_without_a_font_are_said_once(records, capsys) -> None:
+def test_plots_carry_their_step_and_letters_without_a_font_are_logged_once(records, capsys) -> None:
     from common.run import fonts
 
     kept = records()

@@ -1,4 +1,4 @@
-"""All ranks learn the same of every step, one step late, and stop together when a step was not finite."""
+"""All ranks get the same report of every step, one step later, and stop together if a step was not finite."""
 
 import math
 from dataclasses import asdict
@@ -51,7 +51,7 @@ def test_a_report_comes_one_step_late_in_order() -> None:
     assert last == [StepReport(5, 5.5, 2.5, 0.25, (), stop=False, skipped=False)] and more == []
 
 
-def test_a_report_says_what_was_broken_and_who_wants_to_stop() -> None:
+def test_a_report_has_broken_images_and_requests_to_stop() -> None:
     state = StepReports(2)
     post(state, 1, [1.0, 2.0], broken=("a: torn", "b: torn"))
     post(state, 2, [1.0, 2.0], stop=True)
@@ -221,7 +221,7 @@ def test_names_and_refusals_do_not_cross(processes: Processes) -> None:
 # --- numbers of one's own
 
 
-def test_numbers_of_ones_own_are_means_over_all_values_of_the_step() -> None:
+def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
     state = StepReports(2)
     state.add({"train/a": torch.tensor([1.0, 2.0]), "train/b": 3})
     state.add({"train/a": torch.tensor([6.0], requires_grad=True), "train/empty": torch.zeros(0)})
@@ -241,14 +241,14 @@ def test_numbers_of_ones_own_are_means_over_all_values_of_the_step() -> None:
         (None, "is None; give a number or a tensor"),
     ],
 )
-def test_what_is_no_number_of_ones_own_is_refused_at_once(value: object, told: str) -> None:
+def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -> None:
     with pytest.raises(Refused) as raised:
         StepReports(1).add({"train/a": value})
     assert str(raised.value) == f"run.log: train/a {told}"
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_number_of_ones_own_that_is_not_finite_stops_the_run_but_in_a_skipped_step(value: float) -> None:
+def test_a_custom_number_that_is_not_finite_stops_the_run_except_in_a_skipped_step(value: float) -> None:
     for half, norm in ((False, 1.0), (True, 1.0), (True, INF)):
         state = StepReports(1, fp16() if half else None)
         for step in (1, 2):  # the first time, names travel, too
@@ -260,7 +260,7 @@ def test_a_number_of_ones_own_that_is_not_finite_stops_the_run_but_in_a_skipped_
             assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
 
 
-def test_ever_new_names_are_refused() -> None:
+def test_too_many_names_are_refused() -> None:
     state = StepReports(1)
     state.add({f"train/{number}": 1.0 for number in range(step_reports._MOST_NAMES + 1)})
     post(state, 1, [1.0])
@@ -289,7 +289,7 @@ def log_on_ranks() -> tuple[list[dict], list[str]]:
     return [report.logged for report in reports], refusals
 
 
-def test_numbers_of_ones_own_are_those_of_all_ranks_and_belong_to_all(processes: Processes) -> None:
+def test_custom_numbers_are_of_all_ranks_and_must_be_logged_by_all(processes: Processes) -> None:
     answers = processes.run(log_on_ranks, ranks=3)
     assert answers == [answers[0]] * 3
     reports, refusals = answers[0]

@@ -15,9 +15,7 @@ from accelerate import Accelerator
 
 from common.errors import Refused
 from common.run import tracking
-from tests.harness.launching import Launcher
-
-pytestmark = pytest.mark.alone
+from tests.harness.launching import Launcher, free_port
 
 MAIN, OTHER = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
 
@@ -126,7 +124,7 @@ def nothing_listens(port: int) -> dict[str, str]:
     return {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
 
 
-def test_without_key_and_terminal_it_is_offline_and_a_resume_goes_on(launch: Launcher, tmp_path: Path) -> None:
+def test_without_key_and_terminal_it_is_offline_and_a_resume_continues(launch: Launcher, tmp_path: Path) -> None:
     first = run(launch, tmp_path)
     resumed = run(launch, tmp_path, first=4, last=8, sent_up_to=5)
     assert first["said"] == resumed["said"] == []
@@ -141,7 +139,8 @@ def test_without_key_and_terminal_it_is_offline_and_a_resume_goes_on(launch: Lau
     assert any(metric.get("step_metric") == "step" for metric in of_kind(before, "metric"))
 
 
-def test_a_dead_service_is_said_once_and_holds_up_nothing(launch: Launcher, tmp_path: Path) -> None:
+@pytest.mark.alone
+def test_a_dead_service_is_logged_once_and_delays_nothing(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, "kill", last=200)
     assert len(ended["said"]) == 1 and ended["said"][0].startswith("wandb failed (")
     assert ended["log_s"] < 1e-3 and ended["finish_s"] < 5
@@ -160,13 +159,14 @@ def test_a_killed_run_has_its_rows_on_the_disk(launch: Launcher, tmp_path: Path)
     assert steps(records(tmp_path)[0]) == [1, 2, 3, 4, 5]
 
 
-def test_without_network_the_rows_go_to_the_disk(launch: Launcher, tmp_path: Path, free_port: Callable) -> None:
+def test_without_network_the_rows_go_to_the_disk(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, "fall back", **nothing_listens(free_port()))
     assert len(ended["said"]) == 1 and "offline" in ended["said"][0]
     assert steps(records(tmp_path)[0]) == [1, 2, 3, 4, 5]
 
 
-def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path, free_port: Callable) -> None:
+@pytest.mark.alone
+def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> None:
     ended = run(launch, tmp_path, patience=0.5, **nothing_listens(free_port()))
     assert len(ended["said"]) == 1 and "0.5 s" in ended["said"][0]
     assert ended["finish_s"] < 2 and ended["process_s"] < 40, "W&B's own exit hook waits 60 s here"
@@ -213,13 +213,14 @@ def tracker_of(folder: Path, say: Callable = print, kind: str = "wandb", acceler
 
 
 @pytest.mark.parametrize("run_id", ["../../x", "a b", "", 5, ["x"], {}, "x" * 65, "é"])
-def test_what_can_be_no_id_of_a_run_is_not_taken_over(tmp_path, run_id) -> None:
+def test_an_invalid_run_id_is_replaced(tmp_path, run_id) -> None:
     def tracker(run_id):
         return tracking.Tracker(MAIN, "none", folder=tmp_path, project="p", name="n", config={}, run_id=run_id)
 
     assert len(tracker(run_id).run_id) == 8 and tracker("a1-b_2").run_id == "a1-b_2"
 
 
+@pytest.mark.alone
 def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
     backend.open.clear()
@@ -249,7 +250,7 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish(exit_code=1)
     assert (backend.rows, backend.exit_code) == ([(2, {"a": 1.0})], 1)
-    assert said == ["wandb failed (disk full): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
 
 
 def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
@@ -264,10 +265,10 @@ def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
     tracker.log(2, {"a": 1.0})
     tracker.finish()
     assert backend.rows == [(2, {"a": 1.0})]
-    assert said == ["wandb failed (no boxes): training goes on, metrics.jsonl has every row"]
+    assert said == ["wandb failed (no boxes): training continues, metrics.jsonl has every row"]
 
 
-def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> None:
+def test_rows_keep_the_values_at_the_call(backend, tmp_path) -> None:
     backend.open.clear()
     tracker, row = tracker_of(tmp_path), {"a": 1.0}
     tracker.log(1, row)
@@ -277,7 +278,7 @@ def test_rows_are_those_of_the_moment_they_were_logged(backend, tmp_path) -> Non
     assert backend.rows == [(1, {"a": 1.0})]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path) -> None:
     (tmp_path / "wandb").write_text("a file where the folder should be")
     said = []
     tracker = tracker_of(tmp_path, said.append)

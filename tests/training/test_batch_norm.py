@@ -1,4 +1,4 @@
-"""Batch norm takes its statistics over the samples its mode promises, and running statistics move once a step."""
+"""Batch norm takes its statistics over the samples that its mode promises; running statistics are updated once per step."""
 
 import copy
 from unittest import mock

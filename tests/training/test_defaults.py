@@ -1,4 +1,4 @@
-"""Do data other than digits get defaults for photographs, and does what is given win over these?"""
+"""Data other than digits get defaults for photographs; presets and flags override them."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Which branches a sample skips depends on the seed, its position and the layer, and on nothing else."""
+"""The branches that a sample skips depend on the seed, its position and the layer, and on nothing else."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What the start table says of a run's exactness is what was measured: with every optimizer, and in the models that cast."""
+"""The start table's rows about exactness agree with measurements: for every optimizer, and for models that cast."""
 
 import copy
 from dataclasses import dataclass

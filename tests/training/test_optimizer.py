@@ -1,4 +1,4 @@
-"""Weights move as the published methods say, at a learning rate that is a pure function of the step."""
+"""Optimizers follow the published methods, at a learning rate that is a pure function of the step."""
 
 import copy
 import itertools

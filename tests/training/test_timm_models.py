@@ -1,4 +1,4 @@
-"""A name becomes a model or one line says why not; a trained model becomes a folder that plain timm loads."""
+"""A name becomes a model, or one line says why not; a trained model becomes a folder that plain timm loads."""
 
 import copy
 import json
@@ -252,7 +252,9 @@ def test_what_a_constructor_itself_says_is_shown_as_it_is(monkeypatch: pytest.Mo
         return nn.Linear(options["num_classes"])
 
     monkeypatch.setitem(timm.models._registry._model_entrypoints, "mine", mine)
-    with pytest.raises(Refused, match=r"TypeError in test_models.py, line \d+: .*missing 1 required .*'out_features'$"):
+    with pytest.raises(
+        Refused, match=r"TypeError in test_timm_models.py, line \d+: .*missing 1 required .*'out_features'$"
+    ):
         build_classifier("mine", 3, drop=0.1)
 
 

@@ -1,4 +1,4 @@
-"""After the warm-up a model is as it was, and every later step sums in the order of an uninterrupted run."""
+"""After the warm-up a model is unchanged, and every later step sums in the order of an uninterrupted run."""
 
 import copy
 from collections.abc import Callable

@@ -23,7 +23,7 @@ class Sample(NamedTuple):
     boxes: np.ndarray  # float32[n, 4] left, top, right, bottom in pixels
     labels: np.ndarray  # int64[n]
     crowd: np.ndarray  # bool[n]
-    masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, where the source was loaded with them
+    masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,29 +31,29 @@ class Annotations:
     """The annotations of N images with M boxes of K classes."""
 
     classes: tuple[str, ...]  # K names, by class id
-    category_ids: np.ndarray  # int64[K]: what the data itself calls each class; -1 for a class that it does not have
-    image_ids: np.ndarray  # int64[N], unique: what the data itself calls each image
+    category_ids: np.ndarray  # int64[K]: ids of the classes in the data; -1 for a class that it does not have
+    image_ids: np.ndarray  # int64[N], unique: ids of the images in the data
     sizes: np.ndarray  # int32[N, 2] width and height in pixels, upright
-    offsets: (
-        np.ndarray
-    )  # int64[N + 1]: the boxes of image i are the rows offsets[i] to offsets[i + 1] of the columns below
+    offsets: np.ndarray  # int64[N + 1]: boxes of image i are rows offsets[i] to offsets[i + 1] of the columns below
     boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
     labels: np.ndarray  # int64[M] class ids
-    crowd: np.ndarray  # bool[M]: regions of several objects, or difficult ones: neither objects nor background
-    areas: np.ndarray  # float32[M] in square pixels: of the object's outline where the data says it, else of its box
-    outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if they were asked for
-    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was mended or left out on loading, in sentences
+    crowd: np.ndarray  # bool[M]: regions of several objects, or difficult objects: neither objects nor background
+    areas: np.ndarray  # float32[M] in square pixels: of the outline if the data has it, else of the box
+    outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
+    notes: tuple[str, ...] = field(
+        default=(), kw_only=True
+    )  # sentences about what was corrected or left out on loading
 
     def __len__(self) -> int:
         return len(self.image_ids)
 
     @property
     def class_counts(self) -> np.ndarray:
-        """int64[K]: how many boxes each class has, crowd regions aside."""
+        """int64[K]: number of boxes of each class, without crowd regions."""
         return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
 
     def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of these images, int64[n], in this order."""
+        """The columns of the images `rows` int64[n], in this order."""
         counts = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
@@ -72,7 +72,7 @@ class Annotations:
 
 
 class Annotated(Protocol):
-    """A fixed list of annotated images, with the columns of `Annotations`; can be pickled and survives a fork."""
+    """A fixed list of annotated images with the columns of `Annotations`. It can be pickled, and works after a fork."""
 
     classes: tuple[str, ...]
     category_ids: np.ndarray
@@ -85,10 +85,10 @@ class Annotated(Protocol):
     areas: np.ndarray
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
-    class_counts: np.ndarray | None  # int64[K]: boxes of each class, crowd regions aside; None for fresh scenes
+    class_counts: np.ndarray | None  # int64[K]: boxes of each class, without crowd regions; None for fresh scenes
     origin: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
     has_masks: bool  # whether samples do
-    fresh: bool  # whether each position of the stream has a scene of its own, instead of an image of the list
+    fresh: bool  # whether each position of the stream has a new scene instead of an image of the list
 
     def __len__(self) -> int: ...
 
@@ -101,22 +101,22 @@ class Annotated(Protocol):
         ...
 
     def sample(self, index: int, position: int) -> Sample:
-        """What is trained on at `position` of the stream, where `index` has its turn. Raises `images.BrokenImage`."""
+        """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
         ...
 
     def rles(self, index: int) -> list[dict]:
-        """The masks of an image's objects, as COCO's packed run lengths; of a source that was loaded with masks."""
+        """The masks of an image's objects as COCO's packed run lengths, if the source was loaded with masks."""
         ...
 
 
 class FixedImages(Annotations):
-    """Annotations of images that are the same at each position of the stream; `image` is left to the kind of source."""
+    """Annotations of images that are the same at every position of the stream. Subclasses define `image`."""
 
     fresh = False
     has_masks = property(lambda self: self.outlines is not None)
 
     def as_annotated(self, index: int, image: Image.Image) -> Image.Image:
-        """The image, if it has the size that its boxes are for. Raises `BrokenImage`."""
+        """The image, if its size is the one that its boxes were read for. Raises `BrokenImage` otherwise."""
         if image.size != tuple(self.sizes[index].tolist()):
             sizes = (" x ".join(map(str, size)) for size in (image.size, self.sizes[index].tolist()))
             raise BrokenImage("is {} pixels large, and was {} when its boxes were read".format(*sizes))

@@ -23,7 +23,7 @@ class AnnotatedFiles(FixedImages):
     """Image files below a folder, with their boxes. Satisfies `Annotated`."""
 
     root: str
-    paths: pa.LargeBinaryArray  # below root; bytes, since a file's name need not be valid text
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
     byte_counts: np.ndarray  # int64[N] size of each file
     origin: str = ""
 
@@ -52,7 +52,7 @@ def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
 
 
 def text_of(file: str | os.PathLike) -> str:
-    """A text file of annotations. Raises `Refused` for what is none, and FileNotFoundError or PermissionError."""
+    """The content of a text file. Raises `Refused` if it is no text, FileNotFoundError or PermissionError."""
     try:
         return read_text(file, MEDIUM)
     except (FileNotFoundError, PermissionError):

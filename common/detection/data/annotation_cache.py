@@ -29,11 +29,11 @@ from common.detection.data.outlines import Outlines
 from common.detection.data.stamps import Stamps, stamps_of
 from common.errors import Refused
 
-PLACE = "VISION_RECIPES_CACHE"  # the environment variable that names the folder
-_UNUSED = 30 * 86_400  # seconds after which a file that nobody has loaded is removed
-_END = struct.Struct("<8sIQ")  # behind the columns: what this is, their checksum, their length in bytes
+PLACE = "VISION_RECIPES_CACHE"  # environment variable that names the folder
+_UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
+_END = struct.Struct("<8sIQ")  # after the columns: kind of file, checksum and length in bytes of the columns
 _KIND = b"boxes 1\n"
-# What the columns depend on besides the data: what other code has read is read again.
+# The columns depend on this code besides the data: if it has changed, the data are read again.
 _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
 _CODE = [
     Path(files.__file__),
@@ -43,15 +43,15 @@ _CODE = [
 _COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
 _WIDTHS = {"sizes": 2, "boxes": 4}
 
-Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or one alone
+Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or only to evaluate on
 
 
 def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command: list[str] | None = None) -> Parts:
-    """What `read` returns, from the index where it has it. `read` notes in the stamps all that it looks at.
+    """What `read` returns, from the cache if it is there. `read` adds all files that it looks at to the stamps.
 
     `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. `command` is for
-    data whose reading takes much memory: a process of its own that calls this without one, prints why data are refused,
-    and gives all memory back at its end. Raises what `read` raises.
+    data whose reading takes much memory: it starts a process of its own that calls this function without a command and
+    prints why data are refused; all its memory is free again at its end. Raises what `read` raises.
     """
     try:
         file = _folder() / f"{_key(what, origin)}.arrow"
@@ -67,9 +67,7 @@ def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command
     seen = Stamps()
     parts = read(seen)
     if seen.settled:
-        with suppress(
-            OSError, pa.ArrowException
-        ):  # a full disk, a folder that may only be read: the data are read all the same
+        with suppress(OSError, pa.ArrowException):  # such as a full disk: the data have been read all the same
             _write(file, parts, seen)
     return parts
 
@@ -82,7 +80,7 @@ def _folder() -> Path:
 
 
 def _key(what: object, origin: Path) -> str:
-    """Names the file. `origin` is part of it as it looks: machines that share a home may each have their own copy of it."""
+    """Name of the file. The stamps of `origin` are part of it: machines that share a home may have different copies."""
     looks = stamps_of("/", pa.array([os.fsencode(origin)], pa.large_binary())).tolist()
     words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
     digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
@@ -99,7 +97,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _run(command: list[str]) -> str:
-    """Why the data are refused, or nothing. A process that ends in another way is not missed: its work is done here."""
+    """Why the data are refused, or "". If the process fails in another way, its work is done in this one."""
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     done = subprocess.run(
         command,
@@ -115,7 +113,7 @@ def _run(command: list[str]) -> str:
 
 
 class _Summed:
-    """A file that is written, with the checksum and the length of what is in it."""
+    """A file that is being written, with the checksum and the length of its content."""
 
     def __init__(self, file):
         self.file, self.sum, self.length, self.closed = file, 0, 0, False
@@ -129,7 +127,7 @@ class _Summed:
 
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
-    """Leave the index in `file`, whole or not at all."""
+    """Write the cache to `file`, completely or not at all."""
     columns, words = {}, {"parts": [], "folders": []}
     for number, part in enumerate(parts):
         columns |= {f"{number} {name}": _flat(getattr(part, name)) for name in _COLUMNS}
@@ -154,8 +152,8 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
                 writer.write_batch(batch)
             out.write(_END.pack(_KIND, summed.sum, summed.length))
             out.flush()
-            os.fsync(out.fileno())  # else a machine that loses power could leave the name without the content
-        if not _load(file):  # one that another process has left meanwhile stays: somebody may have mapped it
+            os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
+        if not _load(file):  # a file that another process has written meanwhile stays: it may be mapped
             os.replace(name, file)
     finally:
         with suppress(OSError):
@@ -175,16 +173,16 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _load(file: Path) -> Parts | None:
-    """What `_write` has left there, if it is whole and of files that look as they did."""
+    """What `_write` wrote, if it is complete and no file that it was made from has changed."""
     try:
         if not _is_whole(file):
             return None
         buffer = pa.memory_map(str(file)).read_buffer()
         batch = pa.ipc.open_stream(buffer.slice(0, len(buffer) - _END.size)).read_next_batch()
-    except (OSError, ValueError):  # none there, or it may not be read, or its name is no text for Arrow
+    except (OSError, ValueError):  # no file, no permission, or a name that Arrow can't take
         return None
     with suppress(OSError):
-        os.utime(file)  # it is in use
+        os.utime(file)  # marks it as used
     columns = {name: batch.column(name).values for name in batch.schema.names}
     words = json.loads(batch.schema.metadata[b"words"])
     seen = Stamps()
@@ -195,7 +193,7 @@ def _load(file: Path) -> Parts | None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Read in pieces: what is mapped would count as memory of this process."""
+    """Whether the checksum holds. Read in pieces: mapped pages would count as memory of this process."""
     with open(file, "rb") as content:
         left = os.fstat(content.fileno()).st_size - _END.size
         if left < 0:
@@ -207,7 +205,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFiles:
-    """Outlines stay in the mapped file, and processes share its pages; all else is copied, since it is small."""
+    """One source from the columns. Outlines stay in the mapped file, which processes share; the rest is small, and copied."""
     found = {name: columns[f"{number} {name}"].to_numpy().copy() for name in _COLUMNS}
     found |= {name: found[name].reshape(-1, width) for name, width in _WIDTHS.items()}
     found["crowd"] = found["crowd"].view(bool)
@@ -221,5 +219,5 @@ def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFi
         outlines=None if shapes is None else Outlines(shapes, columns[f"{number} turns"].to_numpy().copy()),
         **found,
     )
-    vars(part)["fingerprint"] = words["fingerprint"]  # where `cached_property` keeps it
+    vars(part)["fingerprint"] = words["fingerprint"]  # where `cached_property` stores it
     return part

@@ -16,36 +16,36 @@ from common.detection.data.image_headers import turned, upright_sizes
 from common.detection.data.outlines import Outlines, checked
 from common.errors import Refused
 
-_ROUNDING = 1.0  # pixels beyond the image that say nothing
-_SUSPICIOUS = 0.5  # share of boxes beyond their image, or of images that can't be read: the data are not what they seem
+_ROUNDING = 1.0  # pixels beyond the image that are rounding errors
+_SUSPICIOUS = 0.5  # share of boxes beyond their image, or of unreadable images, from which the data are refused
 
 
 @dataclass(frozen=True, eq=False)
 class FoundBoxes:
-    """What a data set says of N images and M boxes, as it says it; boxes in any order."""
+    """The N images and M boxes of a data set as they were read; boxes in any order."""
 
-    title: str  # in words for people
+    title: str  # for messages
     classes: tuple[str, ...]
     category_ids: np.ndarray  # int64[K]
     image_ids: np.ndarray  # int64[N]
-    sizes: np.ndarray  # int64[N, 2] width and height; 0 where it does not say
+    sizes: np.ndarray  # int64[N, 2] width and height; 0 if unknown
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: np.ndarray  # float64[M, 4] left, top, right, bottom in pixels, or in shares of the image if `relative`
+    boxes: np.ndarray  # float64[M, 4] left, top, right, bottom in pixels, or as shares of the image if `relative`
     labels: np.ndarray  # int64[M]
     crowd: np.ndarray  # bool[M]
-    areas: np.ndarray  # float64[M]; NaN where it does not say
+    areas: np.ndarray  # float64[M]; NaN if unknown
     name: Callable[[int], str]  # of an image
-    upright: bool = False  # whether boxes are of the upright image where sizes can't tell
+    upright: bool = False  # whether boxes are of the upright image if sizes can't tell
     relative: bool = False
-    shapes: pa.StructArray | None = None  # M outlines in the boxes' frame, if they are asked for
+    shapes: pa.StructArray | None = None  # M outlines in the same coordinates, if masks are asked for
 
 
 def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
     """The annotations of the upright images.
 
     `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite or upside down,
-    for sizes that are not those of the images, for boxes in another format, and if there are no images, no boxes, or no
-    outlines though they are asked for.
+    for sizes that differ from those of the images, for boxes in another format, and if there are no images, no boxes, or
+    no outlines although masks are asked for.
     """
     if not len(found.image_ids):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
@@ -136,10 +136,10 @@ def _refuse_nonsense(found: FoundBoxes) -> None:
 
 
 def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Headers without gaps, and bool[N] whether an image's boxes are of the upright image rather than of the stored one.
+    """Headers without gaps, and bool[N]: whether an image's boxes refer to the upright image and not to the stored one.
 
-    The annotated size of an image lying on its side tells which it is. Where it can't (no size, a square, an image
-    upside down), the other images of the data decide.
+    The annotated size of an image that lies on its side tells. If it can't (no size, a square, an image upside down), the
+    other images of the data decide.
     """
     unreadable = headers[:, 0] == 0
     if unreadable.any():

@@ -8,7 +8,7 @@ BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top righ
 
 
 def corners(boxes: np.ndarray, box_format: str) -> np.ndarray:
-    """[M, 4] of a format -> left, top, right, bottom."""
+    """[M, 4] in a box format -> left, top, right, bottom."""
     if box_format == "xyxy":
         return boxes
     start, span = boxes[:, :2], boxes[:, 2:]
@@ -17,9 +17,9 @@ def corners(boxes: np.ndarray, box_format: str) -> np.ndarray:
 
 
 def only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
-    """xywh or xyxy, if the other is impossible. Raises `Refused` if both or neither could be."""
+    """xywh or xyxy, if the other is impossible. Raises `Refused` if both or neither are possible."""
     if not len(boxes):
-        return "xywh"  # as good as any: that there are none is said in its place
+        return "xywh"  # as good as any: that there are no boxes is refused elsewhere
     if boxes.max() <= 1:
         raise Refused(f"--data {title}: boxes are in shares of the image (0 to 1); give them in pixels")
     is_readable = (sizes > 0).all(axis=1)

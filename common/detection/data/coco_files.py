@@ -36,7 +36,7 @@ _KINDS = {
 }
 _MOST = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
-# An outline is a list or an object, and its counts are a list or a text: a column has one type, so each gets its own name.
+# An outline is a list or an object, and its counts are a list or a text. A column has one type, so each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 
@@ -56,7 +56,7 @@ def find_coco(root: Path) -> dict[str, Path]:
 
 
 def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool, stamps: Stamps) -> AnnotatedFiles:
-    """A part, with the classes of `train` or else its own in the order of their ids; outlines only for `masks`.
+    """A part, with the classes of `train` or else its own in the order of their ids; with outlines if `masks`.
 
     Raises `Refused`.
     """
@@ -134,7 +134,7 @@ def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
 
 
 def _places(values: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """int64: where each value stands in `among`, or -1."""
+    """int64: the index of each value in `among`, or -1."""
     return pc.fill_null(pc.index_in(pa.array(values), value_set=pa.array(among)), -1).to_numpy().astype(np.int64)
 
 
@@ -146,14 +146,14 @@ def _refuse_twice(file: Path, key: str, field: str, values: np.ndarray) -> None:
 
 
 def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
-    """Where the images are: beside the file, or in a folder named after it; the first place that has the first or the last."""
+    """The folder of the images: beside the file or named after it; the first one that has the first or the last image."""
     stem = file.stem.removeprefix("instances_")
     part = stem.rstrip("0123456789")
     names = [file.parent, *(root / above / name for name in (stem, part, "") for above in ("", "images"))]
     names += [root / stem / "images", root / part / "images"]
     ends = [os.fsdecode(paths[place].as_py()) for place in (0, -1)]
     for folder in dict.fromkeys(names):
-        stamps.take_files(folder / end for end in ends)  # where nothing is, something may come to be
+        stamps.take_files(folder / end for end in ends)  # a file may appear there later
         if any(os.path.lexists(folder / end) for end in ends):
             return os.path.abspath(folder)
     looked = ", ".join(str(folder.relative_to(root)) for folder in dict.fromkeys(names))
@@ -171,7 +171,9 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
         text = read_bytes(file, _MOST)
     except OddFile as error:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
-    for old, new in _RENAMED.items() if masks else ():  # keys only: a quote inside a text has a backslash before it
+    for old, new in (
+        _RENAMED.items() if masks else ()
+    ):  # only keys match: a quote inside a text has a backslash before it
         text = re.sub(old, new, text)
     try:
         size = len(text)
@@ -185,9 +187,8 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
         lists = {key: table[key].combine_chunks() for key in kinds}
         columns = {key: None if lists[key].null_count else lists[key].flatten() for key in kinds}
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):
-        columns = _read_slowly(
-            file, text, kinds
-        )  # more than Arrow takes (2 GiB, NaN), or a mistake that it would not name
+        # More than Arrow can read (2 GiB, NaN), or a mistake, which it would not name.
+        columns = _read_slowly(file, text, kinds)
     for key, fields in fields_of.items():
         if columns[key] is None:
             raise Refused(f"{file}: lacks the key {key}, which annotations in COCO's format have")
@@ -217,7 +218,7 @@ def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict
 
 
 def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
-    """Entries with true and false as numbers; the first that is not of its type is refused by name."""
+    """Entries with true and false as numbers. Raises `Refused` that names the first entry of a wrong type."""
     rows = []
     for place, entry in enumerate(entries if isinstance(entries, list) else [entries]):
         row = {}

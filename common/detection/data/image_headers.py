@@ -15,15 +15,15 @@ from common.data.images import MAX_PIXELS
 from common.errors import Refused
 from common.files import OddFile, open_regular
 
-_HEAD = 8_192  # bytes: where nearly every JPEG tells its size
+_HEAD = 8_192  # bytes in which nearly every JPEG has its size
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def headers_of_files(folder: str, paths: pa.Array) -> np.ndarray:
     """int64[N, 4]: width and height as stored, EXIF orientation 1 to 8, and size in bytes of files below `folder`.
 
-    Width 0 where the file is no image that can be read. About 20 µs a file, several at once, since a network file
-    system answers late. Raises `Refused` if files are missing.
+    Width 0 if the file is no readable image. Takes about 20 µs per file; threads read several at once, since a network file
+    system is slow. Raises `Refused` if files are missing.
     """
 
     def read(start: int) -> list[tuple[int, int, int, int] | None]:
@@ -45,7 +45,7 @@ def headers_of_files(folder: str, paths: pa.Array) -> np.ndarray:
 
 
 def headers_of_bytes(cells: Iterable[pa.Scalar]) -> np.ndarray:
-    """As `headers_of_files`, of images that are binary scalars; null counts as one that can't be read."""
+    """As `headers_of_files`, for images in binary scalars; null counts as unreadable."""
     found = []
     for cell in cells:
         buffer = cell.as_buffer()
@@ -73,7 +73,7 @@ def _header_of_file(path: bytes) -> tuple[int, int, int, int] | None:
 
 
 def _of_jpeg(head: bytes) -> tuple[int, int, int] | None:
-    """Width, height and 1 of a JPEG without notes on orientation, else None: Pillow alone would take 90 µs a file."""
+    """Width, height and orientation 1 of a JPEG without EXIF data, else None. Pillow would take 90 µs per file."""
     if head[:2] != b"\xff\xd8":
         return None
     at = 2
@@ -93,23 +93,26 @@ def _of_any(source) -> tuple[int, int, int]:
         with Image.open(source) as image:
             if math.prod(image.size) > MAX_PIXELS:
                 return 0, 0, 1
-            if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it, and look behind the pixels
+            if (
+                image.format == "PNG" and "exif" not in image.info
+            ):  # Pillow would decode it to look for EXIF data after the pixels
                 return (*image.size, 1)
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
             return (*image.size, orientation if orientation in range(1, 9) else 1)
-    except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will say what is wrong
+    except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will give the reason
         return 0, 0, 1
 
 
 def upright_sizes(headers: np.ndarray) -> np.ndarray:
-    """int64[N, 2] width and height as people see the images."""
+    """int64[N, 2] width and height of the upright images."""
     return np.where(headers[:, 2:3] >= 5, headers[:, 1::-1], headers[:, :2])
 
 
 def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
-    """Boxes [M, 4] (left, top, right, bottom) in stored pixels -> in upright ones, given each box's image [M, 4].
+    """Boxes [M, 4] (left, top, right, bottom) in stored pixels -> in pixels of the upright image.
 
-    Orientations as in the EXIF standard: 2 to 4 mirror and turn by 180 degrees, 5 to 8 also exchange the axes.
+    `headers` [M, 4] are those of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn by 180 degrees, 5 to 8
+    also exchange the axes.
     """
     orientation = headers[:, 2]
     swaps = orientation >= 5

@@ -53,11 +53,10 @@ class AnnotatedTable(FixedImages):
 
 
 class ObjectParts:
-    """The splits of a data set. The first that is read decides on columns, box format and classes. Raises `Refused`.
+    """The splits of a data set. The first one that is read decides on columns, box format and classes. Raises `Refused`.
 
-    Data sets do not say what the four numbers of a box mean. Where `box_format` is not given, it is taken only if the boxes
-    of the first split leave one choice: as left, top, width, height some would leave their image, or as corners some would
-    end before they begin.
+    Data sets do not say what the four numbers of a box mean. Without `box_format`, the boxes of the first split must leave
+    one choice: as left, top, width, height some would exceed their image, or as corners some would have no positive size.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class ObjectParts:
         self.labels = huggingface.split_labels(self._splits)
 
     def read(self, name: str, first: AnnotatedTable | None) -> AnnotatedTable:
-        """The split of this name, with the columns, box format and classes of `first` where one was read before."""
+        """The split of this name, with the columns, box format and classes of `first` if one was read before."""
         split, title, folder = self._splits[name], f"{self._data} {name}", huggingface.folder_of(self._data)
         if first is None:
             image = huggingface.find_column(self._data, split, "image", self._named[0], exclude="")
@@ -102,7 +101,7 @@ def _find_objects(data: str, split: "datasets.Dataset", named: str) -> str:
 
 
 def _fields_of(kind: pa.DataType) -> dict[str, str] | None:
-    """{boxes, labels, and where there are any crowd, area: name of the field} of lists of objects, or of an object of lists."""
+    """{"boxes": field name, "labels": ..., "crowd": ..., "area": ...} of a list of objects or an object of lists; else None."""
     inner = kind.value_type if huggingface.is_list(kind) else kind
     if not pa.types.is_struct(inner):
         return None
@@ -114,7 +113,7 @@ def _fields_of(kind: pa.DataType) -> dict[str, str] | None:
 def _read_split(
     title: str, split: "datasets.Dataset", image: str, objects: str, folder: str, box_format: str, classes: tuple | None
 ) -> tuple[AnnotatedTable, str, tuple]:
-    """The split, the format of its boxes, and its classes as names and the values that stand for them."""
+    """The split, the format of its boxes, and its classes: names and the values that the column has for them."""
     rows, columns = _objects(title, huggingface.cells_of(split, objects))
     column = split.select_columns([image])
     if hasattr(split.features[image], "decode"):
@@ -171,7 +170,7 @@ def _read_split(
 
 
 def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
-    """The row of each object, and the columns of objects, whether a cell is a list of objects or an object of lists."""
+    """The row of each object, and the columns of all objects; a cell is a list of objects or an object of lists."""
     names = {key: name for key, name in _fields_of(cells.type).items() if name}
     if huggingface.is_list(cells.type):
         flat = cells.flatten()
@@ -208,7 +207,7 @@ def _names(split: "datasets.Dataset", objects: str) -> list[str] | None:
 
 
 def _vocabulary(objects: Any, labels: pa.Array) -> tuple[tuple[str, ...], pa.Array]:
-    """Class names, and the values that stand for them: as ClassLabel says, else those found, sorted."""
+    """Class names and their values in the column: as ClassLabel says, otherwise the values found, sorted."""
     if names := getattr(_label_feature(objects), "names", None):
         return tuple(names), pa.array(range(len(names)), pa.int64())
     values = pc.unique(labels).drop_null()
@@ -226,7 +225,7 @@ def _sizes(split: "datasets.Dataset") -> np.ndarray:
 
 
 def _image_ids(split: "datasets.Dataset") -> np.ndarray:
-    """As the column image_id says, if it holds distinct numbers, else the rows."""
+    """The column image_id, if it holds distinct numbers, else the row numbers."""
     if "image_id" in split.column_names:
         ids = huggingface.cells_of(split, "image_id")
         if pa.types.is_integer(ids.type) and not ids.null_count and pc.count_distinct(ids).as_py() == len(ids):

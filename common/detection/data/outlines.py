@@ -18,16 +18,18 @@ KIND = {
         {"counts": pa.list_(pa.int64()), "packed": pa.string(), "size": pa.list_(pa.int64())}  # height, width
     ),
 }
-_CORNERS = 6  # numbers that a polygon has at least
-_FAR = 2.0  # a corner further out than this many sides of the image is a mistake, and would take gigabytes to draw
+_CORNERS = 6  # least numbers of a polygon
+_FAR = (
+    2.0  # a corner further out than this many sides of the image is a mistake, and gigabytes would be needed to draw it
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Outlines:
-    """The shapes of M objects in N images, of which some may be null: then the box is all that is known."""
+    """The shapes of M objects in N images. A null shape means that only the box is known."""
 
-    shapes: pa.StructArray  # M of the fields of KIND, in the pixels that the file stores
-    turns: np.ndarray  # uint8[N]: the EXIF orientation that makes them upright, 1 where they are
+    shapes: pa.StructArray  # M rows with the fields of KIND, in pixels of the stored image
+    turns: np.ndarray  # uint8[N]: EXIF orientation of the shapes; 1 if they are upright
 
     def part(self, images: np.ndarray, objects: np.ndarray) -> "Outlines":
         return Outlines(self.shapes.take(pa.array(objects)), self.turns[images])
@@ -35,9 +37,9 @@ class Outlines:
     def rles(self, image: int, objects: slice, size: np.ndarray, boxes: np.ndarray) -> list[dict]:
         """COCO's packed run lengths of each object of an upright image of `size` (width, height).
 
-        Raises `BrokenImage` where packed runs make no sense.
+        Raises `BrokenImage` if packed runs are invalid.
         """
-        from faster_coco_eval.core import mask as coco_mask  # late: few runs need it
+        from faster_coco_eval.core import mask as coco_mask  # imported late: few runs need it
 
         turn = int(self.turns[image])
         width, height = size.tolist() if turn < 5 else size[::-1].tolist()
@@ -58,7 +60,7 @@ class Outlines:
         return found
 
     def bytes(self) -> np.ndarray:
-        """uint8[...] that differ where shapes do."""
+        """uint8[...]: all shapes as bytes, for a fingerprint."""
         sink = pa.BufferOutputStream()
         batch = pa.RecordBatch.from_arrays([pa.concat_arrays([self.shapes])], ["shapes"])
         with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -67,7 +69,7 @@ class Outlines:
 
 
 def checked(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, np.ndarray]:
-    """The shapes, null where one can't be drawn, and bool[M] where that is. `sizes` int[M, 2] width, height of their images."""
+    """The shapes, null if one can't be drawn, and bool[M]: which these are. `sizes` int[M, 2] are those of their images."""
     polygons, rle = (pc.struct_field(shapes, name) for name in KIND)
     rings = polygons.flatten()  # all objects' polygons
     owners = pc.list_parent_indices(polygons).to_numpy()
@@ -120,14 +122,14 @@ def pasted(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> list[d
 
     width, height = size.tolist()
     found = []
-    for mask, box in zip(masks.float().cpu(), boxes.float().cpu(), strict=True):  # one at a time: images may be large
+    for mask, box in zip(masks.float().cpu(), boxes.float().cpu(), strict=True):  # one by one: images may be large
         whole = paste_masks_in_image(mask[None, None], box[None], (height, width))[:, 0] > 0.5
         found += encode(whole.numpy().view(np.uint8))
     return found
 
 
 def _box_mask(box: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """uint8[1, H, W]: the pixels that a box touches."""
+    """uint8[1, H, W]: 1 in the pixels that a box touches."""
     mask = np.zeros((1, *size[::-1].tolist()), np.uint8)
     left, top, right, bottom = [*np.floor(box[:2]).astype(int), *np.ceil(box[2:]).astype(int)]
     mask[:, top:bottom, left:right] = 1
@@ -135,7 +137,7 @@ def _box_mask(box: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _turned(mask: np.ndarray, turn: int) -> np.ndarray:
-    """A stored mask [H, W] as people see it, given its EXIF orientation 1 to 8."""
+    """A stored mask [H, W] made upright, given its EXIF orientation 1 to 8."""
     mask = mask.T if turn >= 5 else mask
     flips = tuple(axis for axis, turns in ((1, (2, 3, 6, 7)), (0, (3, 4, 7, 8))) if turn in turns)
     return np.flip(mask, flips)

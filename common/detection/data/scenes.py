@@ -16,19 +16,19 @@ SIDE = 128  # of the square canvas, in pixels
 _HEIGHTS = (12, 56)  # smallest and largest digit, in pixels
 _MOST = 8  # digits in a scene
 _TRIES = 16  # places tried for a digit, until it covers no other
-_INK = 80  # of 255: less is no part of a digit
+_INK = 80  # of 255: fainter pixels are no part of a digit
 _OVERLAP = 0.1  # of the smaller of two boxes
 _NOMINAL_EPOCH = 1_024
 _VALIDATION = 256
-_RECIPE = "1"  # part of the fingerprint: raise it when scenes change
+_RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """One to eight digits of several sizes and colours on a noisy background, each scene a pure function of (key, position).
+    """Scenes of one to eight digits of several sizes and colours on a noisy background: pure functions of (key, position).
 
-    To train on, every position of the stream is a fresh scene: an epoch is a name for 1,024 of them, and the columns of
-    annotations are those of the first 1,024 positions. To evaluate on, it is a fixed list of 256.
+    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and the columns of annotations are
+    those of the first 1,024 positions. In evaluation it is a fixed list of 256.
     Satisfies `Annotated`.
     """
 
@@ -47,7 +47,7 @@ class Scenes:
         return self._draw(position)[:3]
 
     def _draw(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The scene with its masks uint8[n, 128, 128]: where the ink is."""
+        """The scene, and masks uint8[n, 128, 128] of the ink."""
         random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
         canvas = _background(random)
         boxes, labels, masks = [], [], []
@@ -98,7 +98,7 @@ class Scenes:
         kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(self.count))
         return fingerprint_of(self.classes + kind, self.digits, self.pixels)
 
-    # ---- annotations: drawn when first asked for, since training on fresh scenes needs none but the sizes
+    # ---- annotations: drawn when first used, since training on new scenes needs only the sizes
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class Scenes:
 
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
-    """Fresh scenes to train on, and fixed ones, the same for every seed, of the fifth of the digits that is held out."""
+    """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
     train, val = load_digits()
     return (
         _scenes(
@@ -155,7 +155,7 @@ def _background(random: np.random.Generator) -> np.ndarray:
 
 
 def _first_free(candidates: np.ndarray, boxes: list[np.ndarray]) -> np.ndarray | None:
-    """The first of int64[n, 4] that covers no more than `_OVERLAP` of any box, or a box of it."""
+    """The first of int64[n, 4] that overlaps no box by more than `_OVERLAP` of the smaller of both."""
     if not boxes:
         return candidates[0]
     others = np.stack(boxes)

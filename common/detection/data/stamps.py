@@ -9,37 +9,37 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-_COARSEST = 2.0  # seconds that the clock of a file system may stand still (FAT): a change within them would not show
-_FAR = 100e-6  # seconds for a file
+_COARSEST = 2.0  # seconds: resolution of a file system's clock (FAT); a change within it would not be seen
+_FAR = 100e-6  # seconds per file from which a file system counts as slow
 
 
 class Stamps:
-    """Files and folders with what their system says of each, which changes whenever their content does."""
+    """Files and folders with their sizes and times, which change whenever their content does."""
 
     def __init__(self):
         self.groups: list[tuple[str, pa.LargeBinaryArray, np.ndarray]] = []  # folder, paths below it, int64[n, 3]
-        self.settled = True  # whether all had been left alone for long enough that any later change will show
+        self.settled = True  # whether all had been unchanged for long enough that any later change will be seen
 
     def take(self, folder: str, paths: pa.LargeBinaryArray) -> None:
-        """Note how `paths` below `folder` look. To be called before they are read: a change meanwhile then shows, too."""
+        """Add `paths` below `folder`. To be called before they are read, so that a change meanwhile is seen, too."""
         stamps, now = stamps_of(folder, paths), time.time_ns()
         self.groups.append((folder, paths, stamps))
         self.settled &= bool((stamps[:, 2] <= now - int(1e9 * _COARSEST)).all())
 
     def take_files(self, files: Iterable[str | Path]) -> None:
-        """The same for files or folders with whole paths; of a folder the names in it are noted."""
+        """As `take`, for absolute paths of files or folders. A folder's stamp changes with the names in it."""
         self.take("/", pa.array([os.fsencode(file) for file in files], pa.large_binary()))
 
     def hold(self) -> bool:
-        """Whether everything still looks as it did."""
+        """Whether nothing has changed."""
         return all(np.array_equal(stamps_of(folder, paths), stamps) for folder, paths, stamps in self.groups)
 
 
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
-    """int64[n, 3]: size in bytes, and when the content and when the file was last changed in ns; zeros where nothing is.
+    """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
 
-    The second time can't be set by a program, so a copy that keeps the first one shows as well. 2 µs a file; where the first
-    ones answer late, as on a network file system, the others are asked for several at once, which would cost a near one more.
+    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Takes 2 µs per file. If the first files
+    are slow, as on a network file system, threads ask for the others; on a fast one threads would take longer.
     """
     above, first = os.path.join(os.fsencode(folder), b""), min(256, len(paths))
 

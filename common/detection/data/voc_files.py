@@ -23,7 +23,7 @@ _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
 def find_voc(root: Path) -> Path | None:
-    """The folder that has Annotations/ and JPEGImages/: `root`, or the only one that a development kit holds."""
+    """The folder that has Annotations/ and JPEGImages/: `root`, or the only such folder of a development kit."""
     found = [
         folder for folder in (root, *sorted(root.glob("VOC*")), *sorted(root.glob("VOCdevkit/VOC*"))) if _is_voc(folder)
     ]
@@ -37,7 +37,7 @@ def _is_voc(folder: Path) -> bool:
 
 
 def voc_parts(root: Path) -> dict[str, Path | None]:
-    """The lists of images in ImageSets/Main by name, such as train, val, trainval, test; without them one part of all."""
+    """The lists of images in ImageSets/Main by name, such as train, val, trainval, test; if there are none, one part of all."""
     lists = {file.stem: file for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
     of_classes = {
         name for name in lists if kind_of(name.rpartition("_")[2]) and not kind_of(name)
@@ -80,7 +80,7 @@ def read_voc(root: Path, names_file: Path | None, train: AnnotatedFiles | None, 
         raise Refused(f"{file}: a box of the class {labels[place]}, which no training image has; add one, or remove it")
     boxes = np.array(corners, np.float64).reshape(-1, 4)
     if not (boxes == 0).any():
-        boxes[:, :2] -= 1  # counted from 1, the last pixel included
+        boxes[:, :2] -= 1  # pixels are counted from 1, the last one included
     paths = pa.array([os.fsencode(files.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
     folder = f"{root}/JPEGImages"
     found = FoundBoxes(
@@ -100,10 +100,10 @@ def read_voc(root: Path, names_file: Path | None, train: AnnotatedFiles | None, 
 
 
 def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:
-    """Width and height (0 where not said) and the objects of a file: class, corners, and whether it is difficult."""
+    """Width and height (0 if unknown) and the objects of a file: class, corners, and whether each is difficult."""
     try:
         content = read_bytes(file, SMALL)
-        if b"<!ENTITY" in content:  # a few of them, one made of the other, stand for gigabytes
+        if b"<!ENTITY" in content:  # a few nested entities can expand to gigabytes
             raise Refused(f"{file}: defines entities, which annotations have no need of; remove them")
         tree = ElementTree.fromstring(content)
     except FileNotFoundError:

@@ -22,22 +22,22 @@ from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, OddFile, read_yaml, walk
 
-_MOST_CLASSES = 2**20  # where no list of names says how many there are
+_MOST_CLASSES = 2**20  # if no list of names says how many there are
 
 
 @dataclass(frozen=True)
 class YoloFolder:
-    """Where the parts of a data set are, and what it says of its classes."""
+    """Where the parts of a data set are, and which classes it names."""
 
     title: str
     root: Path
     parts: dict[str, list[Path]]  # by name: folders of images, or text files that list images
     names: dict[int, str] | None
-    has_keypoints: bool = False  # behind the four numbers of the box
+    has_keypoints: bool = False  # after the four numbers of the box
 
 
 def find_yolo(root: Path) -> YoloFolder | None:
-    """As `data.yaml` in `root` says (or the only YAML file there); without one, images/ beside labels/."""
+    """The data set that `data.yaml` in `root` (or the only YAML file there) describes; without one, images/ beside labels/."""
     file = root / "data.yaml"
     if not file.exists():
         others = [other for pattern in ("*.yaml", "*.yml") for other in root.glob(pattern)] if root.is_dir() else []
@@ -51,7 +51,7 @@ def find_yolo(root: Path) -> YoloFolder | None:
     names = dict(enumerate(text_of(listed).split("\n"))) if listed else None
     names = names and {place: name.strip() for place, name in names.items() if name.strip()}
     above = root.parent / "data.yaml"
-    if names is None and kind_of(root.name) and above.exists():  # a part alone: its classes are named beside it
+    if names is None and kind_of(root.name) and above.exists():  # a single part: the file beside it names its classes
         content = _content(above)
         return YoloFolder(str(root), root, parts, _names(above, content), "kpt_shape" in content)
     return YoloFolder(str(root), root, parts, names)
@@ -81,13 +81,13 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
         entries = content[key] if isinstance(content[key], list) else [content[key]]
         with (
             suppress(Refused) if kind_of(key) == "test" else nullcontext()
-        ):  # most who publish one keep its images back
+        ):  # many test parts are published without images
             parts[key] = [_place(file, root, starts, key, str(entry)) for entry in entries]
     return YoloFolder(str(file), root, parts, names, "kpt_shape" in content)
 
 
 def _content(file: Path) -> dict:
-    """Keys and values of a YAML file; none if it holds something else."""
+    """Keys and values of a YAML file; {} if it holds something else."""
     try:
         content = read_yaml(file, SMALL)
     except OddFile as error:
@@ -110,7 +110,7 @@ def _names(file: Path, content: dict) -> dict[int, str]:
 
 
 def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:
-    """Files are written with paths from their own folder, from `path` in them, or (Roboflow) with one `../` too many."""
+    """Paths are relative to the file's own folder or to `path` in it, or (Roboflow) have one `../` too many."""
     places = [root / start / entry for start in starts] + [root / entry.removeprefix("../")]
     for place in places:
         if place.exists():
@@ -119,7 +119,7 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
 
 
 def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamps: Stamps) -> AnnotatedFiles:
-    """A part, with the classes of `first` where the data name none. Boxes are of the upright image, as YOLO's own readers
+    """A part, with the classes of `first` if the data name none. Boxes are of the upright image, as YOLO's own readers
     take them. Raises `Refused`.
     """
     names, places = folder.names or (first and dict(enumerate(first.classes))), folder.parts[part]
@@ -160,7 +160,7 @@ def _images(place: Path, stamps: Stamps) -> list[str]:
     if place.is_dir():
         found = []
         for _, entries in walk(place):
-            stamps.take_files(entry.path for entry in entries if entry.is_dir())  # before the walk goes there
+            stamps.take_files(entry.path for entry in entries if entry.is_dir())  # before the walk enters them
             found += [entry.path for entry in entries if not entry.is_dir() and _is_image(entry.name)]
         return found
     lines = (line.strip() for line in text_of(place).splitlines())
@@ -172,14 +172,14 @@ def _is_image(name: str) -> bool:
 
 
 def _labels_of(image: str) -> str:
-    """The last folder named images in the path becomes labels; where there is none, the file lies beside the image."""
+    """The label file: the last folder named images in the path becomes labels; if there is none, it lies beside the image."""
     stem = os.path.splitext(image)[0]
     above, found, below = stem.rpartition("/images/")
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
 
 
 def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
-    """Class and left, top, right, bottom in shares of the image of each line; no file means no objects."""
+    """Class and left, top, right, bottom of each line, as shares of the image; no file means no objects."""
     try:
         lines = text_of(file).splitlines()
     except FileNotFoundError:

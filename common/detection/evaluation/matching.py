@@ -10,9 +10,9 @@ from torchvision.ops import box_iou
 
 from common.detection.data.annotated import Annotated
 
-IOU = 0.5  # from this overlap on, a detection shows an object
-NEAR = 0.1  # and from this on it is badly placed, where it is of the object's class
-NONE, IN_CROWD = -1, -2  # in place of an object: there is none; or it lies in a crowd region, where nothing is judged
+IOU = 0.5  # least overlap of a detection with the object that it shows
+NEAR = 0.1  # least overlap of a badly placed detection with an object of its class
+NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, where detections are not judged
 
 
 class Miss(NamedTuple):
@@ -20,7 +20,7 @@ class Miss(NamedTuple):
 
     object: int  # row of the source's columns of boxes
     image: int
-    score: float  # of the best detection of its class that overlaps enough, below the threshold; 0: there is none
+    score: float  # of the best detection of its class, below the threshold, that overlaps enough; 0 if there is none
 
 
 class FalseAlarm(NamedTuple):
@@ -29,17 +29,17 @@ class FalseAlarm(NamedTuple):
     detection: int  # row of the columns of detections
     image: int
     kind: str  # one of "double", "class", "place", "nothing"
-    object: int  # that a better one shows; that is of another class; that it is too far from; -1: nothing is there
+    object: int  # the one shown by a better detection, of another class, or too far away; -1: there is none
     overlap: float  # with that object, 0..1
 
 
 @dataclass(eq=False)
 class Matches:
-    """Detections beside the objects of a source; all that is said here is computed when it is first asked for.
+    """Detections matched with the objects of a source; each property is computed when it is first read.
 
-    Objects of a detection's own class come first, in order of its score, as COCO counts them at IoU 0.5: the best
-    detection of an object is a hit. Of those that are left, one that overlaps an object of another class enough shows
-    that one; each object is shown at most once. Crowd regions are neither objects nor background.
+    Detections are matched in the order of their scores. First with objects of their own class, as COCO does at IoU 0.5: the
+    best detection of an object is a hit. Then the others with objects of other classes that they overlap enough. Each
+    object is shown at most once. Crowd regions are neither objects nor background.
     """
 
     source: Annotated
@@ -48,22 +48,22 @@ class Matches:
 
     @cached_property
     def hits(self) -> np.ndarray:
-        """int64[n]: the object of its class that each detection, of whatever score, shows; else `NONE` or `IN_CROWD`."""
+        """int64[n]: the object of its class that each detection of any score shows; else `NONE` or `IN_CROWD`."""
         return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
 
     @cached_property
     def threshold(self) -> float:
-        """The score from which on detections give the best F1 over all objects; 0.5 where none is right."""
+        """The least score of detections that gives the best F1 over all objects; 0.5 if no detection is right."""
         order = self._best_first[self.hits[self._best_first] != IN_CROWD]
         right = np.cumsum(self.hits[order] >= 0)
         f1 = 2 * right / (np.arange(1, len(order) + 1) + self.object_count)
         scores = self.rows[order, 4]
-        f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores come together
+        f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
         return float(scores[f1.argmax()]) if f1.any() else 0.5
 
     @cached_property
     def good(self) -> np.ndarray:
-        """bool[n]: the detections that score `threshold` or more."""
+        """bool[n]: the detections with a score of `threshold` or more."""
         return self.rows[:, 4] >= self.threshold
 
     @cached_property
@@ -91,7 +91,7 @@ class Matches:
         return int((~self.source.crowd).sum())
 
     def confusion(self) -> np.ndarray:
-        """int64[K + 1, K + 1] of objects (rows) and what they are shown as; the last row and column are background."""
+        """int64[K + 1, K + 1]: classes of objects (rows) and of the detections that show them; background is last."""
         classes = len(self.source.classes)
         true, seen = self.source.labels, self.rows[:, 5].astype(np.int64)
         matrix = np.zeros((classes + 1, classes + 1), np.int64)
@@ -102,7 +102,7 @@ class Matches:
         return matrix
 
     def misses(self, most: int) -> list[Miss]:
-        """Objects that nothing shows, worst first: by the share of the image that the object, and no other one, covers."""
+        """Objects that no detection shows, worst first: by the share of the image that only this object covers."""
         objects = np.flatnonzero(self.missed)
         clear = [self._clear_share(row) for row in objects]
         worst = objects[np.argsort(np.negative(clear), kind="stable")[:most]]
@@ -110,7 +110,7 @@ class Matches:
         return [Miss(row, int(self._owners[row]), scores.get(row, 0.0)) for row in worst.tolist()]
 
     def false_alarms(self, most: int) -> list[FalseAlarm]:
-        """Detections that hit no object of their class, highest score first, and of those around an object the first."""
+        """Detections that hit no object of their class, highest score first; only the first of those around one object."""
         alarms, known = [], set()
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
             if len(alarms) == most:
@@ -127,7 +127,7 @@ class Matches:
         rows = self._by_image[first:end]
         return rows[self.good[rows]]
 
-    # --- inside
+    # ---- internals
 
     @cached_property
     def _owners(self) -> np.ndarray:
@@ -154,7 +154,7 @@ class Matches:
         return marked
 
     def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
-        """`shown`, with an object for each candidate, bool[n], that overlaps one enough that is still free."""
+        """`shown`, with an object for each candidate, bool[n], that overlaps a free object enough."""
         shown, taken = shown.copy(), self._marked(shown)
         order = self._by_image[candidates[self._by_image]]
         for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
@@ -178,7 +178,7 @@ class Matches:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
 
     def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
-        """float64[rows, objects]: intersection over union; with crowd regions, over the detection alone, as COCO does."""
+        """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO."""
         found = torch.from_numpy(self.rows[rows, :4].astype(np.float64))
         true = torch.from_numpy(self.source.boxes[objects].astype(np.float64))
         overlaps = box_iou(found, true).nan_to_num()
@@ -188,7 +188,7 @@ class Matches:
         return overlaps.numpy()
 
     def _clear_share(self, row: int) -> float:
-        """The share of its image that an object covers and no other box does (taking the most covering one)."""
+        """Share of its image that an object covers and the box that covers most of it does not."""
         image = self._owners[row]
         box = torch.from_numpy(self.source.boxes[row : row + 1].astype(np.float64))
         others = self._objects(image)
@@ -211,7 +211,7 @@ class Matches:
 
 
 def _covered(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """float64[n, m]: which share of each box lies within each of the others."""
+    """float64[n, m]: share of each box that lies within each of the others."""
     sides = torch.minimum(boxes[:, None, 2:], others[:, 2:]) - torch.maximum(boxes[:, None, :2], others[:, :2])
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
     return (sides.clamp(min=0).prod(2) / areas[:, None]).nan_to_num()

@@ -9,26 +9,28 @@ import torch
 from common.detection.data.annotated import Annotated
 from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main
 
-# The twelve numbers of the COCO evaluation, in its order: average precision, then average recall.
+# The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 MOST = 100  # detections of an image that count
-NAMED_CLASSES = 100  # up to so many, the AP of each is a result of its own: rows of metrics.jsonl stay below 10 kB
+NAMED_CLASSES = (
+    100  # up to this many, each class has a result of its own, AP_class/<name>: rows of metrics.jsonl stay below 10 kB
+)
 
 
 @dataclass
 class Detections:
-    """What was found in the images that this rank looked at, in columns on the host.
+    """Detections in the images that this rank evaluated, as columns on the host.
 
-    After `results`, those of all ranks on the main process, each image once, and none on the others: to draw from.
+    After `results`, the main process has those of all ranks, each image once, for pictures; the others have none.
     """
 
-    images: list[np.ndarray] = field(default_factory=list)  # int64: which image of the source each row is of
+    images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
-    seen: list[int] = field(default_factory=list)  # images looked at, also those without a detection
+    seen: list[int] = field(default_factory=list)  # images that were evaluated, with or without detections
     masks: list[np.ndarray] = field(
         default_factory=list
     )  # object[n]: COCO's packed run lengths; none of a detector of boxes
-    precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: nothing to find
+    precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
         """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and labels [n] of each, and
@@ -43,10 +45,12 @@ class Detections:
             self.seen.append(int(index))
             if "rles" in of_image:
                 packed = [of_image["rles"][row]["counts"] for row in best]
-                self.masks.append(np.array([*packed, None], object)[:-1])  # None, or texts would become one array
+                self.masks.append(
+                    np.array([*packed, None], object)[:-1]
+                )  # with None, since numpy would turn texts alone into one array
 
     def results(self, source: Annotated) -> dict:
-        """The twelve COCO numbers in 0..1 (None: nothing to find), `per_class` AP, and `count`; a collective, for every rank.
+        """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
         Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve again as `mask_AP` and so on.
         The main process evaluates all ranks' detections, each image once. Source: Lin et al., "Microsoft COCO", 2014.
@@ -73,7 +77,7 @@ _NO_IMAGES, _NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
 def _each_image_once(
     gathered: list[tuple[np.ndarray, ...]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """All ranks' rows, image by image, each image once; which images were seen, int64[count]; and masks."""
+    """The rows of all ranks, image by image, each image once; the images that were seen, int64[count]; and masks."""
     images, rows, seen, masks = [_NO_IMAGES], [_NO_ROWS], _NO_IMAGES, []
     for theirs, their_rows, their_seen, *their_masks in gathered:
         new = ~np.isin(theirs, seen)
@@ -88,7 +92,7 @@ def _each_image_once(
 
 def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: int) -> tuple[dict, np.ndarray]:
     """The results, and the precision at IoU 0.5 by class and recall: float64[K, 101]."""
-    from faster_coco_eval import COCO, COCOeval_faster  # late: 0.4 s
+    from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
 
     truth = COCO(_coco(source))
     boxes = rows[:, :4].astype(np.float64)
@@ -108,7 +112,7 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: in
 
 
 def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, masks: np.ndarray) -> dict:
-    """The twelve numbers where overlap is that of masks, and detections are as large as their masks."""
+    """The twelve numbers with the overlaps and areas of masks."""
     from faster_coco_eval import COCO, COCOeval_faster
 
     content = _coco(source)
@@ -137,7 +141,7 @@ def _numbers(stats: np.ndarray) -> dict[str, float | None]:
 
 
 def _coco(source: Annotated) -> dict:
-    """The annotations in COCO's form, with class ids from 1: its evaluation takes 0 for no class."""
+    """The annotations in COCO's form, with class ids from 1: to its evaluation, 0 is no class."""
     owners = np.repeat(source.image_ids, np.diff(source.offsets)).tolist()
     boxes = source.boxes.astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]

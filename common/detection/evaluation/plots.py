@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 SHOWN_IMAGES = 12
 SHOWN_CROPS = 12  # of misses, and of false alarms
 CROPS_A_LINE = 6
-NAMED_CURVES = 20  # up to so many classes, each curve has a name; of more, the best and the worst few
+NAMED_CURVES = 20  # up to this many classes, each curve has a name; of more, only the best and the worst few
 EXTREME_CURVES = 5
-MOST_PIXELS = 512  # a side, of an image on a sheet
+MOST_PIXELS = 512  # side of an image on a sheet
 PANEL, FONT = 2.6, 7  # inches a side, points
 
-# Okabe and Ito's, and the ways to draw a line: together enough to tell NAMED_CURVES apart.
+# Okabe and Ito's colours, and line styles: together enough to tell NAMED_CURVES apart.
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
 
 
 def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedImage]:
-    """Draws a sheet of images with their objects beside what was found; returns the same for the dashboard."""
+    """Draw a sheet of images, with objects beside detections, and return the same for the dashboard."""
     shown = _chosen(source)
     pairs = min(3, max(len(shown), 1))
     lines = max(1, math.ceil(len(shown) / pairs))
@@ -80,7 +80,7 @@ def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedIm
 
 
 def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
-    """Draws precision over recall at IoU 0.5, float[classes, 101], of each class and in the mean; -1: no objects."""
+    """Draw precision over recall at IoU 0.5, float[classes, 101], of each class and their mean; -1: no objects."""
     present = np.flatnonzero((precision > -1).any(1))
     ap = precision[present].clip(0).mean(1)
     best_first = present[np.argsort(-ap, kind="stable")]
@@ -123,7 +123,7 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
 
 
 def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
-    """Draws which objects are shown as which class, with a row and a column for the background."""
+    """Draw a confusion matrix of objects and detections, with a row and a column for the background."""
     headline = (
         f"{matches.hit.sum():,} of {matches.object_count:,} objects found\n"
         f"{count_of(matches.false_alarm_count, 'false alarm')} (score ≥ {matches.threshold:.2f}, of best F1; IoU ≥ {IOU})"
@@ -132,7 +132,7 @@ def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
 
 
 def misses(source: Annotated, matches: Matches, path: Path) -> None:
-    """Draws a sheet of the worst misses and of the most confident false alarms, cut out around them."""
+    """Draw a sheet of the worst misses and the most confident false alarms: crops of the images around them."""
     missed, alarms = matches.misses(SHOWN_CROPS), matches.false_alarms(SHOWN_CROPS)
     columns = min(CROPS_A_LINE, max(4, len(missed), len(alarms)))
     lines = [math.ceil(len(part) / columns) for part in (missed, alarms)]
@@ -147,21 +147,21 @@ def misses(source: Annotated, matches: Matches, path: Path) -> None:
     save(figure, path)
 
 
-# --- inside
+# ---- internals
 
 _RIGHT, _MISSED = {"edgecolor": BLUE, "linestyle": "-"}, {"edgecolor": ORANGE, "linestyle": "--"}
 _WRONG, _CROWD = {"edgecolor": ORANGE, "linestyle": "-"}, {"edgecolor": GREY, "linestyle": ":"}
 
 
 def _chosen(source: Annotated) -> list[int]:
-    """Images spread evenly over those with objects: the same at every evaluation."""
+    """Images evenly spaced among those with objects: the same at every evaluation."""
     rows = np.flatnonzero(np.diff(source.offsets))
     rows = rows if len(rows) else np.arange(len(source))
     return rows[np.linspace(0, len(rows) - 1, min(SHOWN_IMAGES, len(rows))).astype(int)].tolist()
 
 
 def _read(source: Annotated, index: int) -> Image.Image:
-    """The image; black, as in the evaluation, where it can't be read."""
+    """The image; black, as in the evaluation, if it can't be read."""
     try:
         return source.image(index)
     except BrokenImage:
@@ -188,12 +188,12 @@ def _grid(figure: "Figure | SubFigure", lines: int, columns: int, **options) -> 
     grid = figure.subplots(lines, columns, squeeze=False, **options)
     for axes in grid.ravel():
         axes.set_axis_off()
-        axes.set(xticks=(), yticks=())  # not seen, and yet most of the time that a sheet takes
+        axes.set(xticks=(), yticks=())  # drawing invisible ticks would take most of the time
     return grid
 
 
 def _show(axes: "Axes", image: Image.Image, window: tuple[float, float, float, float]) -> None:
-    """The part of an image in a square panel, whose coordinates are those of the image's pixels."""
+    """Show a part of an image in a square panel, whose coordinates are the image's pixels."""
     left, top, right, bottom = (round(side) for side in window)
     pixels = np.asarray(image)[top:bottom, left:right]
     every = 1 + max(pixels.shape[:2]) // MOST_PIXELS
@@ -208,14 +208,14 @@ def _outline(axes: "Axes", box: Box, style: dict) -> None:
     from matplotlib.patheffects import withStroke
 
     left, top, right, bottom = box.corners
-    halo = [withStroke(linewidth=3.2, foreground="white", alpha=0.8)]  # seen on any background
+    halo = [withStroke(linewidth=3.2, foreground="white", alpha=0.8)]  # visible on any background
     axes.add_patch(
         Rectangle((left, top), right - left, bottom - top, fill=False, linewidth=1.5, path_effects=halo, **style)
     )
 
 
 def _mark(axes: "Axes", boxes: list[Box], styles: list[dict]) -> None:
-    """Boxes with names and scores, in this order of importance; a name that would cover another one is left out."""
+    """Draw boxes with names and scores, most important first; a name that would cover another one is left out."""
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
     point = (right - left) / (PANEL * 0.95 * 72)  # in pixels of the image
@@ -247,7 +247,7 @@ def _mark(axes: "Axes", boxes: list[Box], styles: list[dict]) -> None:
 
 
 def _places(corners, width: float, height: float):
-    """Where a label of this size may stand: above its box, below, beside it, or in it."""
+    """Places for a label of this size: above its box, below, beside, or in it."""
     left, top, right, bottom = corners
     for x, y in (
         (left, top - height),
@@ -288,7 +288,7 @@ def _legend(figure: "Figure", crowds: bool) -> None:
 
 
 def _curve(precision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """In per cent; ends where it falls to zero: higher recalls are never reached."""
+    """Recall and precision in per cent, up to where precision falls to zero: higher recalls are never reached."""
     recalls = np.linspace(0, 100, len(precision))
     end = len(precision) if precision[-1] > 0 else int((precision > 0).sum()) + 1
     return recalls[:end], 100 * precision[:end]
@@ -332,7 +332,7 @@ def _explanation(alarm: FalseAlarm, true: list[Box]) -> str:
 
 
 def _window(corners: tuple[float, ...], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """A square around a box, three times its longer side, within the image as far as that goes."""
+    """A square around a box, of three times its longer side, within the image as far as possible."""
     left, top, right, bottom = corners
     side = 3 * max(right - left, bottom - top, 8)
     window = []

@@ -11,10 +11,10 @@ from common.detection.models.postprocessing import clip
 
 
 class Anchors:
-    """A few boxes of fixed shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
+    """Boxes of a few fixed shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
 
     `scales` are the sides of a square anchor in strides of its level; `ratios` are height over width.
-    Anchors are of the type asked for, never of half precision: bf16 moves a quarter of the finest ones.
+    Anchors are never of half precision: bf16 would move a quarter of the finest ones.
     """
 
     def __init__(
@@ -32,22 +32,22 @@ class Anchors:
         return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), strides))
 
     def level_lengths(self, canvas: tuple[int, int]) -> list[int]:
-        """How many of the P anchors each level has."""
+        """Number of anchors of each level; they sum to P."""
         return [self.per_cell * height * width for height, width in self.backbone.grid_sizes(canvas)]
 
 
 def match(
     places: Tensor, target: dict, size: Tensor, *, foreground_iou: float, background_iou: float, rescue: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of one image, for anchors or proposals `places` [P, 4]:
+    """Match anchors or proposals `places` [P, 4] with the boxes of one image.
 
     Returns:
-        boxes [P, 4] that each stands for (arbitrary where it is not foreground), and which of the target's boxes [P];
-        whether it is foreground [P]: overlaps the box by `foreground_iou`, or with `rescue` as much as any place does;
-        whether it is ignored [P]: an overlap from `background_iou` on, or half of what is inside `size` (width, height)
+        the box [P, 4] that each is matched with (arbitrary if it is not foreground), and its index in the target [P];
+        bool[P], foreground: it overlaps the box by `foreground_iou`, or with `rescue` at least as much as any other does;
+        bool[P], ignored: it overlaps a box by `background_iou` or more, or half of its part inside `size` (width, height)
         lies in a crowd region.
     """
-    boxes = F.pad(target["boxes"].to(places.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without any
+    boxes = F.pad(target["boxes"].to(places.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without boxes
     crowd = F.pad(target["crowd"], (0, 1))
     real = F.pad(~target["crowd"], (0, 1))[:, None]
     overlap = torch.where(real, box_iou(boxes, places), -1)  # [n + 1, P]

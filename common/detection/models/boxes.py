@@ -11,17 +11,17 @@ from torchvision.ops import batched_nms, nms
 
 
 def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """[n] of the type and on the device of `like`, and filled there."""
+    """Tensor [n] with the type and on the device of `like`, filled there without a copy from the host."""
     return torch.stack([like.new_full((), value) for value in values])
 
 
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """What the host has made, on the device."""
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without a wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class BoxCoder(_utils.BoxCoder):
-    """torchvision's: boxes as distances from others, [n, 4], or [n, 4 K] for K boxes from each. Both axes weigh the same."""
+    """torchvision's box coder: boxes as distances from others, [n, 4], or [n, 4 K] for K boxes each; equal weights per axis."""
 
     def encode_single(self, reference_boxes: Tensor, proposals: Tensor) -> Tensor:
         return _utils.encode_boxes(reference_boxes, proposals, self.weights)
@@ -38,7 +38,7 @@ class BoxCoder(_utils.BoxCoder):
 def overlaps(boxes: Tensor, others: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Intersection over union [...], plain and generalised, of pairs of boxes [..., 4] (corners).
 
-    With `eps` 1e-7 one minus the second is torchvision's `generalized_box_iou_loss`, its gradient included.
+    With `eps` 1e-7, one minus the second is torchvision's `generalized_box_iou_loss`, its gradient included.
     Source: Rezatofighi et al. 2019, "Generalized Intersection over Union" (arXiv:1902.09630).
     """
     low, high = boxes.split(2, -1)
@@ -52,15 +52,17 @@ def overlaps(boxes: Tensor, others: Tensor, eps: float = 0.0) -> tuple[Tensor, T
 
 
 def _area(sides: Tensor) -> Tensor:
-    return sides[..., 0] * sides[..., 1]  # the gradient of `prod` would look for zeros
+    return sides[..., 0] * sides[..., 1]  # the gradient of `prod` looks for zeros, which waits
 
 
 def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Indices of the boxes that no better one of their group overlaps by more than `threshold`, best first.
+    """Indices, best first, of the boxes that no better box of their group overlaps by more than `threshold`.
 
-    torchvision's `batched_nms`; the host waits once, to know how many they are.
+    As torchvision's `batched_nms`; the host waits once, for their number.
     """
-    if not len(boxes) or boxes.numel() > (4000 if boxes.device.type == "cpu" else 100_000):  # it then goes another way
+    if not len(boxes) or boxes.numel() > (
+        4000 if boxes.device.type == "cpu" else 100_000
+    ):  # where it works in another way
         return batched_nms(boxes, scores, groups, threshold)
     apart = groups.to(boxes) * (boxes.max() + 1)
     return nms(boxes + apart[:, None], scores, threshold)

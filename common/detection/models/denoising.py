@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from common.detection.models.boxes import sent
+from common.detection.models.boxes import to_device
 from common.randomness import key_of, uniforms
 
 _PADDING, _QUERY = -1, -2  # instead of a group's number
@@ -19,18 +19,18 @@ _PADDING, _QUERY = -1, -2  # instead of a group's number
 
 @dataclass
 class Denoising:
-    """D noised boxes for each of B images; images that have fewer are padded at the end."""
+    """D boxes with noise for each of B images; those with fewer are padded at the end."""
 
     labels: Tensor  # int64[B, D], some of them wrong; the number of classes for padding
     boxes: Tensor  # [B, D, 4] centre x, centre y, width, height in 0..1
-    match: Tensor  # int64[B, D] the box that it is to become, or -1
+    match: Tensor  # int64[B, D] index of the true box, or -1
     real: Tensor  # bool[B, D] not padding
-    visible: Tensor  # bool[B, 1, D + Q, D + Q]: whether a query (row) sees another; the Q of the decoder come last
-    groups: Tensor  # [B] how often each box of the image is there as a positive
+    visible: Tensor  # bool[B, 1, D + Q, D + Q]: whether a query (row) sees another; the decoder's Q queries come last
+    groups: Tensor  # [B] number of positives of each box of the image
 
 
 def groups_of(boxes: Tensor, budget: int) -> Tensor:
-    """How many groups an image with `boxes` int64[...] of them gets: as many as make `budget` positives, at least one."""
+    """Number of groups of an image with `boxes` int64[...] boxes: about `budget` positives in all, at least one group."""
     return (budget // boxes.clamp(min=1)).clamp(min=1) * (boxes > 0)
 
 
@@ -46,19 +46,19 @@ def noised(
     label_noise: float,
     box_noise: float,
 ) -> Denoising:
-    """Groups of a positive and a negative for each box: the first is to be mended, the second is no object.
+    """Groups with a positive and a negative for each box: the first is to be restored, the second is no object.
 
-    Different from the source: it takes the number of groups from the largest image of the batch, and lets padding be
-    seen and learnt as background; here an image is what it is in any batch.
+    Different from the source, an image is the same in any batch: there, the image with the most boxes decides on the
+    number of groups, and padding is visible and learnt as background.
     Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605), section 3.3.
 
     Args:
-        boxes, labels: of each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
+        boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
         positions: of the stream.
-        queries: how many the decoder has of its own.
-        budget: positives of an image, about.
-        label_noise: twice the share of labels that are drawn anew.
-        box_noise: 1 moves a positive's corners by up to half the box's sides, a negative's by half to the whole.
+        queries: number of the decoder's own queries.
+        budget: approximate number of positives of an image.
+        label_noise: twice the share of labels that are replaced by random ones.
+        box_noise: 1 moves a positive's corners by up to half the box's sides, a negative's by half to whole sides.
     """
     device, dtype = boxes[0].device, boxes[0].dtype
     numbers = np.array([len(of_image) for of_image in boxes])
@@ -74,10 +74,10 @@ def noised(
             negative[row, :size] = place // number % 2
             draws[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
 
-    source, group, negative = sent(torch.from_numpy(np.stack([source, group, negative])), device)
-    draws = sent(torch.from_numpy(draws).to(dtype), device)
+    source, group, negative = to_device(torch.from_numpy(np.stack([source, group, negative])), device)
+    draws = to_device(torch.from_numpy(draws).to(dtype), device)
     rows, real = torch.arange(len(boxes), device=device)[:, None], group != _PADDING
-    wrong, anew = draws[..., 0] < label_noise / 2, (draws[..., 1] * classes).long()
+    wrong, random = draws[..., 0] < label_noise / 2, (draws[..., 1] * classes).long()
     right = padded(labels, classes)[rows, source]
     corners = padded([box_convert(of_image, "cxcywh", "xyxy") for of_image in boxes], 0)[rows, source]
     half_sides = (corners[..., 2:] - corners[..., :2]).repeat(1, 1, 2) / 2
@@ -87,17 +87,17 @@ def noised(
     everyone = torch.nn.functional.pad(group, (0, queries), value=_QUERY)
     seen, seeing = everyone[:, None, None, :], everyone[:, None, :, None]
     return Denoising(
-        labels=torch.where(wrong & real, anew, right),
+        labels=torch.where(wrong & real, random, right),
         boxes=box_convert(corners, "xyxy", "cxcywh"),
         match=torch.where(negative == 0, source, -1),
         real=real,
         visible=(seen == _QUERY) | (seen == seeing),
-        groups=sent(groups.to(dtype), device),
+        groups=to_device(groups.to(dtype), device),
     )
 
 
 def padded(rows: list[Tensor], value: float) -> Tensor:
-    """[B, n + 1, ...] from B tensors [n_i, ...]: a `value` ends each row, so that index -1 finds it."""
+    """B tensors [n_i, ...] -> [B, n + 1, ...], padded with `value`, which index -1 always finds."""
     longest = max(map(len, rows)) + 1
     result = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), value)
     for place, row in enumerate(rows):

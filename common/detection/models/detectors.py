@@ -22,23 +22,23 @@ from common.training.timm_models import begins_with_backbone
 class Detector(Protocol):
     """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
 
-    targets, one dict an image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
-    bool[n]; position int, of the stream; where known, size int64[2], true width and height on the canvas, and regions, a
-    list of the rows that are crowd regions, of which the host need not ask the device then.
-    n may be 0. Crowd regions are neither foreground nor background; a region's own boxes still count.
+    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
+    bool[n]; position in the stream, int; if known, size int64[2], the true width and height on the canvas, and regions, a
+    list of the rows that are crowd regions, so that the host need not ask the device.
+    n may be 0. Crowd regions are neither foreground nor background; other boxes inside them still count.
     """
 
     stride: int  # sides of the canvas are multiples of this, in pixels
-    backbone: nn.Module  # what may be compiled; the rest breaks graphs
+    backbone: nn.Module  # the part that can be compiled; the rest breaks graphs
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[C]: what the losses of these images are divided by, to be summed over the global batch beforehand."""
+        """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward."""
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The module's forward: the loss of each image [B], and its parts by name, detached [B].
 
         `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
-        divided already: their *sum* over the global batch is its loss. Every parameter gets a gradient, boxes or none.
+        already divided: their *sum* over the global batch is its loss. Every parameter gets a gradient, with boxes or without.
         """
 
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -49,7 +49,7 @@ class Detector(Protocol):
 
 
 class Matched(nn.Module):
-    """A detector that calls classes as data do: `places` are its class ids of theirs. What is of no such class is left out."""
+    """A detector with the class ids of a data set. `places` are its own ids of these classes; others are left out."""
 
     def __init__(self, detector: Detector, places: Sequence[int]) -> None:
         super().__init__()

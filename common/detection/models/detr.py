@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from common.detection.models.boxes import filled, overlaps, sent
+from common.detection.models.boxes import filled, overlaps, to_device
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model
 from common.detection.models.postprocessing import MOST
@@ -20,11 +20,11 @@ _TEMPERATURE = 5  # of D-FINE's self-distillation
 
 
 class DETR(nn.Module):
-    """A DETR of transformers; `common.detection.models.detectors.Detector` says what its methods promise.
+    """A DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
 
     Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
-    counts of the global batch; noise for the denoising is `common.detection.models.denoising`'s; a query in a crowd region is
-    neither object nor background; queries, decoder, boxes and losses stay out of half precision.
+    counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
+    object nor background; queries, decoder, boxes and losses are never in half precision.
     Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842).
     """
 
@@ -43,7 +43,7 @@ class DETR(nn.Module):
 
     def train(self, mode: bool = True) -> "DETR":
         super().train(mode)
-        for layer in self._checked:  # itself it only asks the device, in training, whether all is finite
+        for layer in self._checked:  # in training it would only ask the device whether all is finite
             layer.training = False
         return self
 
@@ -52,7 +52,7 @@ class DETR(nn.Module):
         return self.model.backbone
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[4]: boxes, queries that get one, queries, and positives of the denoising of these images."""
+        """int64[4]: boxes, queries with a box, queries, and positives of the denoising of these images."""
         queries = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
         positives = boxes * groups_of(boxes, self.config.num_denoising)
@@ -95,7 +95,7 @@ class DETR(nn.Module):
             if denoising:
                 found = _Outputs.of_noise(outputs, first)
                 shape = found.boxes.shape[:3]
-                mended = self._terms(
+                restored = self._terms(
                     found,
                     denoising.match[:, None].expand(shape),
                     *wanted,
@@ -103,8 +103,8 @@ class DETR(nn.Module):
                     divisor=totals[0].clamp(min=1) * denoising.groups.clamp(min=1),
                     numbers=totals[3].expand(2),
                 )
-                terms = {name: term + mended[name] for name, term in terms.items()}
-            # transformers' loss leaves out some of D-FINE's logits: their parameters get a gradient too, of zeros.
+                terms = {name: term + restored[name] for name, term in terms.items()}
+            # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
             connected = 0 * outputs.intermediate_logits.sum((1, 2, 3))
         return sum(terms.values()) + connected, {name: term.detach() for name, term in terms.items()}
 
@@ -114,7 +114,7 @@ class DETR(nn.Module):
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """The best pairs of a query and a class, with the probability of the class as score.
 
-        Boxes may reach beyond the image, as those of transformers' image processor do.
+        Boxes may exceed the image, as those of transformers' image processor do.
         """
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
@@ -139,7 +139,7 @@ class DETR(nn.Module):
         return filled((width, height, width, height), self.model.enc_score_head.weight)
 
     def _queries(self, canvas: tuple[int, int]) -> int:
-        """Queries on a canvas of (H, W) pixels: no more than it has places."""
+        """Number of queries on a canvas of (H, W) pixels: at most the number of its cells."""
         places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.config.feat_strides)
         return min(self.queries, places)
 
@@ -153,14 +153,14 @@ class DETR(nn.Module):
             regions.append([rows[row] for row in crowd])
             objects.append(sorted({*rows} - {*regions[-1]}))
         order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
-        order = sent(torch.tensor(order, dtype=torch.int64), images.device)
+        order = to_device(torch.tensor(order, dtype=torch.int64), images.device)
         labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
         parts = corners[order].split(sizes)
         boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
         return boxes, labels, padded(parts[len(targets) :], -1)
 
     def _predict(self, images: Tensor, denoising: Denoising | None = None):
-        """transformers' output of the model: the features in the precision of the day, the rest out of half precision."""
+        """Output of transformers' model: features in the run's precision, the rest not in half precision."""
         from transformers.modeling_outputs import BaseModelOutput
 
         model = self.model
@@ -170,8 +170,8 @@ class DETR(nn.Module):
         maps = model.encoder(maps).last_hidden_state
         with torch.autocast(images.device.type, enabled=False), self._with(denoising):
             maps = [x.to(self._dtype) for x in maps]
-            # Features that are given as encoder_outputs are not computed again; inputs_embeds says how many images, and
-            # where the sizes of the maps are kept: on the host, which reads them.
+            # Given as encoder_outputs, features are not computed again. inputs_embeds gives the number of images, and keeps
+            # the sizes of the maps on the host, which reads them.
             count = torch.empty(len(images), 0)
             return model(None, inputs_embeds=count, encoder_outputs=BaseModelOutput(last_hidden_state=maps))
 
@@ -198,9 +198,9 @@ class DETR(nn.Module):
 
     @torch.no_grad()
     def _match(self, found: "_Outputs", boxes: Tensor, labels: Tensor, counts: list[int]) -> Tensor:
-        """int64[B, O, Q]: the box that each query of each output is for, or -1.
+        """int64[B, O, Q]: the box that each query of each output is matched with, or -1.
 
-        As transformers' `RTDetrHungarianMatcher` finds it, of all images at once: the host waits for the device once.
+        As transformers' `RTDetrHungarianMatcher` does, for all images at once: the host waits for the device once.
         """
         from scipy.optimize import linear_sum_assignment
 
@@ -210,12 +210,12 @@ class DETR(nn.Module):
             for output, cost in enumerate(costs[image, :, :, :count]):
                 query, box = linear_sum_assignment(cost)
                 match[image, output, query] = torch.from_numpy(box)
-        return sent(match, found.logits.device)
+        return to_device(match, found.logits.device)
 
     def _costs(self, found: "_Outputs", boxes: Tensor, labels: Tensor) -> Tensor:
-        """[B, O, Q, n]: what it costs that a query is for one of the boxes [B, n, 4], which have labels [B, n]."""
+        """[B, O, Q, n]: cost of matching each query with each of the boxes [B, n, 4], which have labels [B, n]."""
         config = self.config
-        # What is not finite becomes the step's loss, where the run sees it; the matching would raise.
+        # The matching would raise for what is not finite. The step's loss is not finite then, which the run reports.
         chances = found.logits.nan_to_num().sigmoid()
         chances = chances.gather(3, labels[:, None, None].expand(*chances.shape[:3], -1))
         predicted = found.boxes.nan_to_num(0).clamp(0, 1)[..., None, :]  # [B, O, Q, 1, 4]
@@ -245,13 +245,13 @@ class DETR(nn.Module):
         Args:
             match: int64[B, O, Q] index of a box, or -1.
             boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
-            counted: bool[B, O, Q] whether it is a query at all, and not one without a box in a crowd region.
+            counted: bool[B, O, Q], False for padding and for queries without a box in a crowd region.
             divisor: [B] of sums over queries.
-            numbers: [2] queries with a box and without one, of an output, in the global batch.
+            numbers: [2] queries with and without a box, per output, in the global batch.
         """
         config, rows = self.config, torch.arange(len(match), device=match.device)[:, None, None]
         matched = match >= 0
-        # Queries without a box take part as if they were right: no indexing, so that the host need not wait.
+        # Queries without a box get a loss of zero instead of being left out: indexing would make the host wait.
         whole = filled((0.5, 0.5, 1, 1), boxes)
         wanted = torch.where(matched[..., None], boxes[rows, match], whole)
         predicted = torch.where(matched[..., None], found.boxes, whole)
@@ -282,16 +282,16 @@ class DETR(nn.Module):
             apart = F.kl_div(students, teacher, reduction="none").sum((-2, -1)) * _TEMPERATURE**2
             matched, missed = matched[:, layers], (counted & ~matched)[:, layers]
             apart = apart * torch.where(matched, quality[:, layers], found.trust[:, None])
-            # Means over both kinds of queries, weighted by the roots of their numbers.
+            # Means over both kinds of queries, weighted by the square roots of their numbers.
             roots = (4 * numbers).sqrt()
             both = apart * matched / roots[0].clamp(min=1) + apart * missed / roots[1].clamp(min=1)
             terms["ddf"] = config.weight_loss_ddf * both.sum((1, 2)) / roots.sum().clamp(min=1)
         return terms
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
-        """[B, O, Q]: how unlikely the distributions of edges [B, O, Q, 4, bins] make the wanted ones (corners).
+        """[B, O, Q]: cross-entropy of the wanted boxes (corners) under the distributions of edges [B, O, Q, 4, bins].
 
-        A distance of 0 is the edge of the reference box [B, O, Q, 4], and a wanted one lies between two bins.
+        Distances are counted from the edges of the reference boxes [B, O, Q, 4]; a wanted one lies between two bins.
         """
         from transformers.loss.loss_d_fine import weighting_function
 
@@ -311,23 +311,23 @@ class DETR(nn.Module):
 
 @dataclass
 class _Outputs:
-    """What O layers say about Q queries of B images, in the pairs of layers that transformers' losses make.
+    """Outputs of O layers for Q queries of B images, paired as transformers' losses pair them.
 
-    Of D-FINE, whose logits and boxes begin with those of a first guess, there are distributions of edges for the first of
-    the O outputs; the last layer's teach the others.
+    D-FINE, whose logits and boxes begin with those of a first guess, also has distributions of edges for the first E of the
+    O outputs; the last layer teaches the others.
     """
 
     logits: Tensor  # [B, O, Q, K]
     boxes: Tensor  # [B, O, Q, 4] centre x, centre y, width, height in 0..1
     edges: Tensor | None = None  # [B, E, Q, 4, bins] logits
-    references: Tensor | None = None  # [B, E, Q, 4] what the edges' distances are from
-    students: int = 0  # how many of the E outputs learn from the teacher
+    references: Tensor | None = None  # [B, E, Q, 4] boxes from which the edges' distances are counted
+    students: int = 0  # number of the E outputs that learn from the teacher
     teacher: Tensor | None = None  # [B, Q, 4, bins]
-    trust: Tensor | None = None  # [B, Q] in an unmatched query of the teacher
+    trust: Tensor | None = None  # [B, Q] weight of an unmatched query of the teacher
 
     @classmethod
     def of_queries(cls, outputs, first: int) -> "_Outputs":
-        """Of the decoder's own queries, which begin at `first`, and of the encoder's choice of them."""
+        """Outputs for the decoder's own queries, which begin at `first`, with the encoder's selection as the last one."""
         logits, boxes, edges = cls._part(outputs, slice(first, None))
         if edges is None:
             own = cls(logits, boxes)
@@ -342,7 +342,7 @@ class _Outputs:
 
     @classmethod
     def of_noise(cls, outputs, end: int) -> "_Outputs":
-        """Of the noised boxes, which stand before `end`."""
+        """Outputs for the boxes with noise, which stand before `end`."""
         logits, boxes, edges = cls._part(outputs, slice(end))
         if edges is None:
             return cls(logits, boxes)
@@ -364,6 +364,6 @@ class _Outputs:
 
 
 def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
-    """What an encoder layer of transformers makes of its output in training, where something is not finite."""
+    """Clamp the output as an encoder layer of transformers does in training if something is not finite."""
     most = torch.finfo(output.dtype).max - 1000
     return output.clamp(-most, most)

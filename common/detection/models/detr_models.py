@@ -15,7 +15,7 @@ from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
-FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine"}  # ours -> what transformers calls them
+FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine"}  # our name -> transformers'
 _RESNETS = {"model_type": "rt_detr_resnet", "out_indices": [2, 3, 4]}
 _HGNETS = {
     "model_type": "hgnet_v2",
@@ -25,9 +25,9 @@ _HGNETS = {
     "stage_kernel_size": [3, 3, 5, 5],
     "use_learnable_affine_block": True,
 }
-_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}  # neck and decoder of the smallest published ones
+_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}  # neck and decoder of the smallest published models
 _SMALL_OF = {"rtdetr_v2": _SMALL, "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]}}
-# The configurations of the published models, as transformers' conversion of their weights states them.
+# Configurations of the published models, as in transformers' conversion of their weights.
 ARCHITECTURES = {
     "rtdetr_v2_r18vd": {
         "backbone_config": _RESNETS
@@ -67,10 +67,13 @@ ARCHITECTURES = {
         "decoder_n_points": [3, 6, 3],
     },
 }
-# --batch_norm says what those layers do, and an image of any size has its own places.
+# --batch_norm decides on batch norm layers; anchors are computed for each image size.
 _SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
-_LEVELS = (8, 16, 32)  # strides of the maps that a timm backbone gives
-_PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}  # the published models see pixels in 0..1 as they are
+_LEVELS = (8, 16, 32)  # strides of a timm backbone's maps
+_PLAIN = {
+    "mean": (0.0, 0.0, 0.0),
+    "std": (1.0, 1.0, 1.0),
+}  # the published models take pixels in 0..1 without normalisation
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
@@ -97,7 +100,7 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     else:
         whole, normalization = _over_timm(transformers, spec)
     model = whole.model
-    # Untied, as the published models are, and transformers only when it loads weights that differ.
+    # Untied as in the published models; transformers unties only when it loads weights that differ.
     for name_of_heads in ("class_embed", "bbox_embed"):
         heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
         setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
@@ -124,7 +127,7 @@ def export_model(
 
     Args:
         classes: names by number.
-        side: the image processor resizes every image to a square of so many pixels, a multiple of the model's stride.
+        side: the image processor resizes every image to a square with this side in pixels, a multiple of the model's stride.
     """
     transformers = _transformers()
     config = copy.deepcopy(model.config)
@@ -133,7 +136,7 @@ def export_model(
     config.label2id = {name: number for number, name in enumerate(classes)}
     whole = transformers.AutoModelForObjectDetection.from_config(config)
     whole.model.load_state_dict(model.state_dict())
-    # transformers has the decoder's heads under a second name.
+    # transformers also has the decoder's heads under a second name.
     whole.class_embed, whole.bbox_embed = map(
         copy.deepcopy, (whole.model.decoder.class_embed, whole.model.decoder.bbox_embed)
     )
@@ -152,7 +155,7 @@ def _transformers():
         raise Refused(
             "--detector rtdetr_v2 and dfine need transformers, which isn't installed: pip install transformers"
         ) from None
-    transformers.utils.logging.disable_progress_bar()  # every process would show one
+    transformers.utils.logging.disable_progress_bar()  # every process would show a bar
     return transformers
 
 
@@ -241,7 +244,9 @@ def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
         FAMILIES[spec.family],
         backbone_config={
             "model_type": "timm_backbone",
-            "backbone": normalization["architecture"],  # which transformers can make again, wherever it came from
+            "backbone": normalization[
+                "architecture"
+            ],  # transformers can build this again, wherever the weights came from
             "out_indices": indices,
         },
         encoder_in_channels=features.feature_info.channels(),
@@ -261,7 +266,7 @@ def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
 
 
 def _fresh(transformers, config, seed: int) -> nn.Module:
-    """A model with the weights that its authors' training begins with; transformers' are made to be loaded over."""
+    """A model with the initial weights of its authors; those of transformers are meant to be overwritten."""
     config.initializer_bias_prior_prob = 0.01
     torch.manual_seed(seed + 1)
     whole = transformers.AutoModelForObjectDetection.from_config(config)
@@ -270,7 +275,7 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     for module in whole.modules():
         if isinstance(module, layers):
             module.reset_parameters()
-    for module in whole.modules():  # what is special: biases of scores, offsets of the sampling points, ...
+    for module in whole.modules():  # special ones: biases of scores, offsets of the sampling points, ...
         if not isinstance(module, layers):
             whole._init_weights(module)
     return whole

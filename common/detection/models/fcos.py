@@ -13,7 +13,7 @@ from common.detection.models.spec import DetectorSpec
 
 
 class FCOS(nn.Module):
-    """One-stage detector without anchors; `common.detection.models.detectors.Detector` says what its methods promise.
+    """One-stage detector without anchors. See `common.detection.models.detectors.Detector` for its methods.
 
     The points, the assignment and the losses are torchvision's, as are the names of the parameters: its `FCOS` around the
     same backbone loads them. Different here: the divisor is the count of foreground points in the global batch, and crowd
@@ -21,8 +21,8 @@ class FCOS(nn.Module):
     Source: Tian et al. 2019, "FCOS: Fully Convolutional One-Stage Object Detection" (arXiv:1904.01355).
     """
 
-    levels, coarser = (3, 7), "convolutions"  # of the feature pyramid, unless asked for otherwise
-    radius = 1.5  # foreground points lie within so many strides of their box's centre
+    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
+    radius = 1.5  # foreground points lie within this many strides of their box's centre
     score_threshold, nms_threshold = 0.05, 0.6
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
@@ -48,7 +48,7 @@ class FCOS(nn.Module):
             one_hot = (labels[..., None] == torch.arange(self.classes, device=labels.device)) & foreground[..., None]
             classification = sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]
 
-            # Points without a box take part as if they were right: no indexing, so that the host need not wait.
+            # Points without a box get a loss of zero instead of being left out: indexing would make the host wait.
             nearest = torch.stack([points - strides[:, None], points + strides[:, None]]).movedim(0, 1).flatten(1)
             wanted = torch.where(foreground[..., None], boxes, nearest)
             predicted = torch.where(foreground[..., None], _decode(points, strides, distances), nearest)
@@ -86,7 +86,7 @@ class FCOS(nn.Module):
             ]
 
     def _wide(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Class logits [B, P, K], distances [B, P, 4] in strides and centre-ness [B, P], out of half precision."""
+        """Class logits [B, P, K], distances [B, P, 4] in strides and centre-ness [B, P], not in half precision."""
         logits, distances, centreness = (
             outputs[name].to(self._dtype) for name in ("cls_logits", "bbox_regression", "bbox_ctrness")
         )
@@ -97,7 +97,7 @@ class FCOS(nn.Module):
         return self.head.classification_head.cls_logits.weight.dtype
 
     def _places(self, canvas: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: the distances to a box's far side in charge of."""
+        """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: least and largest distance to a box's far side."""
         points, strides, reach = [], [], []
         levels = self.backbone.levels
         for level, (height, width) in zip(levels, self.backbone.grid_sizes(canvas), strict=True):
@@ -111,11 +111,13 @@ class FCOS(nn.Module):
         return torch.cat(points), torch.cat(strides), torch.cat(reach)
 
     def _assign(self, points: Tensor, strides: Tensor, reach: Tensor, target: dict) -> tuple[Tensor, ...]:
-        """Of one image: boxes [P, 4] and labels [P] that points stand for, whether they do [P], and whether ignored [P].
+        """Assign points to the boxes of one image: boxes [P, 4], labels [P], foreground bool[P], ignored bool[P].
 
-        A point belongs to the smallest of the boxes that it lies in, near the centre, and whose size its level is for.
+        A point is assigned to the smallest box that it lies in, near the centre, if its level is for boxes of that size.
         """
-        boxes = F.pad(target["boxes"].to(points.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without any
+        boxes = F.pad(
+            target["boxes"].to(points.dtype), (0, 0, 0, 1)
+        )  # an empty box at the end, for images without boxes
         labels, crowd = F.pad(target["labels"], (0, 1)), F.pad(target["crowd"], (0, 1))
         sides = _sides(points[:, None], boxes)  # [P, n, 4]
         inside, farthest = sides.amin(2) > 0, sides.amax(2)

@@ -18,14 +18,14 @@ from common.errors import Refused
 from common.training.timm_models import AS_PRETRAINED, check_features, create
 
 _COARSEST = 12  # level: one cell for 4,096 pixels
-# For images of any size: some models of timm have a fixed one unless they are told so.
+# For images of any size: some models of timm have a fixed size without these.
 _OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
 
 class Backbone(nn.Module):
     """A timm backbone and a feature pyramid: images [B, 3, H, W] -> list of [B, width, H / 2^l, W / 2^l], fine to coarse.
 
-    H and W are multiples of `stride`; where 2^l does not divide them, the level's size is rounded up.
+    H and W are multiples of `stride`; if 2^l does not divide them, the size of the level is rounded up.
     Source: Lin et al. 2017, "Feature Pyramid Networks for Object Detection" (arXiv:1612.03144).
     """
 
@@ -38,10 +38,10 @@ class Backbone(nn.Module):
         width: int,
         coarser: str,
     ) -> None:
-        """`picks`: which of the maps of `features`, with how many `channels`, are for which level, fine to coarse."""
+        """`picks`: level -> index of its map in `features`, fine to coarse; `channels` are those of these maps."""
         super().__init__()
         self.features, self.levels, self.width = features, levels, width
-        self.stride = 2 ** max(picks)  # what the backbone divides by itself; coarser levels round up
+        self.stride = 2 ** max(picks)  # by which the backbone divides itself; coarser levels round up
         self._picks = list(picks.values())
         self._channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
         extra = [level for level in levels if level > max(picks)]
@@ -79,7 +79,7 @@ class Convolutions(ExtraFPNBlock):
 
 
 class Subsampling(ExtraFPNBlock):
-    """Coarser levels of every second cell, as P6 of Faster R-CNN: nothing to learn."""
+    """Coarser levels of every second cell, as P6 of Faster R-CNN, without parameters."""
 
     def __init__(self, levels: list[int], width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Subsampling(ExtraFPNBlock):
 
 
 class SimplePyramid(nn.Module):
-    """The only map of a plain vision transformer, resampled to several levels: images -> list of maps.
+    """The single map of a plain vision transformer, resampled to several levels: images -> list of maps.
 
     Source: Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object Detection" (arXiv:2203.16527).
     """
@@ -121,7 +121,9 @@ def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
         )
     features = _create(spec)
     normalization, info = features.pretrained_cfg, features.feature_info
-    found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}  # each level's deepest
+    found = {
+        math.log2(reduction): place for place, reduction in enumerate(info.reduction())
+    }  # the deepest of each level
     picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
     channels, indices = ([column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices))
     kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
@@ -136,14 +138,14 @@ def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
     elif list(picks) != list(range(lowest, int(min(highest, max(found))) + 1)) or not picks:
         strides = ", ".join(str(reduction) for reduction in sorted(set(info.reduction())))
         raise Refused(f"--levels {lowest}-{highest}: {name} has features at strides {strides} (level l is stride 2^l)")
-    elif max(picks) < max(found):  # layers behind the last map in use would have no gradient
+    elif max(picks) < max(found):  # layers after the last map in use would have no gradient
         features = _create(spec, out_indices=indices)
         picks = {level: place for place, level in enumerate(picks)}
     if not isinstance(features, SimplePyramid):
         check_features(features, arguments)
     torch.manual_seed(spec.seed + 2)
     backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), spec.width, coarser)
-    backbone.pretrained_cfg = normalization  # the mean and standard deviation it is used to
+    backbone.pretrained_cfg = normalization  # with the mean and standard deviation of its images
     backbone.arguments = arguments  # with which `timm.create_model(features_only=True)` makes the same features
     return backbone
 

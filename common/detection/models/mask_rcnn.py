@@ -33,7 +33,7 @@ class MaskRCNN(FasterRCNN):
     def _mask_losses(
         self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]
     ) -> dict[str, Tensor]:
-        most = int(self.drawn * self.foreground_share)  # foreground comes first in what is drawn
+        most = int(self.drawn * self.foreground_share)  # foreground comes first in the sample
         places, labels, which = ([one[key][:most] for one in drawn] for key in ("places", "labels", "which"))
         logits = self._mask_logits(features, places, labels, canvas)
         costs = []
@@ -42,7 +42,7 @@ class MaskRCNN(FasterRCNN):
                 logits.split([len(one) for one in places]), targets, places, labels, which, strict=True
             ):
                 boxes, label, index = rest
-                masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end, for images without any
+                masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end, for images without masks
                 wanted = project_masks_on_boxes(masks, boxes, index, self.mask_size)
                 cost = F.binary_cross_entropy_with_logits(of_image, wanted, reduction="none").mean((1, 2))
                 foreground = label > 0
@@ -58,7 +58,7 @@ class MaskRCNN(FasterRCNN):
     def _mask_logits(
         self, features: list[Tensor], places: list[Tensor], labels: list[Tensor], canvas: tuple[int, int]
     ) -> Tensor:
-        """Mask logits [R, 28, 28] of all images' places, for the class 1..K that each has, out of half precision."""
+        """Mask logits [R, 28, 28] of the places of all images, for the class 1..K of each, not in half precision."""
         pooled = self._pool(self.mask_pool, features, places, canvas)
         logits = self.roi_heads["mask_predictor"](self.roi_heads["mask_head"](pooled))
         labels = torch.cat(labels)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.detection.models.boxes import suppress
 
-MOST = 100  # detections of an image, as COCO evaluates them
+MOST = 100  # detections per image, as in COCO's evaluation
 
 
 def select(
@@ -24,10 +24,10 @@ def select(
     Args:
         boxes: [P, 4] left, top, right, bottom of each place, in pixels of the canvas.
         scores: [P, classes] in 0..1.
-        level_lengths: how many of the P places each level of the feature pyramid has; `candidates` of each go on.
+        level_lengths: numbers of places of the levels of the feature pyramid; the best `candidates` of each level are kept.
         size: [2] true width and height of the image on its canvas; boxes are clipped to it.
-        score_threshold: what scores no more is left out; for average precision 0.05 or less.
-        nms_threshold: of two boxes of a class that overlap by more (intersection over union), the better one stays.
+        score_threshold: detections must score more; for average precision take 0.05 or less.
+        nms_threshold: if two boxes of a class overlap by more (intersection over union), only the better one stays.
     """
     classes, start = scores.shape[1], 0
     values, places = [], []
@@ -54,7 +54,7 @@ def best_of(
     least_side: float = 0.0,
     limit: int = MOST,
 ) -> dict[str, Tensor]:
-    """As `select`, from boxes [n, 4] that have a score [n] and a label [n] each; `least_side` in pixels, once clipped."""
+    """As `select`, for boxes [n, 4] with one score [n] and one label [n] each; `least_side` in pixels, after clipping."""
     boxes = clip(boxes, size)
     good = (scores > score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= least_side).all(1)
     good = good.nonzero().squeeze(1)

@@ -10,22 +10,22 @@ from common.detection.models.anchors import match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
 from common.detection.models.postprocessing import best_of
-from common.detection.models.rpn import Proposals
-from common.detection.models.sampling import lots, sample
+from common.detection.models.rpn import RegionProposalNetwork
+from common.detection.models.sampling import draws_of, sample
 from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 
 
 class FasterRCNN(nn.Module):
-    """Two-stage detector; `common.detection.models.detectors.Detector` says what its methods promise.
+    """Two-stage detector. See `common.detection.models.detectors.Detector` for its methods.
 
     Matching and losses are torchvision's, as are the names of the parameters: its `FasterRCNN` loads them. Different here:
-    what to learn from is drawn by an image's position in the stream, and how much was really drawn, known only after the
-    forward, is no divisor: each image counts as if 256 anchors and 512 proposals were. Inside, class 0 is background.
+    anchors and proposals are sampled by an image's position in the stream, and losses are divided by the constants 256 and
+    512 instead of the numbers really sampled, which are known only after the forward. Inside, class 0 is background.
     Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
     """
 
-    levels, coarser = (2, 6), "subsampling"  # of the feature pyramid, unless asked for otherwise
+    levels, coarser = (2, 6), "subsampling"  # defaults of the feature pyramid
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
     score_threshold, nms_threshold, least_side = 0.05, 0.5, 1e-2
@@ -33,7 +33,7 @@ class FasterRCNN(nn.Module):
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
         self.backbone, self.classes, self.stride, self.seed = backbone, spec.classes, backbone.stride, spec.seed
-        self.rpn = Proposals(backbone)
+        self.rpn = RegionProposalNetwork(backbone)
         self.roi_heads = nn.ModuleDict(
             {
                 "box_head": TwoMLPHead(backbone.width * 7**2, spec.hidden),
@@ -59,7 +59,7 @@ class FasterRCNN(nn.Module):
             drawn = [
                 self._draw(*some, len(outputs[2]), one, canvas) for some, one in zip(proposals, targets, strict=True)
             ]
-        logits, deltas = self._look(features, [one["places"] for one in drawn], images.shape[2:])
+        logits, deltas = self._predict(features, [one["places"] for one in drawn], images.shape[2:])
         with torch.autocast(images.device.type, enabled=False):
             lengths = [len(one["places"]) for one in drawn]
             parts = [
@@ -80,7 +80,7 @@ class FasterRCNN(nn.Module):
         outputs = self.rpn(features, images.shape[2:])
         with torch.autocast(images.device.type, enabled=False):
             proposals = [boxes for boxes, _ in self.rpn.select(outputs, images.shape[2:], list(sizes))]
-        logits, deltas = self._look(features, proposals, images.shape[2:])
+        logits, deltas = self._predict(features, proposals, images.shape[2:])
         lengths = [len(boxes) for boxes in proposals]
         found = []
         with torch.autocast(images.device.type, enabled=False):
@@ -94,24 +94,24 @@ class FasterRCNN(nn.Module):
                 found.append(best_of(boxes, scores.flatten(), labels, size, **thresholds))
         return self._add_masks(features, images.shape[2:], found)
 
-    def _look(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all images' places, out of half precision."""
+    def _predict(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of the places of all images, not in half precision."""
         pooled = self._pool(self.box_pool, features, places, canvas)
         logits, deltas = self.roi_heads["box_predictor"](self.roi_heads["box_head"](pooled))
         dtype = self.rpn.head.cls_logits.weight.dtype
         return logits.to(dtype), deltas.to(dtype)
 
     def _pool(self, pool: nn.Module, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> Tensor:
-        """What the pyramid has at places: [R, width, size, size], in the precision of the places."""
+        """Features at the places of all images: [R, width, size, size], in the precision of the places."""
         named = {str(level): x.to(places[0].dtype) for level, x in zip(self.pooled, features, strict=False)}
         with torch.autocast(places[0].device.type, enabled=False):
             return pool(named, places, [tuple(canvas)] * len(places))
 
     def _draw(self, boxes: Tensor, anchors: Tensor, after: int, target: dict, canvas: Tensor) -> dict[str, Tensor]:
-        """Proposals [k, 4] of one image to learn from, what they stand for, and whether each counts.
+        """Sampled proposals [k, 4] of one image, what they are matched with, and whether each counts.
 
-        The target's own boxes are proposals, too. A proposal draws the lot of its anchor, so that what is drawn does not
-        hang on the order of nearly equal scores.
+        The target's own boxes are proposals, too. A proposal has the random number of its anchor, so that the sample does
+        not depend on the order of nearly equal scores.
         """
         own = target["boxes"].to(boxes.dtype)
         ids = torch.cat([anchors, after + torch.arange(len(own), device=boxes.device)])
@@ -119,7 +119,7 @@ class FasterRCNN(nn.Module):
         boxes, which, foreground, ignored = match(
             places, target, canvas, foreground_iou=self.iou, background_iou=self.iou
         )
-        draw = lots(ids, int(mix(target["position"], key_of(self.seed, "proposals"))))
+        draw = draws_of(ids, int(mix(target["position"], key_of(self.seed, "proposals"))))
         chosen, valid = sample(foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share)
         places, which, foreground = places[chosen], which[chosen], foreground[chosen] & valid
         labels = torch.where(foreground, F.pad(target["labels"], (0, 1))[which] + 1, 0)
@@ -127,7 +127,7 @@ class FasterRCNN(nn.Module):
         return {"places": places, "boxes": boxes, "labels": labels, "which": which, "valid": valid}
 
     def _box_losses(self, logits: Tensor, deltas: Tensor, drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of one image."""
+        """Losses of one image."""
         labels, places = drawn["labels"], drawn["places"]
         classification = F.cross_entropy(logits, labels, reduction="none") * drawn["valid"]
         of_label = deltas.view(len(labels), -1, 4)[torch.arange(len(labels), device=labels.device), labels]
@@ -138,9 +138,9 @@ class FasterRCNN(nn.Module):
     def _mask_losses(
         self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]
     ) -> dict[str, Tensor]:
-        """Mask R-CNN has some."""
+        """Overridden by Mask R-CNN."""
         return {}
 
     def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
-        """Mask R-CNN does."""
+        """Overridden by Mask R-CNN."""
         return found

@@ -16,7 +16,7 @@ from common.detection.models.spec import DetectorSpec
 
 
 class RetinaNet(nn.Module):
-    """One-stage detector with anchors; `common.detection.models.detectors.Detector` says what its methods promise.
+    """One-stage detector with anchors. See `common.detection.models.detectors.Detector` for its methods.
 
     Anchors, matching and losses are torchvision's, as are the names of the parameters: its `RetinaNet` with GroupNorm in
     its head loads them. Each image's losses are divided by its own foreground anchors, then by the images of the global
@@ -24,7 +24,7 @@ class RetinaNet(nn.Module):
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection" (arXiv:1708.02002).
     """
 
-    levels, coarser = (3, 7), "convolutions"  # of the feature pyramid, unless asked for otherwise
+    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
     foreground_iou, background_iou = 0.5, 0.4
     score_threshold, nms_threshold = 0.05, 0.5
 
@@ -56,7 +56,7 @@ class RetinaNet(nn.Module):
             one_hot = (labels[..., None] == torch.arange(self.classes, device=labels.device)) & foreground[..., None]
             classification = sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]
 
-            # Background anchors take part as if they stood for themselves: no indexing, so that the host need not wait.
+            # Background anchors are encoded against themselves instead of being left out: indexing would make the host wait.
             wanted = torch.where(foreground[..., None], boxes, anchors)
             wanted = self.coder.encode_single(wanted.flatten(0, 1), anchors.repeat(len(targets), 1)).view_as(deltas)
             distance = (deltas - wanted).abs() * foreground[..., None]
@@ -82,7 +82,7 @@ class RetinaNet(nn.Module):
             ]
 
     def _wide(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
         dtype = self.head.classification_head.cls_logits.weight.dtype
         anchors = self.anchors(images.shape[2:], dtype, images.device)
         return outputs["cls_logits"].to(dtype), outputs["bbox_regression"].to(dtype), anchors

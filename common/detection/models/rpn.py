@@ -11,21 +11,21 @@ from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled, suppress
 from common.detection.models.fpn import Backbone
 from common.detection.models.postprocessing import clip
-from common.detection.models.sampling import lots, sample
+from common.detection.models.sampling import draws_of, sample
 from common.randomness import key_of, mix
 
 
-class Proposals(nn.Module):
+class RegionProposalNetwork(nn.Module):
     """The region proposal network of Faster R-CNN on a feature pyramid; parameters are named as torchvision's.
 
-    Anchors to learn from are drawn by the image's position in the stream; each image's losses are divided by how many are
-    drawn at most, a constant.
+    The anchors to learn from are sampled by the image's position in the stream. Each image's losses are divided by a constant,
+    the largest number of anchors that are sampled.
     Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
     """
 
     drawn, foreground_share = 256, 0.5  # anchors to learn from in an image
     foreground_iou, background_iou = 0.7, 0.3
-    candidates: ClassVar = {True: 2000, False: 1000}  # of each level and after suppression; in training and not
+    candidates: ClassVar = {True: 2000, False: 1000}  # per level and after suppression; in training, and otherwise
     nms_threshold, least_side = 0.7, 1e-3
 
     def __init__(self, backbone: Backbone) -> None:
@@ -35,7 +35,7 @@ class Proposals(nn.Module):
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
     def forward(self, features: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], out of half precision."""
+        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
         objectness, deltas = self.head(features)
         batch, dtype = len(features[0]), self.head.cls_logits.weight.dtype
         objectness, deltas = concat_box_prediction_layers(objectness, deltas)
@@ -53,7 +53,7 @@ class Proposals(nn.Module):
         rule = {"foreground_iou": self.foreground_iou, "background_iou": self.background_iou, "rescue": True}
         for logits, delta, target in zip(objectness, deltas, targets, strict=True):
             boxes, _, foreground, ignored = match(anchors, target, canvas, **rule)
-            draw = lots(places, int(mix(target["position"], key_of(seed, "anchors"))))
+            draw = draws_of(places, int(mix(target["position"], key_of(seed, "anchors"))))
             chosen, valid = sample(foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share)
             foreground = foreground[chosen]
             cost = F.binary_cross_entropy_with_logits(logits[chosen], foreground.to(logits.dtype), reduction="none")
@@ -68,7 +68,7 @@ class Proposals(nn.Module):
     def select(
         self, outputs: tuple[Tensor, Tensor, Tensor], canvas: tuple[int, int], sizes: list[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of each image, proposals [n, 4] within its true size, best first, and the anchors they come from, int64[n]."""
+        """Proposals of each image [n, 4] within its true size, best first, and the anchors that they come from, int64[n]."""
         objectness, deltas, anchors = outputs
         lengths, limit = self.anchors.level_lengths(canvas), self.candidates[self.training]
         best = [level.topk(min(limit, level.shape[1]), 1).indices for level in objectness.split(lengths, 1)]
@@ -79,8 +79,8 @@ class Proposals(nn.Module):
         for chosen, logits, delta, size in zip(best, objectness, deltas, sizes, strict=True):
             boxes = clip(self.coder.decode_single(delta[chosen], anchors[chosen]), size)
             good = ((boxes[:, 2:] - boxes[:, :2]) >= self.least_side).all(1)
-            # To leave the others out the host would have to wait for how many they are. They all become the same box, with
-            # one more at the end, and the lowest score: suppression leaves one of them, as the last.
+            # Leaving out the others would make the host wait for their number. Instead they become equal boxes of the lowest
+            # score, and so does one more at the end: suppression leaves exactly one of them, as the last.
             good, same = F.pad(good, (0, 1)), filled((0, 0, 1, 1), boxes)
             keep = suppress(
                 torch.where(good[:, None], F.pad(boxes, (0, 0, 0, 1)), same),

@@ -3,37 +3,37 @@
 import torch
 from torch import Tensor
 
-_RANK = 61  # bits of a lot, so that one more can say who goes first
+_BITS = 61  # of a random number, so that one more bit can put some numbers first
 
 
-def lots(ids: Tensor, key: int) -> Tensor:
-    """Random numbers in [0, 2^61) that belong to `ids` int64[...]: a pure function of (id, key), on every device.
+def draws_of(ids: Tensor, key: int) -> Tensor:
+    """Random numbers in [0, 2^61) for `ids` int64[...]: a pure function of (id, key), equal on every device.
 
-    It is `common.randomness.mix`, in the signed arithmetic that torch has on accelerators, without its last three bits.
+    It is `common.randomness.mix` without its last three bits, in the signed arithmetic that torch has on accelerators.
     """
     x = (ids + _signed(key)) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(x ^ _shift(x, 31), 64 - _RANK)
+    return _shift(x ^ _shift(x, 31), 64 - _BITS)
 
 
-def sample(foreground: Tensor, background: Tensor, lots: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Draw `size` of n places, foreground first up to `share` of them, by their lots.
+def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
+    """Sample `size` of n places by their random numbers; foreground comes first, up to `share` of them.
 
     Args:
-        foreground, background: bool[n], never both; what is neither is not drawn.
-        lots: int64[n] in [0, 2^61).
+        foreground, background: bool[n], never both; what is neither is not sampled.
+        draws: int64[n] in [0, 2^61).
 
     Returns:
-        indices int64[k], k = min(size, n), and whether each was really drawn, bool[k]: there may be too few of both kinds.
-        The numbers stay on the device: the host need not wait for them.
+        indices int64[k], k = min(size, n), and whether each was really sampled, bool[k]: there may be too few of both kinds.
+        The counts stay on the device, so the host need not wait.
     """
     most = int(size * share)
-    of_foreground = torch.where(foreground, lots, -1)
-    if most < len(lots):
-        least = of_foreground.topk(most).values[-1] if most else of_foreground.new_full((), 2**_RANK)
+    of_foreground = torch.where(foreground, draws, -1)
+    if most < len(draws):
+        least = of_foreground.topk(most).values[-1] if most else of_foreground.new_full((), 2**_BITS)
         foreground = foreground & (of_foreground >= least)
-    order = torch.where(foreground, lots + 2**_RANK, torch.where(background, lots, -1))
+    order = torch.where(foreground, draws + 2**_BITS, torch.where(background, draws, -1))
     drawn, indices = order.topk(min(size, len(order)))
     return indices, drawn >= 0
 

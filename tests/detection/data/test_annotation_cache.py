@@ -1,4 +1,4 @@
-"""An index says what the data say, or is not there: whatever changes, breaks, is killed or comes at the same time."""
+"""The annotation cache holds what the data hold or is not used: after changes, damage, kills and concurrent starts."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Annotations and images that were made to do harm end in one line, or count as unreadable, in bounded time and memory."""
+"""Malicious annotations and images end in one line, or count as unreadable, in bounded time and memory."""
 
 import json
 import re

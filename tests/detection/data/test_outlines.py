@@ -1,4 +1,4 @@
-"""Masks are those of pycocotools, turned with their image; what can't be drawn is counted; columns all the way."""
+"""Masks equal those of pycocotools and turn with their image; outlines that can't be drawn are counted."""
 
 import json
 

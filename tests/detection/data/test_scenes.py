@@ -1,4 +1,4 @@
-"""Scenes of digits are pure functions of seed and position, boxed tightly, and quick to draw."""
+"""Scenes of digits are pure functions of seed and position, with tight boxes, and quick to draw."""
 
 import dataclasses
 import pickle

@@ -1,4 +1,4 @@
-"""COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; all else one clear refusal, or a counted note."""
+"""COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
 
 import gc
 import io

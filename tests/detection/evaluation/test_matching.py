@@ -1,4 +1,4 @@
-"""Hits are those of COCO's own evaluation; what is missed and what is seen wrongly is what a person would say."""
+"""Hits are those of COCO's own evaluation; misses and false alarms are what a person would call them."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Are the twelve numbers those of pycocotools, on data that is made to be awkward?"""
+"""The twelve numbers equal those of pycocotools, also on awkward data."""
 
 import contextlib
 import dataclasses
@@ -166,8 +166,8 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
     gathered = []
     monkeypatch.setattr(metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
     for rank in (second, idle, first):
-        all_or_none = rank.results(source)
-    assert all_or_none == results
+        at_once = rank.results(source)
+    assert at_once == results
 
 
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:

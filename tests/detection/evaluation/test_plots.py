@@ -1,4 +1,4 @@
-"""Pictures of a detector are really drawn, whatever there is to draw: nothing found, one class, hundreds, odd names, crowds."""
+"""Pictures of a detector are drawn in every case: no detections, one class, hundreds, odd names, crowds."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests of several detectors share."""
+"""Helpers of the tests of several detectors."""
 
 from functools import partial
 

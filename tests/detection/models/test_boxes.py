@@ -1,4 +1,4 @@
-"""What is computed of boxes without waiting is what torchvision and transformers compute, gradients included."""
+"""Box functions without waits compute what torchvision and transformers compute, gradients included."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What every detector promises to a recipe, whatever its family."""
+"""Every family of detectors keeps the promises of `Detector`."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""RT-DETRv2 and D-FINE: transformers' losses, on any layout; folders that transformers loads. The rest: test_detectors."""
+"""RT-DETRv2 and D-FINE have transformers' losses on any layout, and export folders that transformers loads."""
 
 import copy
 import importlib
@@ -131,12 +131,12 @@ def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
             box_noise=1.0,
         )
 
-    all_or_none, alone = noise(0, 1, 2), noise(0)
+    at_once, alone = noise(0, 1, 2), noise(0)
     count = alone.labels.shape[1]
-    assert count == 48 and alone.groups.tolist() == [8] and all_or_none.groups.tolist() == [8, 0, 3]
-    assert all_or_none.real.sum(1).tolist() == [48, 0, 48]
+    assert count == 48 and alone.groups.tolist() == [8] and at_once.groups.tolist() == [8, 0, 3]
+    assert at_once.real.sum(1).tolist() == [48, 0, 48]
     for field in ("labels", "boxes", "match"):
-        assert torch.equal(getattr(all_or_none, field)[:1, :count], getattr(alone, field))
+        assert torch.equal(getattr(at_once, field)[:1, :count], getattr(alone, field))
     assert not torch.equal(noise(0, positions=(8, 6, 7)).boxes, alone.boxes)
     assert not torch.equal(noise(0, seed=2).boxes, alone.boxes)
 
@@ -152,7 +152,7 @@ def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
     assert visible[:, count:].all() and not visible[count:, :count].any()
     groups = torch.arange(count) // 6
     assert torch.equal(visible[:count, :count], groups[:, None] == groups)
-    assert all_or_none.visible.any(-1).all()  # a row that sees nothing would be NaN
+    assert at_once.visible.any(-1).all()  # a row that sees nothing would be NaN
 
 
 @pytest.mark.parametrize("family", FAMILIES)

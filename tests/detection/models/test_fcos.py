@@ -1,4 +1,4 @@
-"""FCOS agrees with torchvision's where their definitions coincide, and finds what its outputs say."""
+"""FCOS agrees with torchvision's where their definitions coincide, and decodes its outputs rightly."""
 
 import torch
 from torch import nn

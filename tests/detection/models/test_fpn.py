@@ -1,4 +1,4 @@
-"""Any timm backbone with features gives the levels that a detector asks for, or a refusal that says which it has."""
+"""Any timm backbone gives the levels that a detector asks for, or a refusal that names those that it has."""
 
 import pytest
 import torch

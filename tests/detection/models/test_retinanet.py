@@ -1,4 +1,4 @@
-"""RetinaNet agrees with torchvision's where their definitions coincide, and finds what its outputs say."""
+"""RetinaNet agrees with torchvision's where their definitions coincide, and decodes its outputs rightly."""
 
 from functools import partial
 

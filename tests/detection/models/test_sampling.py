@@ -1,11 +1,11 @@
-"""What an R-CNN learns from is a function of the image's position."""
+"""The sample of anchors and proposals that an R-CNN learns from is a function of the image's position."""
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.detection.models.sampling import lots, sample
+from common.detection.models.sampling import draws_of, sample
 from common.randomness import mix
 
 
@@ -13,7 +13,7 @@ from common.randomness import mix
 def test_lots_are_the_hash_of_the_other_modules_in_torch(key):
     ids = torch.arange(1000)
     wanted = mix(np.arange(1000), key) >> np.uint64(3)
-    assert np.array_equal(lots(ids, key).numpy(), wanted.astype(np.int64))
+    assert np.array_equal(draws_of(ids, key).numpy(), wanted.astype(np.int64))
 
 
 @given(st.data())
@@ -22,7 +22,7 @@ def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_re
     size = data.draw(st.integers(1, 40))
     foreground = torch.tensor([kind == "foreground" for kind in kinds])
     background = torch.tensor([kind == "background" for kind in kinds])
-    chosen, valid = sample(foreground, background, lots(torch.arange(len(kinds)), 7), size, 0.25)
+    chosen, valid = sample(foreground, background, draws_of(torch.arange(len(kinds)), 7), size, 0.25)
     drawn = chosen[valid]
     assert len(set(drawn.tolist())) == len(drawn) and len(chosen) == min(size, len(kinds))
     assert (foreground | background)[drawn].all()
@@ -35,6 +35,6 @@ def test_a_sample_does_not_hang_on_the_order_of_the_places():
     ids = torch.arange(200)
     foreground, background = ids % 5 == 0, ids % 5 > 1
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
-    chosen, valid = sample(foreground, background, lots(ids, 3), 64, 0.25)
-    other, also = sample(foreground[order], background[order], lots(ids[order], 3), 64, 0.25)
+    chosen, valid = sample(foreground, background, draws_of(ids, 3), 64, 0.25)
+    other, also = sample(foreground[order], background[order], draws_of(ids[order], 3), 64, 0.25)
     assert valid.all() and also.all() and torch.equal(chosen, order[other])
