@@ -270,6 +270,19 @@ def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
         timm_models.checkpoint_gradients(nn.Linear(1, 1), "mine")
 
 
+def test_a_module_of_another_kind_has_to_make_logits() -> None:
+    config = timm_models.data_config(nn.Flatten(), SIZE)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(3 * SIZE**2, 5)).train()
+    timm_models.check_export(model, config)
+    assert model.training and model[1].training
+    with pytest.raises(
+        Refused, match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not"
+    ):
+        timm_models.check_export(nn.Conv2d(3, 4, SIZE), config)
+    with pytest.raises(Refused, match=r"call it once on torch.zeros\(1, 3, .*where it is made"):
+        timm_models.check_export(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), config)
+
+
 @pytest.mark.parametrize("architecture", ["test_vit", "test_resnet"])
 def test_checkpointed_gradients_are_the_same(architecture: str) -> None:
     plain = build_classifier(architecture, 3, image_size=32).train()
