@@ -10,7 +10,6 @@ import numpy as np
 from common.config.origin import Origin
 from common.data import splits
 from common.data.huggingface import table_opener
-from common.distributed.collectives import main_process_first, same_on_all_ranks
 from common.errors import Refused
 from common.randomness import key_of
 
@@ -87,6 +86,9 @@ def load(
     process of each machine reads first, since reading may download and convert, and all ranks must find the same data. Raises
     `Refused`.
     """
+    # Imported late: the separate process that reads large annotations does without torch.
+    from common.distributed.collectives import main_process_first, same_on_all_ranks
+
     with main_process_first("reading the data", local=True):
         train, val = _load(spec, table, digits, folder, custom)
     same_on_all_ranks("data", fingerprint(train, val))
