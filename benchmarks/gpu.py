@@ -268,6 +268,8 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(loader, "Feed", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
+            # The end of a run kills all data workers of the process; those of the queues are needed for the next model.
+            stack.enter_context(replaced(data_workers, "end", lambda: None))
             stack.enter_context(replaced(Run, "observe", observed))
             stack.enter_context(contextlib.redirect_stdout(quiet))
             stack.enter_context(contextlib.redirect_stderr(quiet))
