@@ -279,6 +279,8 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
             stack.enter_context(replaced(launch, "start", started))
             stack.enter_context(replaced(Run, "backward", passed_back))
             stack.enter_context(replaced(ColorJitter, "apply", jittered))
+            # The end of a run kills all data workers of the process; those of the queues are needed for the next model.
+            stack.enter_context(replaced(data_workers, "end", lambda: None))
             stack.enter_context(contextlib.redirect_stdout(quiet))
             stack.enter_context(contextlib.redirect_stderr(quiet))
             stack.enter_context(contextlib.suppress(Enough))

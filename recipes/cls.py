@@ -62,18 +62,6 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
-
-    # What defines a training. --help explains these fields: all recipes have them.
-    epochs: float = 10.0
-    global_batch_size: int = 64
-    opt: str = "adamw"
-    lr: float = option(4e-3, photographs=1e-3)
-    weight_decay: float = 0.05
-    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    warmup_epochs: float = option(0.0, photographs=1.0)
-    crop_scale: float = option(0.7, photographs=0.35)
-    hflip: float = option(0.0, photographs=0.5)
-
     loss: Literal["ce", "bce"] = "ce"
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
@@ -100,6 +88,17 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """torch.compile the model, for training; evaluations run it as it is."""
     eval_only: str = path_option("")
     """Only evaluate this checkpoint or exported model, and print the results."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 64
+    opt: str = "adamw"
+    lr: float = option(4e-3, photographs=1e-3)
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
+    crop_scale: float = option(0.7, photographs=0.35)
+    hflip: float = option(0.0, photographs=0.5)
 
 
 def build_data(config: Config, weights=None):

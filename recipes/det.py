@@ -64,17 +64,6 @@ class Config(OptimizationConfig, RunConfig):
     also: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
-
-    # What defines a training. --help explains these fields: all recipes have them.
-    epochs: float = 10.0
-    global_batch_size: int = 8
-    opt: str = "adamw"
-    lr: float = option(2e-3, photographs=2e-4)
-    lr_batch_size: int = 8
-    weight_decay: float = 0.05
-    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    warmup_epochs: float = option(0.0, photographs=1.0)
-
     levels: str = option("3-4", photographs="3-7")
     """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (photographs: 3-7)."""
     width: int = option(64, low=32, high=4096, photographs=128)
@@ -124,6 +113,16 @@ class Config(OptimizationConfig, RunConfig):
     """Begin with the weights of this exported detector, a run's best/; what depends on the classes is new for others."""
     eval_only: str = path_option("")
     """Only evaluate this checkpoint or exported detector, and print the results."""
+
+    # What defines a training. --help explains these fields: all recipes have them.
+    epochs: float = 10.0
+    global_batch_size: int = 8
+    opt: str = "adamw"
+    lr: float = option(2e-3, photographs=2e-4)
+    lr_batch_size: int = 8
+    weight_decay: float = 0.05
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    warmup_epochs: float = option(0.0, photographs=1.0)
 
 
 def build_data(config: Config, weights=None):
