@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT
@@ -243,7 +244,7 @@ def test_a_copied_recipe_elsewhere_is_the_same_run(launch, tmp_path) -> None:
     copied, original = (Outcome("ok", "", "", 0, tmp_path / folder / "run") for folder in ("runs", "ours"))
     recipe = load(ROOT / "recipes" / "cls.py")
     config = recipe.parse(recipe.Config, flags)
-    start = recipe.build_model(config, classes=[*"0123456789"])[0].state_dict()
+    start = recipe.build_model(config, classes=[*"0123456789"], device=torch.device("cpu"))[0].state_dict()
     assert copied.rows[-1]["step"] == 4
     assert_same_results(recorded(copied), recorded(original))
     assert distance(parameters(copied.tensors()), parameters(original.tensors()), start) < 1e-8

@@ -161,7 +161,7 @@ def recipe():
 def start_of(run: Outcome, recipe) -> Tensors:
     """The state of the model with which a run began: built from its configuration, and so from its seed."""
     config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
-    model, *_ = recipe.build_model(config, classes=[*"abcde"])
+    model, *_ = recipe.build_model(config, classes=[*"abcde"], device=torch.device("cpu"))
     return model.state_dict()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from common.config.parsing import parse
 from tests.harness.outcomes import distance, parameters, statistics
@@ -71,7 +72,9 @@ def start():
     recipe = load(Path("recipes/det.py"))
 
     def build(name: str):
-        return recipe.build_model(parse(recipe.Config, f"{EXACT} {CASES[name]}".split()), CLASSES)[0].state_dict()
+        return recipe.build_model(parse(recipe.Config, f"{EXACT} {CASES[name]}".split()), CLASSES, torch.device("cpu"))[
+            0
+        ].state_dict()
 
     return build
 

@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 
 from common.config.parsing import parse
-from common.detection.batches import EvaluationScenes
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
@@ -81,8 +80,8 @@ class Case:
     def __post_init__(self) -> None:
         words = f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} --data {self.data}"
         self.config = parse(recipe.Config, words.split())
-        train, self.val, _ = recipe.build_data(self.config)
-        self.model, _, _ = recipe.build_model(self.config, train.classes)
+        train, self.val = recipe.build_data(self.config)
+        self.model, _ = recipe.build_model(self.config, train.classes, torch.device("cpu"))
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -100,8 +99,7 @@ class Case:
     def evaluate(self, most: int) -> tuple[dict, Detections]:
         device = torch.device("cpu")
         normalize, fill = recipe.build_normalize(self.config, self.model, device)
-        samples = EvaluationScenes(self.val, self.plain, self.model.stride, fill)
-        loader = recipe.build_val_loader(self.config, samples, most)
+        loader = recipe.build_val_loader(self.config, self.val, self.plain, self.model, fill, most)
         accelerator = SimpleNamespace(device=device, autocast=contextlib.nullcontext)
         return recipe.evaluate(self.model, loader, accelerator, normalize, self.val)
 

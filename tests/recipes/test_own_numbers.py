@@ -11,18 +11,18 @@ from tests.harness.launching import ROOT
 from tests.harness.outcomes import Outcome
 
 CHANGES = {
-    "            return loss_fn(logits, targets)\n\n        trial": """
+    "            return loss_fn(logits, targets)\n\n        # Finds": """
             losses = loss_fn(logits, targets)
             probabilities = logits.detach().softmax(1)
             run.log({"train/confidence": probabilities.amax(1), "train/squared": losses.detach() ** 2})
             return losses
 
-        trial""",
-    "            accelerator.unscale_gradients(optimizer)\n": """
-            run.log({"train/weight": parameters[0].detach().norm(), "train/half": 0.5})
-            accelerator.unscale_gradients(optimizer)
+        # Finds""",
+    "            grad_norm = run.clip_gradients(config.clip, config.clip_mode)\n": """
+            run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
+            grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 """,
-    "                if run.ends(done):\n": "                if run.ends(done) or True:\n",  # pictures at each evaluation
+    "                if run.ends():\n": "                if run.ends() or True:\n",  # pictures at each evaluation
 }
 FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
 OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
