@@ -122,7 +122,7 @@ def hint(name: str, flags: Collection[str], recipe: Path) -> str:
     for text, names in OTHERS.items():
         if name in names.split():
             return f"; {text}"
-    owner = other_recipe(name, recipe)
+    owner = "" if name in flags else other_recipe(name, recipe)
     return f"; it is a flag of {owner}" if owner else ""
 
 

@@ -213,8 +213,7 @@ def test_bf16_is_close_to_fp32_and_a_dry_run_leaves_nothing(run_several, runs, d
     outcomes = run_several(
         2,
         {name: flags.split() for name, flags in cases.items()},
-        flags=["--mixed_precision", "bf16"],
-        env={"TMPDIR": str(tmp_path / "temporary")},
+        env={"ACCELERATE_MIXED_PRECISION": "bf16", "TMPDIR": str(tmp_path / "temporary")},
     )
     half, single = outcomes["half"].column("train/loss"), runs[2]["stripes"].column("train/loss")
     assert "bf16" in outcomes["half"].stdout
