@@ -42,6 +42,10 @@ class Network(nn.Module):
         x = self.stem(images).mean((2, 3))
         return self.head(self.frozen(self.tied(self.first(x).relu()).relu())) * self.scale
 
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """Layers for --layer_decay, as timm's models name them."""
+        return {"stem": r"^stem", "blocks": [(r"^(first|tied|frozen)", None), (r"^head", (99,))]}
+
 
 @dataclass
 class Training:
