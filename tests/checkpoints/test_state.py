@@ -44,7 +44,7 @@ class Network(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict:
         """Layers for --layer_decay, as timm's models name them."""
-        return {"stem": r"^stem", "blocks": [(r"^(first|tied|frozen)", None), (r"^head", (99,))]}
+        return {"stem": r"^stem", "blocks": [(r"^(?:first|tied|frozen)", (1,)), (r"^head", (99,))]}
 
 
 @dataclass
