@@ -28,7 +28,7 @@ def records(tmp_path: Path):
         state, stream = SimpleNamespace(), SimpleNamespace(epoch=lambda step: step / 10)
         records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
         records.share()
-        records.journal.open(Dashboard(), 0, 30)
+        records.log.open(Dashboard(), 0, 30)
         return records
 
     yield begin
@@ -45,8 +45,8 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
     for step in (1, 2):
         kept.take_in(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, evaluated=False)
     kept.evaluation(2, {"top1": 0.5}, "top1")
-    kept.journal.flush()
-    (step, row), *others = kept.journal._tracker.rows
+    kept.log.flush()
+    (step, row), *others = kept.log._tracker.rows
     assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
     for name in (row.keys() - {"train/aux"}) | {
         "step",
@@ -62,8 +62,8 @@ def test_the_row_of_a_step_has_the_loss_scale_that_this_step_reported(records) -
     kept = records()
     for step, scale in ((1, 8.0), (2, 4.0), (3, 2.0)):
         kept.take_in(dataclasses.replace(report(step, 1.0), skipped=True, loss_scale=scale), 0.1, evaluated=False)
-    kept.journal.flush()
-    ((_, row),) = kept.journal._tracker.rows
+    kept.log.flush()
+    ((_, row),) = kept.log._tracker.rows
     assert (row["train/loss_scale"], row["train/skipped_steps"]) == (4.0, 2)
 
 
@@ -106,12 +106,12 @@ def test_plots_carry_their_step_and_letters_without_a_font_are_logged_once(recor
     from common.run import fonts
 
     kept = records()
-    kept.journal.note(10, {"train/loss": 1.0})
+    kept.log.note(10, {"train/loss": 1.0})
     kept.progress.step = 12
     fonts._missing.add("猫")
     for _ in range(2):
         kept.draw("a", lambda path: ["an image with boxes"])
     fonts._missing.clear(), fonts._said.clear()
-    (path,) = kept.journal._tracker.shown[12].values()
-    assert path.name == "a.png" and kept.journal._tracker.boxed == [12, "an image with boxes"]
+    (path,) = kept.log._tracker.shown[12].values()
+    assert path.name == "a.png" and kept.log._tracker.boxed == [12, "an image with boxes"]
     assert capsys.readouterr().out.count("no installed font has 猫, drawn as boxes; ") == 1
