@@ -6,7 +6,7 @@
 
 The defaults train on the handwritten digits that scikit-learn ships. How the global batch is spread over processes and
 micro-steps is derived and changes nothing: losses and weights are those of any other layout. Kill it at any moment, start
-the same command again on whatever hardware there is, and it goes on from the last complete checkpoint.
+the same command again on whatever hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 

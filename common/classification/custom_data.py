@@ -13,9 +13,9 @@ from PIL import Image
 
 from common.data.data_spec import DataSpec
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.source import Source, fingerprint_of, spread
+from common.data.source import Source, fingerprint_of, name_of, path_of, spread
 from common.data.splits import draws_of
-from common.errors import Refused, printable
+from common.errors import Refused
 from common.randomness import mix
 
 _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its label"
@@ -46,7 +46,7 @@ class CustomSource(Source):
     data: CustomDataset | None
     root: str  # the folder that all paths have in common
     paths: pa.LargeBinaryArray | None  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes of the files, -1 where there is none
+    sizes: np.ndarray  # int64[N] bytes of the files, -1 if a file is missing
     rows: np.ndarray  # int64[N] the items' places in `data`
     labels: np.ndarray
     classes: tuple[str, ...]
@@ -64,11 +64,11 @@ class CustomSource(Source):
     def name(self, index: int) -> str:
         if self.paths is None:
             return f"{self.title}[{self.rows[index]}]"
-        return printable(f"{self.root}/{self.paths[int(index)].as_py().decode(errors='backslashreplace')}")
+        return name_of(self.root, self.paths, index)
 
     def content(self, index: int) -> str | bytes | Image.Image:
         if self.paths is not None:
-            return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
+            return path_of(self.root, self.paths, index)
         with faults_of_the_file():
             return _checked(self.title, int(self.rows[index]), self.data[int(self.rows[index])])[0]
 

@@ -23,8 +23,8 @@ from common.data.data_spec import DataSpec
 from common.data.digits import load_digits
 from common.data.huggingface import TableParts
 from common.data.images import SUFFIXES
-from common.data.source import Source, fingerprint_of, refuse_broken
-from common.errors import Refused, printable
+from common.data.source import Source, fingerprint_of, name_of, path_of, refuse_broken
+from common.errors import Refused
 from common.files import walk
 
 _SHARDS = re.compile(r"\.(tar|tgz)(\.\w+)?$|::|://|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
@@ -118,10 +118,10 @@ class Folder(Source):
         return fingerprint_of(self.classes, self.labels, self.sizes, self.paths)
 
     def name(self, index: int) -> str:
-        return printable(f"{self.root}/{self.paths[int(index)].as_py().decode(errors='backslashreplace')}")
+        return name_of(self.root, self.paths, index)
 
     def content(self, index: int) -> str:
-        return os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))
+        return path_of(self.root, self.paths, index)
 
     @property
     def missing(self) -> np.ndarray:

@@ -89,13 +89,11 @@ class SharedFields:
             if shared is None:
                 continue
             stated = vars(cls)[name]
-            own = stated.metadata if isinstance(stated, dataclasses.Field) else {}
-            default = stated.default if isinstance(stated, dataclasses.Field) else stated
-            metadata = shared.metadata | {
-                key: value for key, value in own.items() if value is not None and value is not False
-            }
-            metadata |= {"photographs": own.get("photographs")}
-            setattr(cls, name, dataclasses.field(default=default, metadata=metadata))
+            if not isinstance(stated, dataclasses.Field):
+                stated = option(stated)
+            own = {key: value for key, value in stated.metadata.items() if value is not None and value is not False}
+            metadata = shared.metadata | {"photographs": None} | own
+            setattr(cls, name, dataclasses.field(default=stated.default, metadata=metadata))
 
 
 @dataclass

@@ -93,7 +93,7 @@ class _Positions:
 def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order, split already: not for Accelerate's `prepare`."""
     positions = _Positions(samples.stream, plan, rank(), start, stop)
-    return _loader(samples, positions, worker_count(workers))
+    return _loader(samples, positions, workers)
 
 
 def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
@@ -101,9 +101,7 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
 
     The batches are the same on every layout, so that an image meets the same neighbours in them.
     """
-    return _loader(
-        samples, samples.batches(batch_size)[rank() :: world_size()], worker_count(workers), _EvaluationLoader
-    )
+    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
 
 
 class _EvaluationLoader(DataLoader):
@@ -161,6 +159,7 @@ def worker_count(asked: int) -> int:
 
 
 def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
+    workers = worker_count(workers)
     if workers:
         # Runs before multiprocessing sends SIGTERM, which workers ignore, and waits for them.
         atexit.unregister(data_workers.end)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb, opened
-from common.errors import Refused
+from common.errors import Refused, printable
 
 _TRIED = 16  # images, one of which must be readable
 
@@ -94,3 +95,13 @@ def fingerprint_of(
     for start in range(0, 0 if names is None else len(names), 65536):  # in chunks: never a list of all names
         digest.update(repr(names[start : start + 65536].to_pylist()).encode())
     return digest.hexdigest()
+
+
+def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
+    """The file at `index` of a column of paths below `root`; these are bytes, since a file name may be invalid text."""
+    return os.path.join(root, os.fsdecode(paths[int(index)].as_py()))
+
+
+def name_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
+    """The same path for people."""
+    return printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")

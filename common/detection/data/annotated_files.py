@@ -9,12 +9,13 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.images import open_rgb
+from common.data.source import name_of, path_of
 from common.data.splits import draws_of
 from common.detection.data.annotated import Annotations, FixedImages
 from common.detection.data.box_checks import FoundBoxes, check
 from common.detection.data.image_headers import headers_of_files
 from common.detection.data.stamps import Stamps
-from common.errors import Refused, printable
+from common.errors import Refused
 from common.files import MEDIUM, read_text
 
 
@@ -35,7 +36,7 @@ class AnnotatedFiles(FixedImages):
         return name_of(self.root, self.paths, index)
 
     def image(self, index: int) -> Image.Image:
-        return self.as_annotated(index, open_rgb(os.path.join(self.root, os.fsdecode(self.paths[int(index)].as_py()))))
+        return self.as_annotated(index, open_rgb(path_of(self.root, self.paths, index)))
 
     def part(self, rows: np.ndarray) -> "AnnotatedFiles":
         return replace(
@@ -45,10 +46,6 @@ class AnnotatedFiles(FixedImages):
     def draws(self, key: int) -> np.ndarray:
         """uint64[N] random numbers, each a function of its image's path and `key` alone."""
         return draws_of(self.paths, key)
-
-
-def name_of(root: str, paths: pa.LargeBinaryArray, index: int) -> str:
-    return printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")
 
 
 def text_of(file: str | os.PathLike) -> str:

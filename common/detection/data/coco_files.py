@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from common.detection.data.annotated_files import AnnotatedFiles, name_of, read_files
+from common.data.source import name_of
+from common.detection.data.annotated_files import AnnotatedFiles, read_files
 from common.detection.data.box_checks import FoundBoxes
 from common.detection.data.outlines import KIND
 from common.detection.data.stamps import Stamps

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.images import SUFFIXES
+from common.data.source import name_of
 from common.data.splits import kind_of
-from common.detection.data.annotated_files import AnnotatedFiles, name_of, read_files, text_of
+from common.detection.data.annotated_files import AnnotatedFiles, read_files, text_of
 from common.detection.data.box_checks import FoundBoxes
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
