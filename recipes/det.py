@@ -19,7 +19,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common.config.fields import MOST_EPOCHS, OptimizationConfig, RunConfig, option, path_option, whole_numbers
+from common.config.fields import (
+    BoxAugmentationConfig,
+    OptimizationConfig,
+    RunConfig,
+    option,
+    path_option,
+    whole_numbers,
+)
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
 from common.data.data_rows import data_rows
@@ -52,7 +59,7 @@ from common.training.optimizer import (
 
 
 @dataclass
-class Config(OptimizationConfig, RunConfig):
+class Config(BoxAugmentationConfig, OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
     data: str = path_option("digits")
@@ -77,22 +84,6 @@ class Config(OptimizationConfig, RunConfig):
     """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Not used by rtdetr_v2 and dfine."""
     eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
-    scale_jitter: str = ""
-    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
-    hflip: float = option(0.0, low=0, high=1, photographs=0.5)
-    """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
-    photometric: float = option(0.0, low=0, high=1)
-    """Probability of each of several distortions of brightness, contrast and colour."""
-    iou_crop: float = option(0.0, low=0, high=1)
-    """Probability of showing a part that holds an object, as in SSD."""
-    zoom_out: float = option(0.0, low=0, high=1)
-    """Probability of laying the image on a ground of up to 4 times its sides, as in SSD."""
-    mosaic: float = option(0.0, low=0, high=1)
-    """Probability of showing parts of four images around a point, as in YOLOX."""
-    mixup: float = option(0.0, low=0, high=1)
-    """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
-    strong_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
-    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
     repeat_threshold: float = option(0.0, low=0, high=1)
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)

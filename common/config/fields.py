@@ -222,6 +222,28 @@ class AugmentationConfig(SharedFields):
 
 
 @dataclass
+class BoxAugmentationConfig(SharedFields):
+    """Augmentation of training images with boxes; each draw is a pure function of the seed and the sample's position."""
+
+    scale_jitter: str = ""
+    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; what gets larger than the whole image is cut."""
+    hflip: float = option(0.0, low=0, high=1, photographs=0.5)
+    """Probability of a left-right mirror image (photographs: 0.5; digits and text: 0)."""
+    photometric: float = option(0.0, low=0, high=1)
+    """Probability of each of several distortions of brightness, contrast and colour."""
+    iou_crop: float = option(0.0, low=0, high=1)
+    """Probability of showing a part that holds an object, as in SSD."""
+    zoom_out: float = option(0.0, low=0, high=1)
+    """Probability of laying the image on a ground of up to 4 times its sides, as in SSD."""
+    mosaic: float = option(0.0, low=0, high=1)
+    """Probability of showing parts of four images around a point, as in YOLOX."""
+    mixup: float = option(0.0, low=0, high=1)
+    """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
+    strong_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
+
+
+@dataclass
 class ReadingConfig(SharedFields):
     """How training images are read. Both --cache and --decode change pixels, so a resumed run keeps them."""
 

@@ -9,6 +9,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from common.detection.data.annotated import Sample
+from common.detection.samples import areas_of, finished, geometric, joined, nothing, padded, select, size_of, to_tensors
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
@@ -80,16 +81,16 @@ class BoxAugmentation:
         if self._happens("mixup", where)[0]:
             height, width = result.image.shape[1:]
             other = self._alone(others[0], position, 4, fill, np.array([width, height]))
-            other = _padded(other, 0, 0, width, height, fill)
+            other = padded(other, 0, 0, width, height, fill)
             half = ((result.image.short() + other.image.short()) // 2).to(torch.uint8)
-            result = _joined(half, [result, other])
-        return _final(result)
+            result = joined(half, [result, other])
+        return finished(result)
 
     def _alone(
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
         """One image, a part of it, or the image on a larger canvas; at most `limit` int[2] in size."""
-        where, size = np.array([position]), _size(sample)
+        where, size = np.array([position]), size_of(sample)
         room = size * self.scales(where, size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
@@ -107,7 +108,7 @@ class BoxAugmentation:
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
         """Four images around a point, each cut to its corner, at 0.5 to 1 times the scale that it would have alone."""
         where = np.array([position])
-        width, height = self.sizes(where, _size(samples[0])[None])[0].tolist()
+        width, height = self.sizes(where, size_of(samples[0])[None])[0].tolist()
         self._seed(position, "mosaic")
         x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
         image = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
@@ -118,14 +119,14 @@ class BoxAugmentation:
             if not limit.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
-            scale = self.scales(where, _size(sample)[None])[0] * self._factors(where)[0] * np.random.uniform(0.5, 1)
-            view = _part(np.concatenate([np.zeros(2, int), _size(sample)]), limit, scale)
+            scale = self.scales(where, size_of(sample)[None])[0] * self._factors(where)[0] * np.random.uniform(0.5, 1)
+            view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
             part = self._shown(sample, view, limit, scale, position, fill, np.ones(len(sample.boxes), bool))
             h, w = part.image.shape[1:]
             left, top = x if right else x - w, y if below else y - h
             image[:, top : top + h, left : left + w] = part.image
-            parts.append(_padded(part, left, top, width, height, fill))
-        return _joined(image, parts)
+            parts.append(padded(part, left, top, width, height, fill))
+        return joined(image, parts)
 
     def _shown(
         self,
@@ -139,23 +140,25 @@ class BoxAugmentation:
     ) -> Sample:
         """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
-        inside = view.clip(0, np.tile(_size(sample), 2))
+        inside = view.clip(0, np.tile(size_of(sample), 2))
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         left, top, width, height = inside[0], inside[1], *(inside[2:] - inside[:2])
         if min(width, height) < 1:  # the view lies outside the image
-            return _padded(_nothing(sample), 0, 0, *out.tolist(), fill)
+            return padded(nothing(sample), 0, 0, *out.tolist(), fill)
 
         cut = sample.boxes.clip(np.tile(inside[:2], 2), np.tile(inside[2:], 2))
-        share = _area(cut) / _area(sample.boxes).clip(min=1e-9)
+        share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
         seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
         crop = [int(value) for value in (top, left, height, width)]
-        shown = _each(_rows(_tensors(sample), rows), F.resized_crop, *crop, (high - low)[::-1].tolist(), antialias=True)
+        shown = geometric(
+            select(to_tensors(sample), rows), F.resized_crop, *crop, (high - low)[::-1].tolist(), antialias=True
+        )
         if self._is_strong(position) and self.photometric:
             shown = shown._replace(image=v2.RandomPhotometricDistort(p=self.photometric)(shown.image))
-        shown = _padded(shown, *low.tolist(), *out.tolist(), fill)
-        return _each(shown, F.horizontal_flip) if np.random.random() < self.hflip else shown
+        shown = padded(shown, *low.tolist(), *out.tolist(), fill)
+        return geometric(shown, F.horizontal_flip) if np.random.random() < self.hflip else shown
 
     # ---- draws
 
@@ -222,77 +225,3 @@ def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     corner = view[:2] + [found["left"], found["top"]]
     everything[~sample.crowd] = found["is_within_crop_area"].numpy()
     return np.concatenate([corner, corner + [found["width"], found["height"]]]), everything
-
-
-# ---- samples of tensors
-
-
-def _size(sample: Sample) -> np.ndarray:
-    """int64[2]: width and height of a sample that is not of tensors yet."""
-    image = sample.image
-    return np.array(image.shape[1::-1] if isinstance(image, np.ndarray) else image.size)
-
-
-def _area(boxes: np.ndarray) -> np.ndarray:
-    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
-
-
-def _tensors(sample: Sample) -> Sample:
-    width, height = _size(sample).tolist()
-    return Sample(
-        F.to_image(sample.image),
-        tv_tensors.BoundingBoxes(sample.boxes, format="XYXY", canvas_size=(height, width)),
-        torch.from_numpy(sample.labels),
-        torch.from_numpy(sample.crowd),
-        None if sample.masks is None else tv_tensors.Mask(sample.masks),
-    )
-
-
-def _nothing(sample: Sample) -> Sample:
-    """A sample of tensors without pixels or boxes."""
-    empty = _rows(_tensors(sample), np.zeros(0, int))
-    return _each(empty, F.crop, 0, 0, 0, 0)
-
-
-def _rows(sample: Sample, rows: np.ndarray) -> Sample:
-    """Only these boxes."""
-    rows = torch.from_numpy(rows)
-    masks = None if sample.masks is None else tv_tensors.Mask(sample.masks[rows])
-    boxes = tv_tensors.wrap(sample.boxes[rows], like=sample.boxes)
-    return Sample(sample.image, boxes, sample.labels[rows], sample.crowd[rows], masks)
-
-
-def _each(sample: Sample, function, *arguments, **options) -> Sample:
-    """Apply a geometric function of torchvision to image, boxes and masks."""
-    image, boxes, labels, crowd, masks = sample
-    image, boxes = (function(part, *arguments, **options) for part in (image, boxes))
-    return Sample(image, boxes, labels, crowd, None if masks is None else function(masks, *arguments, **options))
-
-
-def _padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
-    """The sample at (left, top) on a canvas of this size."""
-    h, w = sample.image.shape[1:]
-    if (left, top, width, height) == (0, 0, w, h):
-        return sample
-    around = [left, top, width - left - w, height - top - h]
-    padded = _each(sample, F.pad, around)
-    return padded._replace(image=F.pad(sample.image, around, fill=list(fill)))
-
-
-def _joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
-    """The boxes of several samples on one image."""
-    _, *columns = zip(*samples, strict=True)
-    masks = None if columns[3][0] is None else torch.cat(columns[3])
-    return Sample(image, *(torch.cat(column) for column in columns[:3]), masks)
-
-
-def _final(sample: Sample) -> Sample:
-    """A sample of plain tensors, without objects whose mask has no pixel left."""
-    image, boxes, labels, crowd, masks = sample
-    image, boxes = image.as_subclass(torch.Tensor), boxes.as_subclass(torch.Tensor).float()
-    boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))  # scaling may round up
-    if masks is None:
-        return Sample(image, boxes, labels, crowd)
-    masks = masks.as_subclass(torch.Tensor)
-    rows = (masks.flatten(1) > 0).any(1) | crowd
-    return Sample(image, boxes[rows], labels[rows], crowd[rows], masks[rows])
