@@ -72,10 +72,11 @@ class Scenes(Dataset):
         return 2**62  # scenes are drawn on access
 
     def __getitem__(self, number: int):
-        image, boxes, labels, crowd, _ = self.source.sample(0, number)
+        image, boxes, labels = self.source.scene(number)
         boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=image.shape[:2])
         image, boxes = self.transform(image, boxes)
-        return image, {"boxes": boxes, "labels": torch.from_numpy(labels), "crowd": torch.from_numpy(crowd)}
+        crowd = torch.zeros(len(labels), dtype=torch.bool)
+        return image, {"boxes": boxes, "labels": torch.from_numpy(labels), "crowd": crowd}
 
 
 def collate(samples: list):

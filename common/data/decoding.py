@@ -62,14 +62,18 @@ class Picture:
 
         If the part is 4 times as large as `size` or more, its edges are moved to multiples of 2, 4 or 8 pixels.
         """
-        wanted = _SPARE * max(size[0] / height, size[1] / width)
-        reduction = next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
+        reduction = self.reduction(height, width, size)
         part = self.part(reduction, *(round(edge / reduction) for edge in (top, left, top + height, left + width)))
-        if part.shape[1:] == size:
-            return part
-        mode = "bilinear" if interpolation == "bilinear" else "bicubic"
-        batch = part[None].contiguous(memory_format=torch.channels_last)  # the copy makes resizing three times as fast
-        return F.interpolate(batch, size, mode=mode, antialias=True)[0]
+        return resized(part, size, interpolation)
+
+    def reduction(self, height: float, width: float, size: tuple[int, int]) -> int:
+        """1, 2, 4 or 8: the reduced resolution that suffices for a part of `height` x `width` pixels shown at `size`."""
+        wanted = _SPARE * max(size[0] / height, size[1] / width)
+        return next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
+
+    def whole(self) -> torch.Tensor:
+        """uint8[3, H, W]: all of the image at its full resolution."""
+        return self.part(1, 0, 0, self.height, self.width)
 
     def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
         """uint8[3, bottom - top, right - left] of the image; a JPEG is smaller by `reduction`, its sides rounded up."""
@@ -83,6 +87,15 @@ class Picture:
             except ValueError:
                 pass  # Pillow reads it all the same, or says what is wrong
         return pixels_of(open_rgb(self._jpeg, reduction=reduction).crop((left, top, right, bottom)))
+
+
+def resized(part: torch.Tensor, size: tuple[int, int], interpolation: str) -> torch.Tensor:
+    """uint8[3, H, W] -> uint8[3, *size], with anti-aliasing (`bilinear`; anything else is `bicubic`)."""
+    if part.shape[1:] == size:
+        return part
+    mode = "bilinear" if interpolation == "bilinear" else "bicubic"
+    batch = part[None].contiguous(memory_format=torch.channels_last)  # the copy makes resizing three times as fast
+    return F.interpolate(batch, size, mode=mode, antialias=True)[0]
 
 
 def _size_of_usual(data: bytes) -> tuple[int, int] | None:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
-from torchvision.transforms.v2 import functional as transforms
 
+from common.data.cache import Cache
+from common.data.decoding import Picture, resized
 from common.data.images import BrokenImage
 from common.data.loader import Movable
 from common.data.stream import Stream
@@ -51,19 +52,18 @@ class TrainingScenes(Dataset):
     fill: tuple[int, int, int]  # colour around the images
     seed: int
     drop_path_layers: int = 0
+    cache: Cache | None = None
 
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
-            parts = [self._read(index, position, broken)]
-            parts += [
-                self._read(
-                    draw % len(self.source), _FRESH + draw % _FRESH, []
-                )  # a broken partner counts in its own turn
+            places = [(index, position)]
+            places += [
+                (draw % len(self.source), _FRESH + draw % _FRESH)
                 for draw in self.augmentation.partners(position).tolist()
             ]
-            samples.append(self.augmentation(parts, position, self.fill))
+            samples.append(self._augmented(places, broken))
         batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
@@ -108,19 +108,33 @@ class TrainingScenes(Dataset):
         sizes = self.source.sizes[self.stream.indices(positions)]
         return self.augmentation.sizes(positions, sizes)
 
-    def _read(self, index: int, position: int, broken: list[str]) -> Sample:
-        """The sample; if it can't be read, an empty scene of its size, so that the step's canvas stays the same."""
+    def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
+        """What is shown of the image at the first of `places` (index, position), with those at the others as its partners."""
+        position = places[0][1]
         try:
-            return self.source.sample(index, position)
+            return self.augmentation([self._read(*place) for place in places], position, self.fill)
+        except BrokenImage:
+            parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
+            broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
+            return self.augmentation([*parts], position, self.fill)
+
+    def _read(self, index: int, position: int) -> Sample:
+        return self.source.sample(index, position, self.cache)
+
+    def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
+        """The sample, decoded whole, and ""; or an empty scene of its size, so that the step's canvas stays, and the reason."""
+        try:
+            sample = self._read(index, position)
+            return sample._replace(image=Picture(sample.image.whole())), ""
         except BrokenImage as error:
-            broken.append(f"{self.source.name(index)}: {error}")
-            return _empty(self.source.sizes[index], self.source.has_masks)
+            return _empty(self.source.sizes[index], self.source.has_masks), f"{self.source.name(index)}: {error}"
 
 
 @dataclass
 class EvaluationScenes(Dataset):
     """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
 
+    Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
     A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
     """
 
@@ -143,11 +157,11 @@ class EvaluationScenes(Dataset):
         samples, broken = [], []
         for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
             try:
-                image = self.source.image(index)
+                image = self.source.picture(index).whole()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image = _empty(self.source.sizes[index]).image
-            pixels = transforms.resize(transforms.to_image(image), [height, width], antialias=True)
+                image = _empty(self.source.sizes[index]).image.whole()
+            pixels = resized(image, (height, width), "bilinear")
             samples.append(Sample(pixels, *map(torch.from_numpy, _NO_BOXES)))
         return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
 
@@ -174,7 +188,7 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
     """A black image of `size` (width, height)."""
     width, height = size.tolist()
     none = np.zeros((0, height, width), np.uint8) if masks else None
-    return Sample(np.zeros((height, width, 3), np.uint8), *_NO_BOXES, none)
+    return Sample(Picture(torch.zeros(3, height, width, dtype=torch.uint8)), *_NO_BOXES, none)
 
 
 def _multiples(sizes: np.ndarray, stride: int) -> np.ndarray:

@@ -1,56 +1,70 @@
-"""Operations on one image with its boxes: to tensors, geometry, padding, joining.
+"""Operations on one image with its boxes: cropping, padding, joining.
 
-They know nothing of chance: `common.detection.transforms` draws what is done.
+They know nothing of chance: `common.detection.transforms` draws what is done. `crop` turns a sample of a source into one of
+tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd bool[n], masks uint8[n, H, W]. The other functions
+take and return such samples.
 """
 
 import numpy as np
 import torch
-from torchvision import tv_tensors
-from torchvision.transforms.v2 import functional as F
+import torch.nn.functional as F
 
+from common.data.decoding import resized
 from common.detection.data.annotated import Sample
 
 
 def size_of(sample: Sample) -> np.ndarray:
-    """int64[2]: width and height of a sample that is not of tensors yet."""
-    image = sample.image
-    return np.array(image.shape[1::-1] if isinstance(image, np.ndarray) else image.size)
+    """int64[2]: width and height that the boxes of a source's sample are of."""
+    return np.array([sample.image.width, sample.image.height]) if sample.size is None else sample.size.astype(np.int64)
 
 
 def areas_of(boxes: np.ndarray) -> np.ndarray:
     return (boxes[:, 2:] - boxes[:, :2]).prod(1)
 
 
-def to_tensors(sample: Sample) -> Sample:
-    width, height = size_of(sample).tolist()
-    return Sample(
-        F.to_image(sample.image),
-        tv_tensors.BoundingBoxes(sample.boxes, format="XYXY", canvas_size=(height, width)),
-        torch.from_numpy(sample.labels),
-        torch.from_numpy(sample.crowd),
-        None if sample.masks is None else tv_tensors.Mask(sample.masks),
-    )
+def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) -> Sample:
+    """A sample of tensors without an image or boxes."""
+    image = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+    none = torch.zeros(0, height, width, dtype=torch.uint8) if masks else None
+    return Sample(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), none)
 
 
-def nothing(sample: Sample) -> Sample:
-    """A sample of tensors without pixels or boxes."""
-    empty = select(to_tensors(sample), np.zeros(0, int))
-    return geometric(empty, F.crop, 0, 0, 0, 0)
+def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
+    """The part `inside` int[4] (left, top, right, bottom) of a source's image, resized to `size` (height, width), as tensors.
+
+    Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept smaller in a cache, the edges
+    are moved to whole pixels of it; boxes and masks follow.
+    """
+    picture = sample.image
+    whole = np.array([picture.width, picture.height])
+    kept = whole / size_of(sample)  # 1, or less in a cache
+    reduction = picture.reduction(*((inside[2:] - inside[:2]) * kept)[::-1].tolist(), size)
+    factors = np.tile(kept / reduction, 2)
+    limits = -(-whole // reduction)
+    low, high = np.rint(inside * factors).reshape(2, 2)
+    low = np.minimum(low, limits - 1)
+    left, top, right, bottom = np.concatenate([low, np.clip(high, low + 1, limits)]).astype(int).tolist()
+    image = resized(picture.part(reduction, top, left, bottom, right), size, "bilinear")
+
+    left, top, right, bottom = shown = (np.array([left, top, right, bottom]) / factors).astype(np.float32)
+    scale = (np.array(size[::-1]) / (shown[2:] - shown[:2])).astype(np.float32)
+    boxes = sample.boxes[rows].clip(np.tile(shown[:2], 2), np.tile(shown[2:], 2))
+    boxes = (boxes - np.tile(shown[:2], 2)) * np.tile(scale, 2)
+    masks = None
+    if sample.masks is not None:
+        left, top, right, bottom = np.rint(shown).astype(int).tolist()
+        part = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
+        masks = F.interpolate(part[None], size, mode="nearest")[0] if len(rows) else part.new_zeros(0, *size)
+    return Sample(image, *map(torch.from_numpy, (boxes, sample.labels[rows], sample.crowd[rows])), masks)
 
 
-def select(sample: Sample, rows: np.ndarray) -> Sample:
-    """Only these boxes."""
-    rows = torch.from_numpy(rows)
-    masks = None if sample.masks is None else tv_tensors.Mask(sample.masks[rows])
-    boxes = tv_tensors.wrap(sample.boxes[rows], like=sample.boxes)
-    return Sample(sample.image, boxes, sample.labels[rows], sample.crowd[rows], masks)
-
-
-def geometric(sample: Sample, function, *arguments, **options) -> Sample:
-    """Apply a geometric function of torchvision to image, boxes and masks."""
-    image, boxes, labels, crowd, masks = sample
-    image, boxes = (function(part, *arguments, **options) for part in (image, boxes))
-    return Sample(image, boxes, labels, crowd, None if masks is None else function(masks, *arguments, **options))
+def mirrored(sample: Sample) -> Sample:
+    """The left-right mirror image."""
+    image, boxes, *others, masks, _ = sample
+    left, top, right, bottom = boxes.unbind(1)
+    width = image.shape[2]
+    boxes = torch.stack([width - right, top, width - left, bottom], 1)
+    return Sample(image.flip(2), boxes, *others, None if masks is None else masks.flip(2))
 
 
 def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
@@ -58,25 +72,25 @@ def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: t
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
-    around = [left, top, width - left - w, height - top - h]
-    padded = geometric(sample, F.pad, around)
-    return padded._replace(image=F.pad(sample.image, around, fill=list(fill)))
+    canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+    canvas[:, top : top + h, left : left + w] = sample.image
+    boxes, masks = sample.boxes + torch.tensor([left, top, left, top]), sample.masks
+    if masks is not None:
+        masks = F.pad(masks, (left, width - left - w, top, height - top - h))
+    return sample._replace(image=canvas, boxes=boxes, masks=masks)
 
 
 def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
     """The boxes of several samples on one image."""
-    _, *columns = zip(*samples, strict=True)
-    masks = None if columns[3][0] is None else torch.cat(columns[3])
-    return Sample(image, *(torch.cat(column) for column in columns[:3]), masks)
+    _, *columns, masks, _ = zip(*samples, strict=True)
+    return Sample(image, *map(torch.cat, columns), None if masks[0] is None else torch.cat(masks))
 
 
 def finished(sample: Sample) -> Sample:
-    """A sample of plain tensors, without objects whose mask has no pixel left."""
-    image, boxes, labels, crowd, masks = sample
-    image, boxes = image.as_subclass(torch.Tensor), boxes.as_subclass(torch.Tensor).float()
-    boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))  # scaling may round up
+    """A sample without objects whose mask has no pixel left, and boxes within the image: scaling may round up."""
+    image, boxes, labels, crowd, masks, _ = sample
+    boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))
     if masks is None:
         return Sample(image, boxes, labels, crowd)
-    masks = masks.as_subclass(torch.Tensor)
     rows = (masks.flatten(1) > 0).any(1) | crowd
     return Sample(image, boxes[rows], labels[rows], crowd[rows], masks[rows])

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
 from common.detection.data.annotated import Sample
-from common.detection.samples import areas_of, finished, geometric, joined, nothing, padded, select, size_of, to_tensors
+from common.detection.samples import areas_of, crop, finished, joined, mirrored, nothing, padded, size_of
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
@@ -143,22 +142,19 @@ class BoxAugmentation:
         inside = view.clip(0, np.tile(size_of(sample), 2))
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
-        left, top, width, height = inside[0], inside[1], *(inside[2:] - inside[:2])
+        width, height = inside[2:] - inside[:2]
         if min(width, height) < 1:  # the view lies outside the image
-            return padded(nothing(sample), 0, 0, *out.tolist(), fill)
+            return nothing(*out.tolist(), fill, sample.masks is not None)
 
         cut = sample.boxes.clip(np.tile(inside[:2], 2), np.tile(inside[2:], 2))
         share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
         seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
-        crop = [int(value) for value in (top, left, height, width)]
-        shown = geometric(
-            select(to_tensors(sample), rows), F.resized_crop, *crop, (high - low)[::-1].tolist(), antialias=True
-        )
+        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
             shown = shown._replace(image=v2.RandomPhotometricDistort(p=self.photometric)(shown.image))
         shown = padded(shown, *low.tolist(), *out.tolist(), fill)
-        return geometric(shown, F.horizontal_flip) if np.random.random() < self.hflip else shown
+        return mirrored(shown) if np.random.random() < self.hflip else shown
 
     # ---- draws
 

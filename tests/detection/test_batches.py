@@ -34,7 +34,7 @@ class Painted(FixedImages):
     def name(self, index):
         return f"painted[{index}]"
 
-    def image(self, index):
+    def content(self, index):
         if index in self.broken:
             raise BrokenImage("cut off")
         width, height = self.sizes[index].tolist()
@@ -112,7 +112,7 @@ def test_partners_of_fresh_scenes_are_scenes_that_no_position_has():
     )
     data = spy(**{field.name: getattr(train, field.name) for field in dataclasses.fields(train)})
     samples_of(data, ways={"mosaic": 1.0, "mixup": 1.0}).__getitems__(np.arange(6))
-    positions = [position for _, position in asked]
+    positions = [position for _, position, _ in asked]
     assert len(set(positions)) == 30 and positions[::5] == list(range(6))
     assert all(2**62 <= position < 2**63 for place, position in enumerate(positions) if place % 5)
 

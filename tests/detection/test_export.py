@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.data.decoding import Picture
 from common.data.images import open_rgb
 from common.detection.batches import EvaluationScenes
 from common.detection.data import scenes
@@ -67,8 +68,8 @@ class One:
     def __len__(self) -> int:
         return 1
 
-    def image(self, index):
-        return self.only
+    def picture(self, index):
+        return Picture(self.only)
 
 
 def ours(detector, path, short_side=128, long_side=256):

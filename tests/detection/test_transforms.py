@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.data.decoding import Picture, pixels_of
 from common.detection.data.annotated import Sample
 from common.detection.transforms import BoxAugmentation, read_range
 from common.errors import Refused
@@ -48,7 +49,7 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
         boxes[number] = left, top, right, top + span[1]
         masks[number, top : top + span[1], left:right] = 1
         pixels[top : top + span[1], left:right] = 60 + 40 * number
-    return Sample(pixels, boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
+    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
 
 
 def vary(augmentation, position, own, others=None) -> Sample:
@@ -57,7 +58,7 @@ def vary(augmentation, position, own, others=None) -> Sample:
 
 
 def same(one: Sample, other: Sample) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(one[:5], other[:5], strict=True))
 
 
 @pytest.mark.smoke
@@ -65,12 +66,12 @@ def same(one: Sample, other: Sample) -> bool:
 def test_what_happens_is_a_function_of_seed_and_position(way):
     own = painted((100, 80), 3)
     augmentation = build(**WAYS[way], photometric=1.0)
-    before = own.boxes.copy(), own.image.copy()
+    before = own.boxes.copy(), own.image.whole().clone()
     first = [vary(augmentation, position, own) for position in range(12)]
     random.seed(5), np.random.seed(6), torch.manual_seed(7)
     for position in reversed(range(12)):
         assert same(vary(augmentation, position, own), first[position])
-    assert np.array_equal(own.boxes, before[0]) and np.array_equal(own.image, before[1])
+    assert np.array_equal(own.boxes, before[0]) and torch.equal(own.image.whole(), before[1])
     assert len({one.image.numpy().tobytes() for one in first}) == 12
     other = [vary(build(1, **WAYS[way], photometric=1.0), position, own) for position in range(12)]
     assert not any(same(*pair) for pair in zip(first, other, strict=True))
@@ -174,7 +175,7 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
     own, others = painted((100, 80), 1), [painted((70, 90), 1) for _ in range(4)]
     colours = [own, *others]
     for number, sample in enumerate(colours):
-        sample.labels[:], sample.image[:] = number, 50 + 30 * number
+        sample.labels[:], sample.image.whole()[:] = number, 50 + 30 * number
     result = [vary(build(mosaic=1.0), position, own, others) for position in range(20)]
     assert set().union(*(one.labels.tolist() for one in result)) == {0, 1, 2, 3}
     for one in result:

@@ -33,7 +33,7 @@ def draw_scenes(folder: Path) -> None:
         images, annotations = [], []
         for number in range(count):
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
-            pixels, boxes, labels, *_ = source.sample(number, number)
+            pixels, boxes, labels = source.scene(number)
             inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
             Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
             images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})

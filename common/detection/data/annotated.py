@@ -5,13 +5,16 @@ pages every data worker would copy.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.data.images import BrokenImage
+from common.data.cache import Cache
+from common.data.decoding import Picture
+from common.data.images import BrokenImage, open_rgb
 from common.data.source import fingerprint_of
 from common.detection.data.outlines import Outlines, decode
 
@@ -19,11 +22,12 @@ from common.detection.data.outlines import Outlines, decode
 class Sample(NamedTuple):
     """An image with its n boxes."""
 
-    image: Image.Image | np.ndarray  # RGB, or uint8[H, W, 3]
+    image: Picture
     boxes: np.ndarray  # float32[n, 4] left, top, right, bottom in pixels
     labels: np.ndarray  # int64[n]
     crowd: np.ndarray  # bool[n]
     masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
+    size: np.ndarray | None = None  # int[2] width and height that boxes are of; None: those of the picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +104,11 @@ class Annotated(Protocol):
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
         ...
 
-    def sample(self, index: int, position: int) -> Sample:
+    def picture(self, index: int) -> Picture:
+        """The same image, of which no more is decoded than is used. Raises `images.BrokenImage`."""
+        ...
+
+    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
         ...
 
@@ -110,23 +118,40 @@ class Annotated(Protocol):
 
 
 class FixedImages(Annotations):
-    """Annotations of images that are the same at every position of the stream. Subclasses define `image`."""
+    """Annotations of images that are the same at every position of the stream. Subclasses define `content`."""
 
     fresh = False
     has_masks = property(lambda self: self.outlines is not None)
 
-    def as_annotated(self, index: int, image: Image.Image) -> Image.Image:
-        """The image, if its size is the one that its boxes were read for. Raises `BrokenImage` otherwise."""
-        if image.size != tuple(self.sizes[index].tolist()):
-            sizes = (" x ".join(map(str, size)) for size in (image.size, self.sizes[index].tolist()))
-            raise BrokenImage("is {} pixels large, and was {} when its boxes were read".format(*sizes))
+    def content(self, index: int) -> str | bytes | Image.Image:
+        """Path or bytes of the image's file, or the image."""
+        raise NotImplementedError
+
+    def image(self, index: int) -> Image.Image:
+        image = open_rgb(self.content(index))
+        self._check_size(index, image)
         return image
 
-    def sample(self, index: int, position: int) -> Sample:
+    def picture(self, index: int) -> Picture:
+        picture = Picture(self.content(index))
+        self._check_size(index, picture)
+        return picture
+
+    def _check_size(self, index: int, image: Image.Image | Picture) -> None:
+        """Raise `BrokenImage` if the image has another size than the one that its boxes were read for."""
+        if (image.width, image.height) != tuple(self.sizes[index].tolist()):
+            width, height = self.sizes[index].tolist()
+            raise BrokenImage(
+                f"is {image.width} x {image.height} pixels large, and was {width} x {height} when its boxes were read"
+            )
+
+    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         rows = slice(self.offsets[index], self.offsets[index + 1])
-        image = self.image(index)
+        read = partial(self.picture, index)
+        picture = cache.picture(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.outlines else None
-        return Sample(image, self.boxes[rows].copy(), self.labels[rows].copy(), self.crowd[rows].copy(), masks)
+        columns = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
+        return Sample(picture, *columns, masks, self.sizes[index])
 
     def rles(self, index: int) -> list[dict]:
         rows = slice(self.offsets[index], self.offsets[index + 1])

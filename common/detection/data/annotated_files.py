@@ -6,9 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
-from common.data.images import open_rgb
 from common.data.source import name_of, path_of
 from common.data.splits import draws_of
 from common.detection.data.annotated import Annotations, FixedImages
@@ -35,8 +33,8 @@ class AnnotatedFiles(FixedImages):
     def name(self, index: int) -> str:
         return name_of(self.root, self.paths, index)
 
-    def image(self, index: int) -> Image.Image:
-        return self.as_annotated(index, open_rgb(path_of(self.root, self.paths, index)))
+    def content(self, index: int) -> str:
+        return path_of(self.root, self.paths, index)
 
     def part(self, rows: np.ndarray) -> "AnnotatedFiles":
         return replace(

@@ -40,8 +40,8 @@ class AnnotatedTable(FixedImages):
     def name(self, index: int) -> str:
         return self.images.name(index)
 
-    def image(self, index: int) -> Image.Image:
-        return self.as_annotated(index, self.images.image(index))
+    def content(self, index: int) -> str | bytes | Image.Image:
+        return self.images.content(index)
 
     def part(self, rows: np.ndarray) -> "AnnotatedTable":
         columns = self.columns_of(rows)

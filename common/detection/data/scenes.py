@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
+from common.data.decoding import Picture, pixels_of
 from common.data.digits import Digits, load_digits
 from common.data.source import fingerprint_of
 from common.detection.data.annotated import Annotations, Sample
@@ -77,9 +78,10 @@ class Scenes:
         image = canvas.astype(np.uint8) + (noise & 31)
         return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
 
-    def sample(self, index: int, position: int) -> Sample:
+    def sample(self, index: int, position: int, cache: None = None) -> Sample:
         image, boxes, labels, masks = self._draw(position if self.fresh else index)
-        return Sample(image, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
+        picture = Picture(pixels_of(image))
+        return Sample(picture, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
 
     def rles(self, index: int) -> list[dict]:
         return encode(self._draw(index)[3])
@@ -89,6 +91,9 @@ class Scenes:
 
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self.scene(index)[0])
+
+    def picture(self, index: int) -> Picture:
+        return Picture(pixels_of(self.scene(index)[0]))
 
     def __len__(self) -> int:
         return self.count
