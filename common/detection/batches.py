@@ -202,11 +202,14 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
 
 
 def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
-    images = torch.tensor(fill, dtype=torch.uint8)[None, :, None, None].repeat(len(samples), 1, *canvas)
+    images = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8)
+    ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
     targets = []
     for place, (sample, position) in enumerate(zip(samples, positions.tolist(), strict=True)):
         height, width = sample.image.shape[1:]
         images[place, :, :height, :width] = sample.image
+        images[place, :, :height, width:] = ground
+        images[place, :, height:] = ground
         targets.append(
             {
                 "boxes": sample.boxes,

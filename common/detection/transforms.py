@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from common.detection.data.annotated import Sample
-from common.detection.samples import areas_of, crop, finished, joined, mirrored, nothing, padded, size_of
+from common.detection.samples import FIRST, LAST, areas_of, crop, finished, joined, mirrored, nothing, padded, size_of
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
@@ -48,10 +48,12 @@ class BoxAugmentation:
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
-        drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
-        short = np.array(self.short_sides)[(drawn * len(self.short_sides)).astype(int)]
+        short = np.array(self.short_sides)
+        if len(short) > 1:
+            drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
+            short = short[(drawn * len(short)).astype(int)]
         if self.square:
-            return short[:, None] / sizes
+            return short.reshape(-1, 1) / sizes
         return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -139,14 +141,14 @@ class BoxAugmentation:
     ) -> Sample:
         """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
-        inside = view.clip(0, np.tile(size_of(sample), 2))
+        inside = view.clip(0, size_of(sample)[FIRST])
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         width, height = inside[2:] - inside[:2]
         if min(width, height) < 1:  # the view lies outside the image
             return nothing(*out.tolist(), fill, sample.masks is not None)
 
-        cut = sample.boxes.clip(np.tile(inside[:2], 2), np.tile(inside[2:], 2))
+        cut = sample.boxes.clip(inside[FIRST], inside[LAST])
         share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
         seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
@@ -159,12 +161,15 @@ class BoxAugmentation:
     # ---- draws
 
     def _factors(self, positions: np.ndarray) -> np.ndarray:
-        low, high = self.jitter or (1.0, 1.0)
+        if not self.jitter:
+            return np.ones(len(positions))
+        low, high = self.jitter
         return low + (high - low) * uniforms(positions, key_of(self.seed, "scale"))
 
     def _happens(self, name: str, positions: np.ndarray) -> np.ndarray:
-        drawn = uniforms(positions, key_of(self.seed, name)) < getattr(self, name)
-        return drawn & self._is_strong(positions)
+        if not (probability := getattr(self, name)):
+            return np.zeros(len(positions), bool)
+        return (uniforms(positions, key_of(self.seed, name)) < probability) & self._is_strong(positions)
 
     def _strikes(self, probability: float, position: int) -> bool:
         return np.random.random() < probability and self._is_strong(position)
@@ -215,7 +220,7 @@ def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     ):  # the search would take long without boxes, and divide by 0 in a tiny view
         return view, everything
     canvas = {"format": "XYXY", "canvas_size": (height, width)}
-    found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - np.tile(view[:2], 2), **canvas)])
+    found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)])
     if not found:  # one of its choices is the whole view
         return view, everything
     corner = view[:2] + [found["left"], found["top"]]
