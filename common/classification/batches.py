@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from common.classification import device_decoding
 from common.classification.augmentation import Augmentation
-from common.classification.device_decoding import Encoded, decoder
 from common.classification.transforms import TrainingTransform
 from common.data.cache import Cache
 from common.data.decoding import Picture
+from common.data.device_decoding import Encoded, Jpeg, noise
 from common.data.images import BrokenImage
 from common.data.loader import Movable
 from common.data.source import Source
@@ -41,7 +41,7 @@ class Batch(Movable):
         """The batch with all of its images, decoded on its device."""
         if self.encoded is None:
             return self
-        images, broken = decoder(self.images.device)(self.images, self.encoded)
+        images, broken = device_decoding.decoded(self.images, self.encoded)
         return replace(self, images=images, broken=self.broken + broken, encoded=None)
 
 
@@ -74,31 +74,32 @@ class TrainingSamples(Dataset):
             image, index = self._read(index, key, broken)
             images.append(image)
             indices.append(index)
-        batch = self._batch(images, self.source.labels[indices], positions)
+        names = [self.source.name(index) for index in indices] if self.decode == "device" else []
+        batch = self._batch(images, names, self.source.labels[indices], positions)
         batch.broken = tuple(broken)
         return batch
 
     def blank(self, count: int) -> Batch:
         """`count` samples of noise with everything that a batch of this run has: a step with them takes a step's memory."""
         if self.decode == "device":
-            images = [device_decoding.noise()] * count
+            images = [noise(self.transform.size)] * count
         else:
             images = list(torch.randint(256, (count, 3, *self.transform.size), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
-        return self._batch(images, labels, np.arange(count))
+        return self._batch(images, ["noise"] * count, labels, np.arange(count))
 
     def _batch(
-        self, images: list[torch.Tensor | device_decoding.Jpeg], labels: np.ndarray, positions: np.ndarray
+        self, images: list[torch.Tensor | Jpeg], names: list[str], labels: np.ndarray, positions: np.ndarray
     ) -> Batch:
         """A batch of these images, with the draws for their positions."""
-        images, encoded = device_decoding.stack(images, self.transform)
+        images, encoded = device_decoding.stack(images, names, self.transform)
         draws = [torch.from_numpy(augmentation.draw(positions)) for augmentation in self.augmentations]
         batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), draws, encoded=encoded)
         if self.drop_path_layers:
             batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
         return batch
 
-    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | device_decoding.Jpeg, int]:
+    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | Jpeg, int]:
         """The transformed image at `index`, or at the next index that can be read, and the index that it comes from."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
@@ -111,9 +112,9 @@ class TrainingSamples(Dataset):
         seed_generators(key)
         return self.transform(Picture(_black())), index
 
-    def _transformed(self, index: int) -> torch.Tensor | device_decoding.Jpeg:
+    def _transformed(self, index: int) -> torch.Tensor | Jpeg:
         if self.decode == "device":
-            return device_decoding.varied(self.transform, self._picture(index), self.source.name(index))
+            return device_decoding.varied(self.transform, self._picture(index))
         return self.transform(self._picture(index))
 
     def _picture(self, index: int) -> Picture:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from common.config.fields import AugmentationConfig
-from common.data.decoding import Picture, pixels_of
+from common.data.decoding import Picture, View, pixels_of
 from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
 from common.imports import timm
@@ -24,20 +24,6 @@ auto_augment, transforms_imagenet_train = timm.data.auto_augment, timm.data.tran
 _RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
 _TRIES = 10
 _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, such as m9 or mstd0.5
-
-
-@dataclass(frozen=True)
-class View:
-    """The part of an image that is shown, and its flips."""
-
-    box: tuple[int, int, int, int]  # top, left, height and width, in pixels
-    vflip: bool
-    hflip: bool
-
-    def mirrored(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[..., H, W], the same shape."""
-        axes = [axis for axis, flipped in ((-2, self.vflip), (-1, self.hflip)) if flipped]
-        return pixels.flip(axes) if axes else pixels
 
 
 @dataclass(frozen=True)
@@ -57,11 +43,11 @@ class TrainingTransform:
     def draw(self, height: int, width: int) -> View:
         """A random view of an image of this size in pixels, from Python's generator."""
         box = crop(height, width, self.least_area)
-        return View(box, *(random.random() < probability for probability in (self.vflip, self.hflip)))
+        return View(box, self.size, *(random.random() < probability for probability in (self.vflip, self.hflip)))
 
     def show(self, picture: Picture, view: View) -> torch.Tensor:
         """This view as uint8[3, H, W]. A policy draws its own random numbers in each call."""
-        pixels = view.mirrored(picture.region(*view.box, self.size, self.interpolation))
+        pixels = view.mirrored(picture.region(*view.box, view.size, self.interpolation))
         if self.policy:
             image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
             pixels = pixels_of(image)

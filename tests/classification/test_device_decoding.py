@@ -9,14 +9,15 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from common.classification import device_decoding
 from common.classification.batches import TrainingSamples
-from common.classification.device_decoding import Decoder, Jpeg, stack, varied
+from common.classification.device_decoding import decoded, stack, varied
 from common.classification.transforms import training_transform
 from common.config.fields import AugmentationConfig
+from common.data import device_decoding
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
+from common.data.device_decoding import Jpeg
 from common.data.images import BrokenImage
 from common.data.loader import Feed, training_loader
 from common.data.stream import Stream
@@ -178,13 +179,13 @@ def test_a_broken_jpeg_is_black_and_named_with_the_reason_the_worker_gives(devic
 def test_what_the_device_cannot_do_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
     transform = training_transform(VARIED, DATA)
     for name, data in USUAL.items():
-        assert isinstance(varied(transform, Picture(data), name), Jpeg), name
+        assert isinstance(varied(transform, Picture(data)), Jpeg), name
     for name, data in ODD.items():
-        assert isinstance(varied(transform, Picture(data), name), torch.Tensor), name
+        assert isinstance(varied(transform, Picture(data)), torch.Tensor), name
     tiny = replace(transform, size=(4, 4), least_area=1.0)
-    assert isinstance(varied(tiny, Picture(jpeg(4 * 33, 4 * 33)), "much reduced"), torch.Tensor)
+    assert isinstance(varied(tiny, Picture(jpeg(4 * 33, 4 * 33))), torch.Tensor)
     monkeypatch.setattr(device_decoding, "_MOST_PIXELS", 120 * 90 - 1)
-    assert isinstance(varied(transform, Picture(USUAL["plain"]), "large"), torch.Tensor)
+    assert isinstance(varied(transform, Picture(USUAL["plain"])), torch.Tensor)
 
 
 def test_a_decoder_that_refuses_an_image_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +227,11 @@ def test_images_come_back_in_their_places() -> None:
         for shade, kind in enumerate(kinds):
             grey = Image.new("RGB", (64, 64), (20 * shade,) * 3)
             seed_generators(0)
-            images.append(varied(transform, Picture(file(grey) if kind == "J" else file(grey, "PNG")), ""))
-        pixels, encoded = stack(images, transform)
+            images.append(varied(transform, Picture(file(grey) if kind == "J" else file(grey, "PNG"))))
+        pixels, encoded = stack(images, [*kinds], transform)
         assert len(pixels) == kinds.count("P") and (encoded is None) == ("J" not in kinds)
         if encoded:
-            pixels, _ = Decoder(torch.device("cpu"))(pixels, encoded)
+            pixels, _ = decoded(pixels, encoded)
         assert [round(image.float().mean().item() / 20) for image in pixels] == list(range(len(kinds)))
 
 

@@ -30,7 +30,7 @@ LOGGING = """Numbers of one's own.
 """
 # Waits that torch does not report: for events of earlier steps, which have passed, and for nvJPEG's work on its own stream.
 REPORT = {"cudaEventSynchronize run/step_reports.py": 1}
-NVJPEG = {"cudaStreamSynchronize classification/device_decoding.py, io/image.py": 2}
+NVJPEG = {"cudaStreamSynchronize data/device_decoding.py, io/image.py": 2}
 
 
 @pytest.fixture(scope="module")
