@@ -22,6 +22,7 @@ import torch
 from common.config.fields import (
     BoxAugmentationConfig,
     OptimizationConfig,
+    ReadingConfig,
     RunConfig,
     option,
     path_option,
@@ -29,6 +30,7 @@ from common.config.fields import (
 )
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
 from common.data.stream import Stream
@@ -59,7 +61,7 @@ from common.training.optimizer import (
 
 
 @dataclass
-class Config(BoxAugmentationConfig, OptimizationConfig, RunConfig):
+class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
     data: str = path_option("digits")
@@ -114,6 +116,8 @@ class Config(BoxAugmentationConfig, OptimizationConfig, RunConfig):
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     warmup_epochs: float = option(0.0, photographs=1.0)
+    cache: int = option(0, added=True)
+    decode: Literal["worker", "device"] = option("worker", added=True)
 
 
 def build_data(config: Config, weights=None):
@@ -181,6 +185,7 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
         mosaic=config.mosaic,
         mixup=config.mixup,
         strong_until=stream.steps(config.strong_epochs) * stream.global_batch_size,
+        decode=config.decode,
     )
     return varied, plain
 
@@ -195,7 +200,8 @@ def build_normalize(config: Config, model, device: torch.device):
 
 def build_samples(config: Config, train: Annotated, stream: Stream, model, varied: BoxAugmentation, fill: tuple):
     """Positions of the stream -> batches; data workers compute them."""
-    return TrainingScenes(train, stream, varied, model.stride, fill, config.seed, drop_path.layers(model))
+    cache, layers = open_cache(len(train), config.cache, config.cache_folder), drop_path.layers(model)
+    return TrainingScenes(train, stream, varied, model.stride, fill, config.seed, layers, cache)
 
 
 def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
@@ -246,6 +252,7 @@ def start_rows(config: Config, data: tuple, model, begins: str, samples: Trainin
         "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in model.parameters()):,} parameters",
         "begins with": begins,
         **defaults.describe(config),
+        "cache": str(samples.cache or "none"),
         "batch norm": batch_norm.describe(config.batch_norm, model),
         "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
     }

@@ -6,7 +6,7 @@ evaluation each image has the canvas that it would have alone.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,14 +15,18 @@ from torch.utils.data import Dataset
 
 from common.data.cache import Cache
 from common.data.decoding import Picture, resized
+from common.data.device_decoding import Encoded, decoder, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import Movable
 from common.data.stream import Stream
 from common.detection.data import outlines
 from common.detection.data.annotated import Annotated, Sample
+from common.detection.device_decoding import Laid
 from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
 from common.training import drop_path
 
+_OF_OBJECTS = {"boxes", "labels", "crowd", "masks", "regions"}  # columns of a target
 _FRESH = 2**62  # first position that no step has: from here on partners of mosaic and MixUp are drawn as fresh scenes
 
 
@@ -39,6 +43,21 @@ class DetectionBatch(Movable):
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # what losses are divided by, over the global batch
+    encoded: Encoded | None = None  # images that the device has yet to decode onto `images`
+
+    def complete(self) -> "DetectionBatch":
+        """The batch with all of its images, decoded on its device."""
+        if self.encoded is None:
+            return self
+        decoded, broken = decoder(self.images.device)(self.encoded)
+        targets = [*self.targets]
+        for number, ((place, top, left), image) in enumerate(zip(self.encoded.places, decoded, strict=True)):
+            height, width = image.shape[1:]
+            self.images[place, :, top : top + height, left : left + width] = image
+            if number in broken:  # as a worker leaves them
+                rows = {name: targets[place][name][:0] for name in _OF_OBJECTS & targets[place].keys()}
+                targets[place] = targets[place] | rows
+        return replace(self, targets=targets, broken=(*self.broken, *broken.values()), encoded=None)
 
 
 @dataclass
@@ -54,6 +73,14 @@ class TrainingScenes(Dataset):
     drop_path_layers: int = 0
     cache: Cache | None = None
 
+    def __post_init__(self) -> None:
+        if self.cache and self.source.fresh:
+            raise Refused(
+                "--cache: every image is drawn anew for its position, so that none is read twice; leave it out"
+            )
+        if self.augmentation.decode == "device":
+            refuse_cache(self.cache is not None)
+
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples, broken = [], []
@@ -64,7 +91,10 @@ class TrainingScenes(Dataset):
                 for draw in self.augmentation.partners(position).tolist()
             ]
             samples.append(self._augmented(places, broken))
-        batch = _batch(samples, positions, canvas, self.fill, tuple(broken))
+        names = []
+        if self.augmentation.decode == "device":
+            names = [self.source.name(index) for index in self.stream.indices(positions).tolist()]
+        batch = _batch(samples, positions, canvas, self.fill, tuple(broken), names)
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
@@ -74,14 +104,17 @@ class TrainingScenes(Dataset):
         samples = []
         for boxes in self._most_boxes(count).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
-            image = torch.randint(256, (3, height, width), dtype=torch.uint8)
+            if self.augmentation.decode == "device":
+                image = Laid(noise((height, width)), (3, height, width))
+            else:
+                image = torch.randint(256, (3, height, width), dtype=torch.uint8)
             masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
             samples.append(
                 Sample(image, corners.movedim(0, 1).flatten(1), labels, torch.zeros_like(labels).bool(), masks)
             )
         positions = np.arange(count)
-        batch = _batch(samples, positions, (height, width), self.fill, ())
+        batch = _batch(samples, positions, (height, width), self.fill, (), ["noise"] * count)
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
@@ -201,13 +234,18 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
     return height, width
 
 
-def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
+def _batch(samples, positions, canvas, fill, broken, names=()) -> DetectionBatch:
+    """`names` are needed of images that the device decodes."""
     images = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8)
     ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
-    targets = []
+    targets, laid = [], {}
     for place, (sample, position) in enumerate(zip(samples, positions.tolist(), strict=True)):
         height, width = sample.image.shape[1:]
-        images[place, :, :height, :width] = sample.image
+        if isinstance(sample.image, Laid):
+            images[place, :, :height, :width] = ground
+            laid[place] = sample.image
+        else:
+            images[place, :, :height, :width] = sample.image
         images[place, :, :height, width:] = ground
         images[place, :, height:] = ground
         targets.append(
@@ -223,4 +261,9 @@ def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
         if sample.masks is not None:
             targets[-1]["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
     sizes = torch.stack([target["size"] for target in targets])
-    return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)
+    batch = DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)
+    if laid:
+        places = [(place, image.top, image.left) for place, image in laid.items()]
+        names = [names[place] for place in laid]
+        batch.encoded = Encoded([image.jpeg for image in laid.values()], names, places, "bilinear")
+    return batch

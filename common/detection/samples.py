@@ -9,8 +9,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.data.decoding import resized
+from common.data.decoding import View, resized
+from common.data.device_decoding import for_device
 from common.detection.data.annotated import Sample
+from common.detection.device_decoding import Laid
 
 FIRST, LAST = (
     [0, 1, 0, 1],
@@ -34,22 +36,30 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
     return Sample(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), none)
 
 
-def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
+def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray, decode: str) -> Sample:
     """The part `inside` int[4] (left, top, right, bottom) of a source's image, resized to `size` (height, width), as tensors.
 
     Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept smaller in a cache, the edges
-    are moved to whole pixels of it; boxes and masks follow.
+    are moved to whole pixels of it; boxes and masks follow. With `decode` "device" the image is `Laid` if the device can
+    decode it.
     """
     picture = sample.image
     whole = np.array([picture.width, picture.height])
     kept = whole / size_of(sample)  # 1, or less in a cache
-    reduction = picture.reduction(*((inside[2:] - inside[:2]) * kept)[::-1].tolist(), size)
+    left, top, right, bottom = inside.tolist()
+    jpeg = for_device(picture, View((top, left, bottom - top, right - left), size)) if decode == "device" else None
+    wanted = ((inside[2:] - inside[:2]) * kept)[::-1].tolist()
+    reduction = 1 if jpeg else picture.reduction(*wanted, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)
     edges = np.rint(inside * factors).astype(int)
     edges[:2] = np.minimum(edges[:2], limits - 1)
     edges[2:] = edges[2:].clip(edges[:2] + 1, limits)
     left, top, right, bottom = edges.tolist()
-    image = resized(picture.part(reduction, top, left, bottom, right), size, "bilinear")
+    if jpeg:
+        image = Laid(jpeg, (3, *size))
+    else:
+        part = picture.part(reduction, top, left, bottom, right)
+        image = resized(part, size, "bilinear")
 
     shown = (edges / factors).astype(np.float32)
     scale = (size[::-1] / (shown[2:] - shown[:2])).astype(np.float32)
@@ -60,6 +70,12 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
         part = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
         masks = F.interpolate(part[None], size, mode="nearest")[0] if len(rows) else part.new_zeros(0, *size)
     return Sample(image, *map(torch.from_numpy, (boxes, sample.labels[rows], sample.crowd[rows])), masks)
+
+
+def select(sample: Sample, rows: np.ndarray | torch.Tensor) -> Sample:
+    """Only the objects `rows`: numbers int[n], or bool for each."""
+    image, *columns, masks, _ = sample
+    return Sample(image, *(column[rows] for column in columns), None if masks is None else masks[rows])
 
 
 def mirrored(sample: Sample) -> Sample:
@@ -76,8 +92,11 @@ def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: t
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
-    canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
-    canvas[:, top : top + h, left : left + w] = sample.image
+    if isinstance(sample.image, Laid):
+        canvas = sample.image.padded(left, top, width, height)
+    else:
+        canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+        canvas[:, top : top + h, left : left + w] = sample.image
     boxes, masks = sample.boxes + torch.tensor([left, top, left, top]), sample.masks
     if masks is not None:
         masks = F.pad(masks, (left, width - left - w, top, height - top - h))
@@ -92,9 +111,6 @@ def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
 
 def finished(sample: Sample) -> Sample:
     """A sample without objects whose mask has no pixel left, and boxes within the image: scaling may round up."""
-    image, boxes, labels, crowd, masks, _ = sample
-    boxes = torch.minimum(boxes.clamp(min=0), torch.tensor(image.shape[:0:-1]).repeat(2))
-    if masks is None:
-        return Sample(image, boxes, labels, crowd)
-    rows = (masks.flatten(1) > 0).any(1) | crowd
-    return Sample(image, boxes[rows], labels[rows], crowd[rows], masks[rows])
+    edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
+    sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
+    return sample if sample.masks is None else select(sample, (sample.masks.flatten(1) > 0).any(1) | sample.crowd)

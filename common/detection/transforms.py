@@ -15,6 +15,7 @@ from common.randomness import key_of, mix, seed_generators, uniforms
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
+_ON_PIXELS = ("photometric", "mosaic", "mixup")  # options that change pixels or mix those of several images
 _LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 
@@ -45,6 +46,15 @@ class BoxAugmentation:
     strong_until: int = 0  # from this position on only short sides, jitter and mirroring (0: never)
     square: bool = False  # stretch to a square of the short side; `long_side` is not used
     alike: int = 1  # number of consecutive positions that draw the same short side
+    decode: str = "worker"  # or "device": images are left to it, where it can decode them
+
+    def __post_init__(self) -> None:
+        """Raise `Refused` for options that need pixels in the worker."""
+        if self.decode == "device" and (used := [name for name in _ON_PIXELS if getattr(self, name)]):
+            raise Refused(
+                f"--decode device: {', '.join(used)} work on pixels in the data worker; leave them out, or take "
+                "--decode worker"
+            )
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
@@ -152,7 +162,7 @@ class BoxAugmentation:
         share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
         seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
-        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
+        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows, self.decode)
         if self._is_strong(position) and self.photometric:
             shown = shown._replace(image=v2.RandomPhotometricDistort(p=self.photometric)(shown.image))
         shown = padded(shown, *low.tolist(), *out.tolist(), fill)
