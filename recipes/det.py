@@ -82,6 +82,8 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     short_sides: str = option("128", photographs="480")
     """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
     800, or 640,672,...,800). rtdetr_v2, dfine: sides of the square that images become, one of which is drawn for each step."""
+    sync_short_sides: bool = option(False, added=True)
+    """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
     long_side: int = option(128, low=1, high=8192, photographs=800)
     """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Not used by rtdetr_v2 and dfine."""
     eval_short_side: int = option(0, low=0, high=8192)
@@ -122,7 +124,8 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
 
 def build_data(config: Config, weights=None):
     """Training and validation images with boxes; with `weights`, those of --eval_only, both are the images to evaluate on."""
-    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    pastes = config.copy_paste > 0 and weights is None
+    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn" or pastes))
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
@@ -177,13 +180,17 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
         config.long_side,
         read_range("--scale_jitter", config.scale_jitter),
         square=square,
-        alike=config.global_batch_size if square else 1,
+        alike=config.global_batch_size if square or config.sync_short_sides else 1,
         hflip=config.hflip,
         photometric=config.photometric,
         iou_crop=config.iou_crop,
         zoom_out=config.zoom_out,
         mosaic=config.mosaic,
         mixup=config.mixup,
+        copy_paste=config.copy_paste,
+        rotate=config.rotate,
+        translate=config.translate,
+        drop_masks=config.detector != "mask_rcnn",  # other families read masks for copy-paste alone
         strong_until=stream.steps(config.strong_epochs) * stream.global_batch_size,
         decode=config.decode,
     )

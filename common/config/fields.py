@@ -239,8 +239,14 @@ class BoxAugmentationConfig(SharedFields):
     """Probability of showing parts of four images around a point, as in YOLOX."""
     mixup: float = option(0.0, low=0, high=1)
     """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
+    copy_paste: float = option(0.0, low=0, high=1, added=True)
+    """Probability of pasting some objects of another image over an image (Simple Copy-Paste); needs data with outlines."""
+    rotate: float = option(0.0, low=0, high=180, added=True)
+    """Largest rotation in degrees, drawn uniformly from both directions."""
+    translate: float = option(0.0, low=0, high=1, added=True)
+    """Largest shift as a share of the image's width and height, drawn uniformly from both directions."""
     strong_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
-    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic, mixup and copy_paste end (0: never)."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from common.errors import Refused
 from common.training import drop_path
 
 _OF_OBJECTS = {"boxes", "labels", "crowd", "masks", "regions"}  # columns of a target
-_FRESH = 2**62  # first position that no step has: from here on partners of mosaic and MixUp are drawn as fresh scenes
+_FRESH = 2**62  # first position that no step has: from here on partners of a position are drawn as fresh scenes
 
 
 @dataclass
@@ -108,7 +108,7 @@ class TrainingScenes(Dataset):
                 image = Laid(noise((height, width)), (3, height, width))
             else:
                 image = torch.randint(256, (3, height, width), dtype=torch.uint8)
-            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
+            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self._keeps_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
             samples.append(
                 Sample(image, corners.movedim(0, 1).flatten(1), labels, torch.zeros_like(labels).bool(), masks)
@@ -119,13 +119,18 @@ class TrainingScenes(Dataset):
         return batch
 
     def _most_boxes(self, count: int) -> np.ndarray:
-        """int64[count]: numbers of boxes, of the images that have the most; with mosaic and MixUp, sums over several images."""
-        parts = 1 + 3 * (self.augmentation.mosaic > 0) + (self.augmentation.mixup > 0)
+        """int64[count]: numbers of boxes, of the images that have the most; sums if positions may show several images."""
+        ways = self.augmentation
+        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0) + (ways.copy_paste > 0)
         if self.source.fresh:  # each position has an image of its own
             most = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
         else:
             most = np.sort(np.diff(self.source.offsets))[::-1]
         return np.resize(most, (count, parts)).sum(1)
+
+    @property
+    def _keeps_masks(self) -> bool:
+        return self.source.has_masks and not self.augmentation.drop_masks
 
     def padding(self, step: int) -> float:
         """Share of the pixels of the global batch of `step` that are padding."""

@@ -7,15 +7,37 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from common.detection.affine import moved
+from common.detection.copy_paste import pasted
 from common.detection.data.annotated import Sample
-from common.detection.samples import FIRST, LAST, areas_of, crop, finished, joined, mirrored, nothing, padded, size_of
+from common.detection.samples import (
+    FIRST,
+    LAST,
+    areas_of,
+    crop,
+    finished,
+    joined,
+    mirrored,
+    nothing,
+    padded,
+    select,
+    size_of,
+)
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
-_ON_PIXELS = ("photometric", "mosaic", "mixup")  # options that change pixels or mix those of several images
+# Options that change pixels or mix those of several images.
+_ON_PIXELS = ("photometric", "mosaic", "mixup", "copy_paste", "rotate", "translate")
+    "photometric",
+    "mosaic",
+    "mixup",
+    "copy_paste",
+    "rotate",
+    "translate",
+)  # options that change pixels or mix those of several images
 _LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 
@@ -28,7 +50,8 @@ class BoxAugmentation:
     have as a whole.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ghiasi et al. 2021, "Simple Copy-Paste" (large-scale
-    jitter); Ge et al. 2021, YOLOX (mosaic and MixUp in equal parts, both without weights in the loss).
+    jitter, copy-paste); Ge et al. 2021, YOLOX (mosaic, then one affine, then MixUp in equal parts, all without weights in the
+    loss). Copy-paste comes before the affine.
     """
 
     seed: int
@@ -43,9 +66,13 @@ class BoxAugmentation:
     zoom_out: float = 0.0
     mosaic: float = 0.0
     mixup: float = 0.0
-    strong_until: int = 0  # from this position on only short sides, jitter and mirroring (0: never)
+    copy_paste: float = 0.0  # needs samples with masks
+    rotate: float = 0.0  # largest angle, in degrees either way
+    translate: float = 0.0  # largest shift, as a share of width and height
+    strong_until: int = 0  # from this position on only short sides, jitter, mirroring and the affine (0: never)
     square: bool = False  # stretch to a square of the short side; `long_side` is not used
     alike: int = 1  # number of consecutive positions that draw the same short side
+    drop_masks: bool = False  # masks only help to vary images: the result has none
     decode: str = "worker"  # or "device": images are left to it, where it can decode them
 
     def __post_init__(self) -> None:
@@ -73,9 +100,10 @@ class BoxAugmentation:
         return np.minimum(_rounded(room), _rounded(room * factors[:, None]))
 
     def partners(self, position: int) -> np.ndarray:
-        """uint64[n]: a random number for each other image that `position` needs: 3 for a mosaic, then 1 for MixUp."""
+        """uint64[n]: a random number for each other image of `position`: 3 for a mosaic, 1 for MixUp, 1 for copy-paste."""
         where = np.array([position])
         count = 3 * self._happens("mosaic", where)[0] + self._happens("mixup", where)[0]
+        count += self._happens("copy_paste", where)[0]
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
@@ -89,13 +117,18 @@ class BoxAugmentation:
             result, others = self._mosaic([own, *others[:3]], position, fill), others[3:]
         else:
             result = self._alone(own, position, 0, fill)
+        if self._happens("copy_paste", where)[0]:
+            result = self._pasted(result, others.pop(), position, fill)
+        result = self._moved(result, position, 0, fill)
         if self._happens("mixup", where)[0]:
             height, width = result.image.shape[1:]
             other = self._alone(others[0], position, 4, fill, np.array([width, height]))
+            other = self._moved(other, position, 4, fill)
             other = padded(other, 0, 0, width, height, fill)
             half = ((result.image.short() + other.image.short()) // 2).to(torch.uint8)
             result = joined(half, [result, other])
-        return finished(result)
+        result = finished(result)
+        return result._replace(masks=None) if self.drop_masks else result
 
     def _alone(
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
@@ -138,6 +171,27 @@ class BoxAugmentation:
             image[:, top : top + h, left : left + w] = part.image
             parts.append(padded(part, left, top, width, height, fill))
         return joined(image, parts)
+
+    def _pasted(self, result: Sample, other: Sample, position: int, fill: tuple[int, int, int]) -> Sample:
+        """Some objects of another image, at least one, on top; it is varied like any image, at a random place."""
+        height, width = result.image.shape[1:]
+        other = self._alone(other, position, 5, fill, np.array([width, height]))
+        self._seed(position, "copy-paste")
+        left, top = _corner(np.array([width, height]) - other.image.shape[:0:-1]).tolist()
+        rows = np.flatnonzero(~other.crowd.numpy())
+        if not len(rows):
+            return result
+        draws = np.random.random(len(rows))
+        chosen = select(other, rows[draws <= max(0.5, draws.min())])
+        return _visible(*pasted(result, padded(chosen, left, top, width, height, fill)))
+
+    def _moved(self, sample: Sample, position: int, number: int, fill: tuple[int, int, int]) -> Sample:
+        """The sample rotated and shifted, by another draw for each `number`."""
+        if not (self.rotate or self.translate):
+            return sample
+        draws = uniforms(np.arange(3), key_of(self.seed, "affine", position, number)) * 2 - 1
+        shift = draws[1:] * self.translate * sample.image.shape[:0:-1]
+        return _visible(*moved(sample, draws[0] * self.rotate, shift.tolist(), fill))
 
     def _shown(
         self,
@@ -202,6 +256,12 @@ def read_range(flag: str, text: str) -> tuple[float, float] | None:
     if not 0 < low <= high <= _LARGEST:
         raise Refused(f"{flag} {text}: must be two factors of at most {_LARGEST:g} joined by a dash, such as 0.1-2")
     return low, high
+
+
+def _visible(sample: Sample, shares: torch.Tensor) -> Sample:
+    """The objects of a sample of tensors of which at least `_VISIBLE` is left, and any part of a crowd region."""
+    seen = (sample.boxes[:, 2:] - sample.boxes[:, :2] >= _SMALLEST).all(1)
+    return select(sample, (seen & (sample.crowd | (shares >= _VISIBLE))).numpy().nonzero()[0])
 
 
 def _rounded(sizes: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ BROKEN = 5
 EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
     ("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5
 )
+MOVED = EVERYTHING | {"rotate": 20.0, "translate": 0.2}
 
 
 class Painted(FixedImages):
@@ -74,7 +75,7 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("kind", ["painted", "digits"])
 def test_what_a_position_holds_does_not_depend_on_its_batch_or_worker(kind):
     data = source() if kind == "painted" else scenes.load(0, masks=True)[0]
-    samples = samples_of(data)
+    samples = samples_of(data, ways=MOVED | {"copy_paste": 0.5 * (kind == "digits")})  # which needs masks
     whole = {step: samples.__getitems__(np.arange(6 * step, 6 * step + 6)) for step in range(4)}
     twin = pickle.loads(pickle.dumps(samples))
     for step in (3, 1):
@@ -136,10 +137,10 @@ def test_evaluation_shows_the_whole_image_and_boxes_go_back_to_it():
 
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
-    """Of a mosaic with MixUp, those of five images; the images with the most."""
+    """Of a mosaic with MixUp and copy-paste, those of six images; the images with the most."""
     data = source()
     most = np.sort(np.diff(data.offsets))[::-1]
-    for options, parts in (({}, 1), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
+    for options, parts in (({}, 1), ({"copy_paste": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1, "copy_paste": 0.1}, 6)):
         blank = samples_of(data, 3, options).blank(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
         assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
@@ -173,6 +174,20 @@ def test_an_evaluated_image_has_the_canvas_that_it_has_alone():
             assert all(torch.equal(one, other) for one, other in zip(images, alone, strict=True))
     with pytest.raises(ValueError, match="different canvases"):
         evaluation.__getitems__(np.arange(200))
+
+
+def test_masks_of_copy_paste_alone_stay_in_the_worker():
+    """Families of boxes get the same pixels and boxes as Mask R-CNN, and no masks, in the trial as well."""
+    ways = {"copy_paste": 1.0, "jitter": (0.5, 1.5)}
+    kept, dropped = (
+        samples_of(scenes.load(0, masks=True)[0], ways=ways | {"drop_masks": drop}) for drop in (False, True)
+    )
+    whole, bare = kept.__getitems__(np.arange(6)), dropped.__getitems__(np.arange(6))
+    assert torch.equal(whole.images, bare.images)
+    for target, other in zip(whole.targets, bare.targets, strict=True):
+        assert len(target["masks"]) == len(target["boxes"]) and target.keys() - other.keys() == {"masks"}
+        assert same({key: target[key] for key in other}, other)
+    assert "masks" in kept.blank(1).targets[0] and "masks" not in dropped.blank(1).targets[0]
 
 
 def test_squares_of_a_step_have_one_side_and_no_padding():

@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.decoding import Picture, pixels_of
+from common.detection import transforms
+from common.detection.affine import moved
+from common.detection.copy_paste import extents, pasted
 from common.detection.data.annotated import Sample
+from common.detection.samples import crop, mirrored
 from common.detection.transforms import BoxAugmentation, read_range
 from common.errors import Refused
 
@@ -29,6 +33,20 @@ WAYS = {
         **dict.fromkeys(("hflip", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5),
     },
 }
+NOT_FILLED = {  # after these an object does not fill its box
+    "copy-paste": {"copy_paste": 1.0, "hflip": 0.5, "jitter": (0.5, 1.5)},
+    "rotate": {"rotate": 40.0},
+    "translate": {"translate": 0.4},
+    "all of these": {
+        "copy_paste": 0.7,
+        "rotate": 15.0,
+        "translate": 0.2,
+        "mosaic": 0.3,
+        "iou_crop": 0.3,
+        "zoom_out": 0.3,
+    },
+}
+ALL = WAYS | NOT_FILLED | {"all of them": {**WAYS["everything"], "copy_paste": 0.5, "rotate": 15.0, "translate": 0.2}}
 
 
 def build(seed=0, **ways) -> BoxAugmentation:
@@ -52,8 +70,23 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
     return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
 
 
+def boxed(size, boxes, crowd=()) -> Sample:
+    """A black image whose masks fill `boxes`."""
+    masks = np.zeros((len(boxes), size[1], size[0]), np.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True):
+        mask[top:bottom, left:right] = 1
+    pixels, numbers = np.zeros((size[1], size[0], 3), np.uint8), np.arange(len(boxes))
+    return Sample(Picture(pixels_of(pixels)), np.array(boxes, np.float32), numbers, np.isin(numbers, crowd), masks)
+
+
+def to_tensors(sample: Sample) -> Sample:
+    """The whole sample."""
+    width, height = sample.image.width, sample.image.height
+    return crop(sample, np.array([0, 0, width, height]), (height, width), np.arange(len(sample.boxes)), "worker")
+
+
 def vary(augmentation, position, own, others=None) -> Sample:
-    others = others or [painted((70, 90), 3, seed) for seed in range(4)]
+    others = others or [painted((70, 90), 3, seed) for seed in range(5)]
     return augmentation([own, *others[: len(augmentation.partners(position))]], position, FILL)
 
 
@@ -62,10 +95,10 @@ def same(one: Sample, other: Sample) -> bool:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_what_happens_is_a_function_of_seed_and_position(way):
     own = painted((100, 80), 3)
-    augmentation = build(**WAYS[way], photometric=1.0)
+    augmentation = build(**ALL[way], photometric=1.0)
     before = own.boxes.copy(), own.image.whole().clone()
     first = [vary(augmentation, position, own) for position in range(12)]
     random.seed(5), np.random.seed(6), torch.manual_seed(7)
@@ -73,7 +106,7 @@ def test_what_happens_is_a_function_of_seed_and_position(way):
         assert same(vary(augmentation, position, own), first[position])
     assert np.array_equal(own.boxes, before[0]) and torch.equal(own.image.whole(), before[1])
     assert len({one.image.numpy().tobytes() for one in first}) == 12
-    other = [vary(build(1, **WAYS[way], photometric=1.0), position, own) for position in range(12)]
+    other = [vary(build(1, **ALL[way], photometric=1.0), position, own) for position in range(12)]
     assert not any(same(*pair) for pair in zip(first, other, strict=True))
 
 
@@ -113,23 +146,23 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
 @given(
     st.integers(0, 2**40),
     st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    st.sampled_from(sorted(WAYS)),
+    st.sampled_from(sorted(ALL)),
     st.integers(0, 4),
 )
 def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
-    augmentation = build(**WAYS[way])
+    augmentation = build(**ALL[way])
     own = painted(size, count if min(size) > 40 else 0)
     bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
-    result = vary(augmentation, position, own, [painted((41 + n, 200 - 40 * n), 1) for n in range(4)])
+    result = vary(augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)])
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
-    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).sizes(np.array([position]), np.array([size]))[0]
+    whole = build(short_sides=ALL[way].get("short_sides", (64,))).sizes(np.array([position]), np.array([size]))[0]
     assert (bound <= whole).all() and bound.max() <= 120
-    if way in ("plain", "short sides", "mirror", "mosaic"):
+    if way in ("plain", "short sides", "mirror", "mosaic", "rotate", "translate"):
         assert (np.array(result.image.shape[:0:-1]) == bound).all()
 
 
 def test_sizes_of_many_positions_are_those_of_each():
-    augmentation = build(**WAYS["everything"])
+    augmentation = build(**ALL["all of them"])
     draws = np.random.default_rng(0)
     positions, sizes = draws.integers(0, 2**40, 5_000), draws.integers(1, 2_000, (5_000, 2))
     at_once = augmentation.sizes(positions, sizes)
@@ -138,6 +171,103 @@ def test_sizes_of_many_positions_are_those_of_each():
         assert np.array_equal(
             augmentation.sizes(positions[place : place + 1], sizes[place : place + 1])[0], at_once[place]
         )
+
+
+@pytest.mark.parametrize("way", NOT_FILLED)
+def test_masks_lie_on_their_objects_and_boxes_around_the_masks(way):
+    """Where a mask is, more than two pixels from its edge, is the object's colour. No two masks share a pixel."""
+    looked = 0
+    for position in range(40):
+        result = vary(build(**NOT_FILLED[way]), position, painted((100, 80), 3, seed=position))
+        assert (result.masks.sum(0) <= 1).all()
+        outside = torch.nn.functional.pad(1 - result.masks.float(), [2] * 4, value=1.0)
+        inner = torch.nn.functional.max_pool2d(outside, 5, 1) == 0
+        assert ((extents(result.masks) - result.boxes).abs() <= 1.01).all()
+        for label, part in zip(result.labels.tolist(), inner, strict=True):
+            colours = result.image[0][part]
+            if len(colours):
+                assert (
+                    colours.float() - (60 + 40 * label)
+                ).abs().max() <= 8  # of 40 between two colours: resizing blends edges
+                looked += 1
+    assert looked > 50
+
+
+def test_pasting_covers_what_is_below_and_boxes_shrink_to_what_is_seen():
+    """An object below a pasted one loses its pixels. It is left out with less than a tenth visible; a crowd region stays."""
+    sample = lambda *boxes, crowd=(): mirrored(to_tensors(boxed((40, 20), boxes, crowd)))  # noqa: E731
+    below, above = sample((0, 0, 10, 10), (20, 0, 40, 20), (0, 12, 10, 20), crowd=[2]), sample((0, 0, 10, 19))
+    below.image[:], above.image[:] = 50, 200
+    result, shares = pasted(below, above)
+    assert shares.tolist() == pytest.approx([0, 1, 1 / 8, 1])
+    assert result.boxes.tolist() == [[0, 0, 0, 0], [0, 0, 20, 20], [30, 19, 40, 20], [30, 0, 40, 19]]
+    assert result.labels.tolist() == [0, 1, 2, 0] and result.masks[2].sum() == 10
+    assert torch.equal(result.image[0] == 200, above.masks[0].bool()) and (result.masks.sum(0) <= 1).all()
+    assert transforms._visible(result, shares).labels.tolist() == [1, 2, 0]
+    result, shares = pasted(below, sample((2, 0, 10, 19)))  # two columns of the first object are left: a fifth
+    assert shares[0] == pytest.approx(0.2) and result.boxes[0].tolist() == [38, 0, 40, 10]
+    assert torch.equal(below.masks[0], sample((0, 0, 10, 10)).masks[0])  # the arguments stay as they are
+
+
+def test_some_objects_are_pasted_but_never_crowd_regions():
+    """With equal chances, and at least one."""
+    own, other = painted((100, 80), 0), painted((100, 80), 4, crowd=[2])
+    other.labels[:] += 10
+    labels = [{*vary(build(copy_paste=1.0), position, own, [other]).labels.tolist()} for position in range(60)]
+    assert {*map(len, labels)} == {1, 2, 3} and set().union(*labels) == {10, 11, 13}
+    regions = vary(build(copy_paste=1.0), 0, own, [painted((100, 80), 2, crowd=[0, 1])])
+    assert len(regions.labels) == 0 and torch.equal(regions.image, vary(build(), 0, own).image)
+
+
+def test_masks_that_only_help_to_vary_are_dropped():
+    ways = {"copy_paste": 1.0, "rotate": 10.0}
+    for position in range(10):
+        whole, bare = (vary(build(**ways, drop_masks=drop), position, painted((100, 80), 3)) for drop in (False, True))
+        assert bare.masks is None and same(bare[:4], whole[:4])
+
+
+@settings(max_examples=200)
+@given(st.floats(-180, 180), st.floats(-30, 30), st.floats(-30, 30), st.integers(0, 100))
+def test_a_turned_box_is_between_the_ellipse_and_the_corners_and_with_a_mask_it_holds_the_mask(
+    angle, right, down, seed
+):
+    """Each point of an object moves by the matrix of the rotation: the box is around those of a mask, or of an ellipse."""
+    sample = to_tensors(painted((90, 70), 2, seed))
+    middle, angle_, shift = np.array([45, 35]), np.deg2rad(angle), np.array([right, down])
+    turn = np.array([[np.cos(angle_), -np.sin(angle_)], [np.sin(angle_), np.cos(angle_)]])
+    go = lambda points: (points - middle) @ turn.T + middle + shift  # noqa: E731
+    exact, _ = moved(sample, angle, (right, down), FILL)
+    round_, shares = moved(sample._replace(masks=None), angle, (right, down), FILL)
+    for place, (left, top, end, bottom) in enumerate(sample.boxes.tolist()):
+        corners = go(np.array([[left, top], [end, top], [left, bottom], [end, bottom]]))
+        circle = np.stack([np.cos(np.linspace(0, 7, 200)), np.sin(np.linspace(0, 7, 200))], 1)
+        ellipse = go(circle * [(end - left) / 2, (bottom - top) / 2] + [(left + end) / 2, (top + bottom) / 2])
+        limits = lambda points: np.concatenate([points.min(0), points.max(0)])  # noqa: E731
+        clip = lambda box: np.clip(box, 0, [90, 70, 90, 70])  # noqa: E731
+        assert np.abs(round_.boxes[place].numpy() - clip(limits(ellipse))).max() < 0.05
+        low, high = np.minimum(limits(ellipse)[:2], limits(ellipse)[2:]), limits(ellipse)[2:]
+        area = lambda box: np.prod(np.maximum(box[2:] - box[:2], 0))  # noqa: E731
+        assert shares[place] == pytest.approx(area(clip(limits(ellipse))) / np.prod(high - low), abs=0.02)
+        y, x = exact.masks[place].numpy().nonzero()
+        if len(x):  # the object fills its box, so the box of its mask is that of the corners
+            assert exact.boxes[place].tolist() == [x.min(), y.min(), x.max() + 1, y.max() + 1]
+            if (corners >= 0).all() and (corners <= [90, 70]).all():
+                assert np.abs(exact.boxes[place].numpy() - limits(corners)).max() <= 1.01
+                box = round_.boxes[place].numpy()
+                assert (box[:2] >= limits(corners)[:2] - 0.01).all() and (box[2:] <= limits(corners)[2:] + 0.01).all()
+
+
+def test_an_object_that_is_turned_out_of_view_is_left_out_and_a_crowd_region_stays():
+    for masks in (True, False):
+        kept = {False: 0, True: 0}
+        for position in range(60):
+            for crowd in kept:
+                own = painted((100, 80), 2, seed=position, crowd=[0, 1] if crowd else [])
+                own = own if masks else own._replace(masks=None)
+                result = vary(build(rotate=180.0, translate=0.9), position, own)
+                assert (result.boxes[:, 2:] - result.boxes[:, :2] >= 1).all()
+                kept[crowd] += len(result.boxes)
+        assert 120 > kept[True] > kept[False] > 20
 
 
 def test_an_object_of_which_little_is_left_is_left_out_and_a_crowd_region_stays():
@@ -159,11 +289,11 @@ def test_an_object_of_which_little_is_left_is_left_out_and_a_crowd_region_stays(
     assert min(kept[False]) > 0.09 and min(kept[True]) < 0.05 and len(kept[True]) > len(kept[False]) > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_images_without_boxes_go_through_too(way):
     for position in range(20):
-        others = [painted((70, 90), 0) for _ in range(4)]
-        result = vary(build(**WAYS[way], photometric=0.5), position, painted((100, 80), 0), others)
+        others = [painted((70, 90), 0) for _ in range(5)]
+        result = vary(build(**ALL[way], photometric=0.5), position, painted((100, 80), 0), others)
         assert (
             result.boxes.shape == (0, 4)
             and result.labels.shape == (0,)
@@ -187,10 +317,10 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
 
 
 def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
-    ways = dict.fromkeys(("mosaic", "mixup", "iou_crop", "zoom_out", "photometric"), 1.0)
+    ways = dict.fromkeys(("mosaic", "mixup", "copy_paste", "iou_crop", "zoom_out", "photometric"), 1.0)
     own, gentle = painted((100, 80), 3), build(hflip=0.5, jitter=(0.5, 1.5))
     augmentation = build(hflip=0.5, jitter=(0.5, 1.5), **ways, strong_until=10)
-    assert [len(augmentation.partners(position)) for position in (9, 10)] == [4, 0]
+    assert [len(augmentation.partners(position)) for position in (9, 10)] == [5, 0]
     assert not same(vary(augmentation, 9, own), vary(gentle, 9, own))
     for position in (10, 11, 12, 10**12):
         assert augmentation.sizes(np.array([position]), np.array([[100, 80]])).tolist() == [

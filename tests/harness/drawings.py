@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from common.detection.data import sources
+from common.detection.data import outlines, sources
 
 
 def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
@@ -26,22 +26,24 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
 
 
 def draw_scenes(folder: Path) -> None:
-    """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it."""
-    train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
+    """Into a folder that is there: train.json, val.json with outlines, and the images of each in a folder beside it."""
+    train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=True))
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
         images, annotations = [], []
         for number in range(count):
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
-            pixels, boxes, labels = source.scene(number)
+            picture, boxes, labels, _, masks, _ = source.sample(number, number)
+            pixels = picture.whole().permute(1, 2, 0).numpy()
             inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
             Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
             images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
-            for (left, top, right, bottom), label in zip(boxes[inside].tolist(), labels[inside].tolist(), strict=True):
+            runs = [rle | {"counts": rle["counts"].decode()} for rle in outlines.encode(masks[inside, :height, :width])]
+            objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
+            for (left, top, right, bottom), label, outline in objects:
+                annotation = {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1}
                 box = [left, top, right - left, bottom - top]
-                annotations.append(
-                    {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1, "bbox": box}
-                )
+                annotations.append(annotation | {"bbox": box, "segmentation": outline})
         categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
         content = {"images": images, "annotations": annotations, "categories": categories}
         (folder / f"{part}.json").write_text(json.dumps(content))

@@ -22,17 +22,19 @@ from tests.harness.several import load
 STEPS = 20
 VARIED = (
     "--short_sides 80,96 --long_side 128 --scale_jitter 0.7-1.3 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 "
-    "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3 --group_window 2 --width 32 --clip 1 --ema_decay 0.9"
+    "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3 --copy_paste 0.5 --rotate 20 --translate 0.1 "
+    "--group_window 2 --width 32 --clip 1 --ema_decay 0.9"
 )
 EXACT = f"{VARIED} --max_steps {STEPS} --log_every 1 --eval_every 1000 --dtype float64"
 CASES = {
     "fcos": "--detector fcos --batch_norm frozen --drop_path 0.1 --global_batch_size 7",
     "retinanet": "--detector retinanet --batch_norm group --norm_batch_size 2 --global_batch_size 8",
-    "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8",
+    "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
+    "mask_rcnn": "--detector mask_rcnn --batch_norm frozen --global_batch_size 7",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
 }
 CLASSES = tuple("0123456789")
-LONG = {"retinanet", "rtdetr_v2"}  # left to the long tests, as all but FCOS on two processes
+LONG = {"retinanet", "mask_rcnn", "rtdetr_v2"}  # left to the long tests, as all but FCOS on two processes
 MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one takes at once
 
 
@@ -51,7 +53,7 @@ def outcomes(run_several, scenes, tmp_path_factory, thorough):
         cases = {
             f"{name}-{processes}": [
                 *("--data", scenes, "--output_dir", runs),
-                *f"{EXACT} {flags} --max_micro_batch_size {most}".split(),
+                *f"{EXACT} {flags} --max_micro_batch_size {most} --workers {min(processes - 1, 1)}".split(),
             ]
             for name, flags in CASES.items()
             if thorough or not is_long(name, processes)

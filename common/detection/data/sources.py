@@ -57,7 +57,8 @@ class Spec(DataSpec):
         if self.masks and not source.has_masks:
             raise Refused(
                 f"--data {self.data}: its objects are boxes without outlines, and masks are learnt from digits or a folder "
-                "in COCO's format with segmentations; give one, or choose a detector of boxes"
+                "in COCO's format with segmentations; --copy_paste needs outlines, too; give one, or choose a detector of "
+                "boxes without --copy_paste"
             )
 
     def hold_out(self, source: Annotated) -> tuple[Annotated, Annotated]:

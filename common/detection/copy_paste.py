@@ -1,0 +1,36 @@
+"""Copy-paste: objects of one image, cut out by their masks, over another image.
+
+Source: Ghiasi et al. 2021, "Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation". Edges are hard:
+the paper found that blending them makes no difference.
+"""
+
+import torch
+
+from common.detection.data.annotated import Sample
+from common.detection.samples import joined
+
+
+def pasted(sample: Sample, other: Sample) -> tuple[Sample, torch.Tensor]:
+    """All objects of `other` over a sample of the same size, and float32[n + m]: share of each object that is still visible.
+
+    Both are of tensors, with masks [n, h, w] and [m, h, w]. Masks of the sample lose the pixels that are now covered. Sides of
+    its boxes move where the mask no longer reaches them.
+    """
+    over = (other.masks > 0).any(0)  # [h, w]
+    image = torch.where(over, other.image, sample.image)
+    before, below = extents(sample.masks), sample.masks * ~over
+    after, areas = extents(below), sample.masks.flatten(1).sum(1)
+    boxes = torch.where(after == before, sample.boxes, after.to(sample.boxes.dtype))
+    shares = torch.cat([below.flatten(1).sum(1) / areas.clamp(min=1), torch.ones(len(other.boxes))])
+    return joined(image, [sample._replace(boxes=boxes, masks=below), other]), shares
+
+
+def extents(masks: torch.Tensor) -> torch.Tensor:
+    """The tight boxes of masks [n, h, w]: int64[n, 4] left, top, right, bottom in pixels; 0 for a mask without a pixel."""
+    sides = []
+    for axis in (1, 2):  # columns, then rows
+        hit = (masks > 0).any(axis)  # [n, length]
+        first, last = hit.int().argmax(1), hit.shape[1] - hit.int().flip(1).argmax(1)
+        sides.append(torch.stack([first, last]) * hit.any(1))
+    (left, right), (top, bottom) = sides
+    return torch.stack([left, top, right, bottom], 1)
