@@ -127,7 +127,7 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
             timm_models.check_export(model, data_config)
         if config.grad_checkpointing:
             timm_models.checkpoint_gradients(model, config.model)
-    batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
+    batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
     freeze(config, model)
     drop_path.convert(model)
     model.to(device, getattr(torch, config.dtype))
@@ -140,9 +140,9 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
 
 def build_plan(config: Config, most: int) -> BatchPlan:
     """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
-    pair = 2 if config.mixup or config.cutmix else 1
-    group = config.norm_batch_size if config.batch_norm == "group" else 1
-    whole = f"--batch_norm {config.batch_norm}" if config.batch_norm in ("node", "global") else ""
+    pair, norm = 2 if config.mixup or config.cutmix else 1, batch_norm_of(config)
+    group = config.norm_batch_size if norm == "group" else 1
+    whole = f"--batch_norm {norm}" if norm in ("node", "global") else ""
     return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
 
 
@@ -205,6 +205,11 @@ def build_val_loader(config: Config, val: sources.Source, data_config: dict, siz
     return evaluation_loader(samples, size, config.workers)
 
 
+def batch_norm_of(config: Config) -> str:
+    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
+    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
+
+
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # as it will be used; sizes of an evaluation would need graphs of their own
 def evaluate(model, loader, accelerator, normalize, val):
@@ -249,7 +254,7 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
         **defaults.describe(config),
         "cache": str(samples.cache or "none"),
         "input": " x ".join(map(str, samples.sizes["input_size"])),
-        "batch norm": batch_norm.describe(config.batch_norm, model),
+        "batch norm": batch_norm.describe(batch_norm_of(config), model),
     }
 
 

@@ -5,11 +5,9 @@ begins to train later has them from the first step, since DDP takes the paramete
 left out until then, so that the optimizer skips these parameters, with weight decay and momentum.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from common.data.stream import Stream
@@ -81,9 +79,10 @@ class Freezing:
                 f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for {len(units)} frozen stages; give at "
                 f"most {len(units)}"
             )
-        bounds = np.cumsum([0, *map(len, np.array_split(range(len(units)), max(1, len(epochs))))])
-        for epoch, (low, high) in zip(epochs, itertools.pairwise(bounds.tolist()), strict=False):
-            self._parts.append((stream.steps(float(epoch)), [stage for unit in units[low:high] for stage in unit]))
+        for place, epoch in enumerate(epochs):
+            low, high = (len(units) * end // len(epochs) for end in (place, place + 1))
+            part = [stage for unit in units[low:high][::-1] for stage in unit]
+            self._parts.append((stream.steps(float(epoch)), part))
 
     def begin(self, step: int) -> None:
         """Freeze and unfreeze what `step` needs, before its first forward pass."""
@@ -108,10 +107,12 @@ class Freezing:
         names = [stage.name for stage in self._frozen]
         share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
         layers = sum(len(stage.batch_norms) for stage in self._frozen)
-        text = f"{_joined(names)} of {self._model.stages}, {share:.0%} of the parameters"
+        text = (
+            _joined(names) + f" of {self._model.stages}" * bool(self._model.stages) + f", {share:.0%} of the parameters"
+        )
         text += f", {layers} batch norms with their statistics" * bool(layers)
         for first, part in self._parts:
-            text += f"; from step {first + 1:,} {_joined([stage.name for stage in part][::-1])} train"
+            text += f"; from step {first + 1:,} {_joined([stage.name for stage in part])} train"
         return {"frozen": text}
 
 
