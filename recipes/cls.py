@@ -42,6 +42,7 @@ from common.errors import Refused
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, defaults, drop_path, timm_models
+from common.training.freezing import freeze
 from common.training.optimizer import Schedule, build_ema, build_optimizer, set_learning_rate
 
 
@@ -78,8 +79,6 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Dropout before the head. Its masks depend on the layout: runs on different layouts agree only statistically."""
     drop_path: float = option(0.0, low=0, high=1)
     """Stochastic depth, drawn per sample and layer."""
-    freeze_backbone: bool = False
-    """Train the head only; BatchNorm statistics stay as well."""
     grad_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     channels_last: bool = False
@@ -97,6 +96,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     warmup_epochs: float = option(0.0, photographs=1.0)
+    freeze_stages: str = option("0", formerly=("freeze_backbone", {"0": False, "all": True}))
     crop_scale: float = option(0.7, photographs=0.35)
     hflip: float = option(0.0, photographs=0.5)
 
@@ -127,9 +127,8 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
             timm_models.check_export(model, data_config)
         if config.grad_checkpointing:
             timm_models.checkpoint_gradients(model, config.model)
-    if config.freeze_backbone:
-        timm_models.freeze_backbone(model)
     batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
+    freeze(config, model)
     drop_path.convert(model)
     model.to(device, getattr(torch, config.dtype))
     if config.channels_last:
@@ -150,7 +149,8 @@ def build_plan(config: Config, most: int) -> BatchPlan:
 def build_stream(config: Config, train: sources.Source) -> Stream:
     """The endless sequence of training samples."""
     weights = sample_weights(config.sampling, train.labels, len(train.classes))
-    return Stream(len(train), config.global_batch_size, config.seed, config.repeats, weights)
+    common = (len(train), config.global_batch_size, config.seed, config.repeats, weights)
+    return Stream(*common, min_epoch_steps=config.min_epoch_steps)
 
 
 def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
@@ -207,7 +207,7 @@ def build_val_loader(config: Config, val: sources.Source, data_config: dict, siz
 
 def batch_norm_of(config: Config) -> str:
     """The mode of batch norm: a frozen backbone keeps its statistics, too."""
-    return "frozen" if config.freeze_backbone else config.batch_norm
+    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ from common.errors import Refused
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, drop_path
+from common.training.freezing import freeze
 from common.training.optimizer import (
     Schedule,
     build_ema,
@@ -136,6 +137,7 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
         model = detectors.build_detector(spec)
         begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
+    freeze(config, model)
     drop_path.convert(model)
     if config.compile:
         model.backbone.compile()
@@ -153,9 +155,11 @@ def build_stream(config: Config, train: Annotated) -> Stream:
     """Which image stands at which position: rare classes more often, similar shapes in one step."""
     weights = balancing.repeat_weights(train, config.repeat_threshold)
     common = (len(train), config.global_batch_size, config.seed, 1, weights)
+    least = config.min_epoch_steps
     if not config.group_window:
-        return Stream(*common)
-    return GroupedStream(*common, aspects=train.sizes[:, 0] / train.sizes[:, 1], window=config.group_window)
+        return Stream(*common, min_epoch_steps=least)
+    aspects = train.sizes[:, 0] / train.sizes[:, 1]
+    return GroupedStream(*common, aspects=aspects, window=config.group_window, min_epoch_steps=least)
 
 
 def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[BoxAugmentation, BoxAugmentation]:

@@ -14,7 +14,7 @@ MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
 MOST_EPOCHS = 10**6
 
 
-def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None, added=False):
+def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None, added=False, formerly=None):
     """A field of a configuration.
 
     Args:
@@ -23,9 +23,10 @@ def option(default, *, low=None, high=None, may_change=False, check=None, photog
         check: check(value) returns what is wrong with a text, or "" if nothing is.
         photographs: the default for data other than digits (`common.training.defaults`).
         added: the field is newer than some runs; these resume only with its default.
+        formerly: the name that the field had in older runs, and their values by present ones; these resume.
     """
     limits = {"low": low, "high": high, "check": check}
-    others = {"may_change": may_change, "photographs": photographs, "added": added}
+    others = {"may_change": may_change, "photographs": photographs, "added": added, "formerly": formerly}
     return dataclasses.field(default=default, metadata=limits | others)
 
 
@@ -74,6 +75,17 @@ def _wrong_with_profile(text: str) -> str:
     return ""
 
 
+def _wrong_with_stages(text: str) -> str:
+    return "" if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text) else "must be a number, stem or all"
+
+
+def _wrong_with_unfreezing(text: str) -> str:
+    epochs = text.split(",") if text else []
+    if not all(re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,9})?", epoch) for epoch in epochs):
+        return "must be epochs, such as 1 or 1,2,3.5"
+    return "" if epochs == sorted(epochs, key=float) else "must be epochs in ascending order"
+
+
 class SharedFields:
     """Base of the dataclasses of fields that recipes share.
 
@@ -115,6 +127,12 @@ class RunConfig(SharedFields):
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, high=10**9, may_change=True)
     """Length of the run in steps, instead of --epochs (0: use --epochs)."""
+    min_epoch_steps: int = option(0, low=0, high=10**6, added=True)
+    """Steps that an epoch counts as at least, for little data: wherever a length or cadence is in epochs (0: no minimum)."""
+    patience: int = option(0, low=0, may_change=True)
+    """Evaluations without a better result after which the run ends (0: off)."""
+    max_hours: float = option(0.0, low=0, high=10**6, may_change=True)
+    """Hours of training after which the run ends, over all its starts; evaluations and start-up don't count (0: off)."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Determines initial weights, order of the samples and augmentation."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -189,6 +207,15 @@ class OptimizationConfig(SharedFields):
     """Layer-wise learning rate decay for fine-tuning: factor per layer, from the head down (1: off)."""
     backbone_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the backbone's learning rate (1: off). Of a classifier, all but the head is backbone."""
+    neck_lr_factor: float = option(1.0, low=0, high=10**6, added=True)
+    """Detectors: factor of the learning rate of the feature pyramid, or of a DETR's projections and encoder."""
+    head_lr_factor: float = option(1.0, low=0, high=10**6, added=True)
+    """Factor of the head's learning rate; of a DETR, all behind the encoder is head."""
+    freeze_stages: str = option("0", check=_wrong_with_stages, added=True)
+    """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first stage), stem, or all."""
+    unfreeze_epochs: str = option("", check=_wrong_with_unfreezing, added=True)
+    """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to the first (4 stages and
+    1,2: two after epoch 1, two and the stem after epoch 2). Default: never."""
     clip: float = option(0.0, low=0)
     """Gradient clipping: largest norm (0: off); see --clip_mode."""
     clip_mode: Literal["norm", "agc"] = "norm"

@@ -48,7 +48,11 @@ FLAGS = {
     "drop": "dropout drop_rate",
     "drop_path": "drop_path_rate stochastic_depth dpr",
     "batch_norm": "sync_bn syncbn sync_batchnorm sync_batch_norm dist_bn bn",
-    "freeze_backbone": "freeze freeze_layers freeze_encoder linear_probe trainable_backbone_layers",
+    "freeze_stages": (
+        "freeze freeze_at frozen_stages freeze_backbone freeze_layers freeze_encoder linear_probe trainable_backbone_layers"
+    ),
+    "patience": "early_stopping early_stop early_stopping_patience",
+    "max_hours": "time max_time time_limit",
     "grad_checkpointing": "gradient_checkpointing activation_checkpointing use_checkpoint",
     "compile": "torchcompile torch_compile",
     "image_size": "img_size imgsz img input_size resolution crop_size train_crop_size val_crop_size",
@@ -75,7 +79,9 @@ NOTES = {
     "batch_norm": "--batch_norm global for statistics over all processes",
     "drop": "--drop, a share of the features before the head",
     "ema_decay": "--ema_decay 0.9999, a decay above 0 turns it on",
-    "freeze_backbone": "--freeze_backbone, all layers but the head",
+    "freeze_stages": "--freeze_stages: 1 is the stem and the first stage, all is all but the head",
+    "max_hours": "--max_hours, in hours of training",
+    "patience": "--patience, in evaluations",
     "global_batch_size": "--global_batch_size, the total over all processes",
     "init": "--init for a detector of this recipe, --pretrained for a backbone",
     "max_micro_batch_size": "not needed: --max_micro_batch_size limits what a device takes at once, and the rest follows",

@@ -6,7 +6,7 @@ shuffle and no iterator to fast-forward on resume, and a billion samples cost wh
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
@@ -60,6 +60,9 @@ class Stream:
     With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
+    With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs. Samples and their order
+    stay the same: such an epoch passes over the data several times.
+
     Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
     """
 
@@ -68,6 +71,7 @@ class Stream:
     seed: int
     repeats: int = 1
     weights: np.ndarray | None = None
+    min_epoch_steps: int = field(default=0, kw_only=True)
 
     def __post_init__(self):
         if self.size < 1:
@@ -107,13 +111,21 @@ class Stream:
         return step * self.global_batch_size + np.arange(*span, dtype=np.int64)
 
     def epoch(self, step: int) -> float:
-        """`step` steps in epochs."""
+        """`step` steps in passes over the data."""
         return step * self.global_batch_size / self.size
 
     def steps(self, epochs: float) -> int:
         """`epochs` epochs in steps, rounded up, so that the last sample of the last epoch is seen."""
-        return math.ceil(Fraction(str(epochs)) * self.size / self.global_batch_size)  # exact, of the decimal number
+        length = self.min_epoch_steps if self.extends_epochs else Fraction(self.size, self.global_batch_size)
+        return math.ceil(Fraction(str(epochs)) * length)  # exact, of the decimal number
+
+    @property
+    def extends_epochs(self) -> bool:
+        """Whether an epoch counts as `min_epoch_steps`, which are more than its own."""
+        return self.min_epoch_steps * self.global_batch_size > self.size
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch ends within the last of `step` steps."""
+        if self.extends_epochs:
+            return step % self.min_epoch_steps == 0
         return step * self.global_batch_size // self.size > (step - 1) * self.global_batch_size // self.size

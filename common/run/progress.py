@@ -1,7 +1,9 @@
 """Progress of a run: totals over all starts, and its best and last evaluation."""
 
+import re
 from dataclasses import dataclass, field
 
+from common.config.fields import RunConfig
 from common.run.step_reports import StepReport
 
 _NAMES = {
@@ -32,7 +34,8 @@ class Progress:
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
     leading: str = ""  # the result that decides which evaluation is the best
-    ended_by: str = ""  # why the recipe ended the run early, if it did
+    since_best: int = 0  # evaluations since the best one
+    ended_by: str = ""  # why the run ended early, if it did: by the recipe's word or by a flag
 
     def __post_init__(self):
         for name, value in vars(self).items():  # the values come from a file
@@ -62,9 +65,26 @@ class Progress:
         """Record the results of an evaluation. Returns whether `results[leading]` (larger is better) is the best so far."""
         self.last, self.leading = {"step": step} | results, leading
         better = not self.best or (results[leading] or 0) > (self.best.get(leading) or 0)
+        self.since_best = 0 if better else self.since_best + 1
         if better:
             self.best = self.last
         return better
+
+    @property
+    def ended_by_flag(self) -> str:
+        """The flag that ended the run, patience or max_hours; "" if none did."""
+        found = re.match("--(patience|max_hours) ", self.ended_by)
+        return found[1] if found else ""
+
+    def exhausted(self, config: RunConfig) -> str:
+        """Why the run ends by a flag of `config`: the flag, its value and the reason; "" if it does not."""
+        if 0 < config.patience <= self.since_best:
+            return (
+                f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.best['step']}"
+            )
+        if 0 < 3600 * config.max_hours <= self.seconds:
+            return f"--max_hours {config.max_hours:g}"
+        return ""
 
     def headline(self, results: dict[str, float]) -> str:
         """The leading result as text, such as `top-1 99.72 %`."""

@@ -85,10 +85,12 @@ class Records:
         if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
             progress.ended_by = progress.ended_by or str(said["cause"])
         changed = "source" in found.record and difference(found.record["source"], self._source)
-        if progress.ended_by and is_here and now <= before and not changed:
+        flag = progress.ended_by_flag
+        stays = bool(progress.exhausted(self._config)) if flag else now <= before
+        if progress.ended_by and stays and is_here and not changed:
+            larger = f"--{flag}" if flag else "--epochs or --max_steps"
             say(
-                f"this run was ended at step {step} of {before} by {progress.ended_by}; a larger --epochs or --max_steps takes "
-                "it further"
+                f"this run was ended at step {step} of {before} by {progress.ended_by}; a larger {larger} takes it further"
             )
             return step
         progress.ended_by = ""

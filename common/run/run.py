@@ -39,6 +39,8 @@ from common.run.shutdown import Shutdown
 from common.run.step_reports import StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
+from common.training import optimizer as optimization
+from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
 from common.training.warm_up import is_out_of_memory, warm_up
@@ -170,11 +172,12 @@ class Run:
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
         self.model, self._ema = model, ema
-        self._training = TrainingStep(self.accelerator, model, samples, losses_of, totals_of)
+        freezing = Freezing(self.config, model, samples.stream)
+        self._training = TrainingStep(self.accelerator, model, samples, losses_of, totals_of, freezing)
         inexact = self._fit(plan)
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        rows = rows | self._rows(schedule, samples.stream) | inexact
+        rows = rows | freezing.describe() | self._rows(schedule, samples.stream) | inexact
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
         self._start(
             TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler), schedule, data, export
@@ -282,6 +285,8 @@ class Run:
         self._records.progress.step = step
         if launch.orphaned():
             self._ask("the end of its launcher")
+        if is_main():
+            self._stop_by_flags()
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
         self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
@@ -338,6 +343,7 @@ class Run:
         if self._records.evaluation(self.step, results, leading):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
+        self._stop_by_flags()
         return rest
 
     def saves(self) -> bool:
@@ -361,6 +367,11 @@ class Run:
 
     # --- inside
 
+    def _stop_by_flags(self) -> None:
+        """Let the run end if --patience or --max_hours says so; one rank's word is enough, and the main one's clock counts."""
+        if why := self._records.progress.exhausted(self.config):
+            self.stop(why)
+
     def _settle(self) -> None:
         """Wait until every step so far is known to be finite on all ranks."""
         watchdog.note("settling")
@@ -368,11 +379,13 @@ class Run:
 
     def _rows(self, schedule: Schedule, stream: Stream) -> dict[str, str]:
         """What the start table of every recipe says."""
+        steps, least = schedule.total_steps, stream.min_epoch_steps
+        longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
         return {
             "layout": launch.describe(self.accelerator, self.config.dtype),
             "batch": str(self.plan),
-            "learning rate": f"{schedule.peak:.4g}, {self.config.schedule}, {self.config.opt}",
-            "length": f"{schedule.total_steps:,} steps, {stream.epoch(schedule.total_steps):.1f} epochs",
+            "learning rate": optimization.describe(self.config),
+            "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
             "run folder": str(self.path),
         }
 

@@ -125,7 +125,8 @@ class Shutdown:
         rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
         if where:
             rows[config.tracker] = where
-        length = f"--max_steps {2 * config.max_steps}" if config.max_steps else f"--epochs {2 * config.epochs:g}"
+        length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
+        length = f"--{length} {2 * getattr(config, length):g}"
         rows["longer"] = f"the same command with {length} continues this run"
         rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; everything else: README.md"
         self._log.table(rows)

@@ -280,6 +280,8 @@ def describe(mode: str, model: nn.Module) -> str:
     if not layers:
         return "none in this model: the same on every layout"
     text, moving = f"{mode}: {DESCRIPTIONS[mode]}", [layer for layer in layers if layer.mode != "frozen"]
+    if mode != "frozen" and not moving:
+        return "frozen: all layers are in frozen stages"
     if mode != "frozen" and len(moving) < len(layers):
         text += f"; {len(layers) - len(moving)} of {len(layers)} layers are frozen"
     if half := sum(layer.weight is not None and not layer.weight.requires_grad for layer in moving):

@@ -15,7 +15,7 @@ from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
 from common.errors import Refused
-from common.training.timm_models import classifier
+from common.training.parts import parts
 
 # Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16.
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
@@ -26,8 +26,9 @@ _UNFIT = ["kron*", "adahessian"]
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
-    Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or `backbone_lr_factor`
-    parameter groups have an `lr_scale`. `set_learning_rate` sets the rate of a step. Raises `Refused` for an unknown name.
+    Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or a factor of a part's
+    rate, parameter groups have an `lr_scale`. `set_learning_rate` sets the rate of a step. Raises `Refused` for an unknown
+    name, and for a factor of a part that the model does not have.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
@@ -77,23 +78,33 @@ def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
-    if config.backbone_lr_factor == 1:
+    factors = lr_factors(config)
+    if set(factors.values()) == {1}:
         return groups
-    backbone = {id(parameter) for parameter in _backbone(model)}
-    parts = []
+    found = parts(model)
+    if config.neck_lr_factor != 1 and not found["neck"]:
+        raise Refused(f"--neck_lr_factor {config.neck_lr_factor}: {type(model).__name__} has no neck; leave it out")
+    factor_of = {id(parameter): factors[part] for part in found for parameter in found[part]}
+    split = []
     for group in groups:
-        for inside, factor in ((True, config.backbone_lr_factor), (False, 1.0)):
-            parameters = [parameter for parameter in group["params"] if (id(parameter) in backbone) == inside]
-            parts.append(group | {"params": parameters, "lr_scale": factor * group.get("lr_scale", 1.0)})
-    return [part for part in parts if part["params"]]
+        for factor in dict.fromkeys(factors.values()):
+            parameters = [parameter for parameter in group["params"] if factor_of[id(parameter)] == factor]
+            split.append(group | {"params": parameters, "lr_scale": factor * group.get("lr_scale", 1.0)})
+    return [group for group in split if group["params"]]
 
 
-def _backbone(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of a detector's features without its pyramid, or of a classifier without its head."""
-    if hasattr(model, "backbone"):
-        return list(getattr(model.backbone, "features", model.backbone).parameters())
-    head = {id(parameter) for parameter in classifier(model).parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in head]
+def lr_factors(config: OptimizationConfig) -> dict[str, float]:
+    """Factor of the learning rate of each part of a model."""
+    return {"backbone": config.backbone_lr_factor, "neck": config.neck_lr_factor, "head": config.head_lr_factor}
+
+
+def describe(config: OptimizationConfig) -> str:
+    """Learning rate and optimizer for the start table, with the rate of each part if they differ."""
+    peak, factors = peak_learning_rate(config), lr_factors(config)
+    text = f"{peak:.4g}, {config.schedule}, {config.opt}"
+    if len(set(factors.values())) > 1:
+        text += "; " + ", ".join(f"{part} {peak * factor:.4g}" for part, factor in factors.items())
+    return text + f"; times {config.layer_decay:g} per layer from the head down" * (config.layer_decay < 1)
 
 
 def peak_learning_rate(config: OptimizationConfig) -> float:

@@ -16,6 +16,7 @@ from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
 from common.randomness import key_of, seed_model
 from common.training import batch_norm, drop_path
+from common.training.freezing import Freezing
 from common.training.optimizer import clip_gradients
 from common.training.warm_up import check_losses
 
@@ -43,7 +44,7 @@ class TrainingStep:
 
     `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. `totals_of(batch)`, if
     given, counts what losses are divided by: all micro-batches of a step are fetched first, and the sum over the global batch
-    stands in `batch.totals` before the first forward pass.
+    stands in `batch.totals` before the first forward pass. `freezing` says what does not train in a step.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class TrainingStep:
         model: torch.nn.Module,
         samples: Samples,
         losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
-        totals_of: Callable[[Movable], torch.Tensor] | None = None,
+        totals_of: Callable[[Movable], torch.Tensor] | None,
+        freezing: Freezing,
     ):
-        self.model, self.samples = model, samples
+        self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._totals_of = accelerator, losses_of, totals_of
         self._device = accelerator.device
 
@@ -92,6 +94,7 @@ class TrainingStep:
 
     def micro_batches(self, step: int) -> Iterator[Movable]:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
+        self._freezing.begin(step)
         batches = (next(self._feed) for _ in range(self.plan.micro_steps))
         if self._totals_of:
             batches = [*batches]
@@ -113,7 +116,8 @@ class TrainingStep:
         self._losses.append(losses.detach())
 
     def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
-        """Under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
+        """Leave out what is frozen, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
+        self._freezing.leave_out_gradients()
         self._accelerator.unscale_gradients(self._optimizers)
         return clip_gradients(self._parameters, limit, mode)
 

@@ -245,20 +245,15 @@ def own_view(name: str) -> dict:
         return {}
 
 
-def freeze_backbone(model: torch.nn.Module) -> None:
-    """Freeze all but the head. `batch_norm.freeze` freezes single stages."""
-    model.requires_grad_(False)
-    classifier(model).requires_grad_(True)
-
-
 def classifier(model: torch.nn.Module) -> torch.nn.Module:
     """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
     if not hasattr(model, "get_classifier"):
         raise Refused(
-            f"--freeze_backbone, --backbone_lr_factor: {type(model).__name__} does not say which part is its head; give it a "
-            "method get_classifier() that returns it"
+            f"--freeze_stages, --backbone_lr_factor, --head_lr_factor: {type(model).__name__} does not say which part is its "
+            "head; give it a method get_classifier() that returns it"
         )
-    return model.get_classifier()
+    head = model.get_classifier()
+    return torch.nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
 
 
 def is_of_timm(model: torch.nn.Module | Path) -> bool:

@@ -145,7 +145,7 @@ def test_no_step_needs_more_memory_than_the_trial_before_it(forks, tmp_path):
     """A frozen backbone keeps no activations, so that mixing and erasing take the most. It has no groups of batch norm, either,
     of which 24 samples would not divide the batch."""
     words = ["--tracker", "none", "--max_steps", 3, "--eval_every", 100, "--output_dir", tmp_path]
-    words += ["--image_size", 96, "--global_batch_size", 32, "--freeze_backbone", "--batch_norm", "group"]
+    words += ["--image_size", 96, "--global_batch_size", 32, "--freeze_stages", "all", "--batch_norm", "group"]
     words += ["--norm_batch_size", 24, "--label_smoothing", 0.1, "--color_jitter", 0.3, "--random_erasing", 0.5]
     words += ["--mixup", 0.2, "--cutmix", 0.2, "--name", "run"]
     done = forks(*words, before=functools.partial(trace_memory, tmp_path))

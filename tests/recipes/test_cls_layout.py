@@ -99,7 +99,7 @@ CASES = {
     ),
     "resnet-global-plain": Case("--model test_resnet --opt lamb --lr 3e-2 --batch_norm global", (WHOLE, THREE), 0.1),
     "resnet-frozen": Case(
-        "--model test_resnet --lr 0.1 --freeze_backbone --mixup 0.2 --repeats 2", (WHOLE, TWO_ACCUMULATED), 0.75
+        "--model test_resnet --lr 0.1 --freeze_stages all --mixup 0.2 --repeats 2", (WHOLE, TWO_ACCUMULATED), 0.75
     ),
 }
 NORMS = {norm: f"--model test_resnet --lr 5e-3 --batch_norm {norm}" for norm in ("local", "node", "global")}

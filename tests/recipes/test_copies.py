@@ -64,12 +64,12 @@ COMMENTS = """Words, and no other code.
 @@
 -def batch_norm_of(config: Config) -> str:
 -    \"\"\"The mode of batch norm: a frozen backbone keeps its statistics, too.\"\"\"
--    return "frozen" if config.freeze_backbone else config.batch_norm
+-    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
 +# Other words.
 +def batch_norm_of(
 +    config: Config,
 +) -> str:
-+    return "frozen" if config.freeze_backbone else config.batch_norm  # and more
++    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm  # and more
 """
 
 
@@ -126,7 +126,7 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
         cases["one_rank"] = [one_rank, *data, *short, *output]
         cases["mean"] = [mean, *data, *short, *output]
         cases["broken"] = [broken, *data, *short, "--checkpoint_every", 4, *output]
-        stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--patience", 8]
+        stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--wait", 8]
         stopped += ["--lr", 1e-9, *output, "--name", "stopped"]  # nothing gets better than the first evaluation
         cases |= {"stopped": stopped, "stopped again": stopped, "broken again": [*cases["broken"], "--name", "broken"]}
         if processes == 1:
@@ -219,7 +219,7 @@ def brier(model: Path, images: Path) -> float:
 def test_a_run_that_its_recipe_stops_ends_well_and_stays_ended(processes: int, runs) -> None:
     """Where all ranks say so after an evaluation, it ends there; pictures, results and best/ are those of a run's end."""
     first, again = runs[processes]["stopped"], runs[processes]["stopped again"]
-    why = "patience: no better result since step 4"
+    why = "no better result since step 4"
     for run in (first, again):
         assert run.outcome == "ok" and re.search(f"12 steps in [0-9]+ s of training, ended by {why}", run.stdout)
     assert processes == 1 or status(again) == ("finished", 12, why)  # of one process it has gone on since
@@ -243,7 +243,7 @@ def test_one_rank_can_stop_a_run(runs) -> None:
 def test_a_longer_run_goes_on_where_it_was_stopped(runs) -> None:
     run = runs[1]["stopped, longer"]
     assert run.outcome == "ok" and "resuming from step 12 of 44" in run.stdout
-    assert status(run)[:2] == ("finished", 16), "its patience ends it again"
+    assert status(run)[:2] == ("finished", 16), "it waits for 8 steps at most, and has waited longer"
 
 
 def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:

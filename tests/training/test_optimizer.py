@@ -119,7 +119,7 @@ class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.ModuleDict({"features": nn.Conv2d(3, 4, 3), "fpn": nn.Conv2d(4, 4, 1)})
-        self.backbone.features, self.head = self.backbone["features"], nn.Linear(4, 2)
+        self.backbone.trunk, self.head = self.backbone["features"], nn.Linear(4, 2)
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fcos import FCOS
-from common.detection.models.fpn import SimplePyramid, build_backbone
+from common.detection.models.fpn import build_backbone
 from common.detection.models.mask_rcnn import MaskRCNN
 from common.detection.models.rcnn import FasterRCNN
 from common.detection.models.retinanet import RetinaNet
@@ -82,8 +82,7 @@ def build_detector(spec: DetectorSpec) -> Detector:
     # What images are normalised with. The mean is a whole pixel value, so that padding with it becomes 0, as torchvision pads.
     mean = tuple(round(255 * value) / 255 for value in backbone.pretrained_cfg["mean"])
     detector.pretrained_cfg = backbone.pretrained_cfg | {"mean": mean}
-    features = backbone.features.features if isinstance(backbone.features, SimplePyramid) else backbone.features
-    detector.begins_with = begins_with_backbone(features, detector, spec.model, spec.pretrained)
+    detector.begins_with = begins_with_backbone(backbone.trunk, detector, spec.model, spec.pretrained)
     return detector
 
 

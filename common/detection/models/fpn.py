@@ -55,6 +55,11 @@ class Backbone(nn.Module):
             maps = [x.permute(0, 3, 1, 2).contiguous() for x in maps]
         return list(self.fpn(OrderedDict(zip(map(str, self.levels), maps, strict=False))).values())
 
+    @property
+    def trunk(self) -> nn.Module:
+        """The network of timm, whose stages can be frozen; the rest is the neck."""
+        return self.features.features if isinstance(self.features, SimplePyramid) else self.features
+
     def grid_sizes(self, canvas: tuple[int, int]) -> list[tuple[int, int]]:
         """Cells (down, across) of each level for a canvas of (H, W) pixels."""
         return [(-(-canvas[0] // 2**level), -(-canvas[1] // 2**level)) for level in self.levels]

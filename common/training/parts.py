@@ -1,0 +1,74 @@
+"""Parts of a model: its backbone, neck and head, and the stages of the backbone.
+
+The stages are those of timm's `group_matcher(coarse=True)`: the four of a ResNet or ConvNeXt, the blocks of a vision
+transformer, the rows of an EfficientNet. Models of transformers have them in `encoder.stages` or `encoder.layer`.
+"""
+
+import timm
+import torch
+from timm.models._manipulate import group_with_matcher
+from torch import nn
+
+from common.training.timm_models import classifier
+
+_OF_TRANSFORMERS = {"stem": "^embed", "blocks": r"^(?:encoder\.)?(?:stages|layers?|blocks)\.(\d+)"}
+
+
+def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of backbone, neck and head.
+
+    The neck of a detector is its feature pyramid, or a DETR's projections and encoder. A classifier has none, and all but its
+    head is backbone. Raises `Refused` for a module that does not say which part is its head.
+    """
+    backbone = {id(parameter) for parameter in _tensors(model).values()}
+    stands_on = [model.backbone, *getattr(model, "neck", ())] if hasattr(model, "backbone") else []
+    neck = {id(parameter) for module in stands_on for parameter in module.parameters()}
+    found: dict[str, list[nn.Parameter]] = {"backbone": [], "neck": [], "head": []}
+    for parameter in model.parameters():
+        inside = id(parameter) in backbone, id(parameter) in neck
+        found["backbone" if inside[0] else "neck" if inside[1] else "head"].append(parameter)
+    return found
+
+
+def stages(model: nn.Module) -> list[list[torch.Tensor]]:
+    """The tensors, buffers included, of the backbone's stem and of each of its stages, from the first to the last.
+
+    What comes after the stages, but is not the head, belongs to the last one. A single list if the stages are unknown.
+    """
+    tensors, numbers = _tensors(model), _numbers(_trunk(model))
+    last = max((numbers[name] for name in tensors if name in numbers), default=0)
+    found: list[list[torch.Tensor]] = [[] for _ in range(last + 1)]
+    for name, tensor in tensors.items():
+        found[numbers.get(name, last)].append(tensor)
+    return found
+
+
+def _trunk(model: nn.Module) -> nn.Module:
+    """The network that has stages: a classifier itself, or the network in a detector's backbone."""
+    backbone = getattr(model, "backbone", model)
+    return getattr(model, "trunk", None) or getattr(backbone, "trunk", backbone)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of the backbone, by their names in the network that has the stages."""
+    head = {} if hasattr(model, "backbone") else classifier(model).state_dict(keep_vars=True)
+    others = set(map(id, head.values()))
+    state = _trunk(model).state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if id(tensor) not in others}
+
+
+def _numbers(trunk: nn.Module) -> dict[str, int]:
+    """The stage of each tensor, 0 for the stem, without those that belong to none."""
+    names = {name: name for name in trunk.state_dict()}
+    if hasattr(trunk, "group_matcher"):
+        matcher = trunk.group_matcher(coarse=True)
+    elif hasattr(trunk, "feature_info"):  # timm's features, whose names differ from the model's by dots and a prefix
+        with torch.device("meta"):
+            whole = timm.create_model(trunk.pretrained_cfg["architecture"])
+        matcher = whole.group_matcher(coarse=True)
+        of_model = {name.replace(".", "_"): name for name in whole.state_dict()}
+        names = {name: of_model.get(name.removeprefix("model.").replace(".", "_"), "") for name in names}
+    else:
+        matcher = _OF_TRANSFORMERS
+    numbers = group_with_matcher([(name, None) for name in {*names.values(), ""}], matcher, reverse=True)
+    return {name: numbers[other] for name, other in names.items() if numbers[other] != numbers[""]}

@@ -1,0 +1,165 @@
+"""Frozen stages keep every bit until the step in which they begin to train, under any optimizer, and are refused if unknown."""
+
+from dataclasses import dataclass
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from common.config.fields import OptimizationConfig, RunConfig
+from common.config.parsing import parse
+from common.data.stream import Stream
+from common.errors import Refused
+from common.training import batch_norm
+from common.training.freezing import Freezing, freeze
+from common.training.optimizer import build_ema, build_optimizer, clip_gradients, describe, set_learning_rate
+
+STREAM = Stream(40, 8, 0)  # five steps an epoch
+
+
+@dataclass
+class Config(OptimizationConfig, RunConfig):
+    """What every recipe has."""
+
+    model: str = "test_resnet"
+
+
+def built(config: Config, norm: str = "local") -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(config.model, num_classes=3).train()
+    batch_norm.convert(model, norm)
+    freeze(config, model)
+    return model
+
+
+def moved(model: nn.Module, config: Config, steps: int) -> list[set[str]]:
+    """Which parts of the model each step moves, weights and statistics, and what its moving average moves."""
+    optimizer, ema, freezing = build_optimizer(config, model), build_ema(config, model), Freezing(config, model, STREAM)
+    found = []
+    for step in range(steps):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        freezing.begin(step)
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(images), torch.arange(8) % 3).backward()
+        freezing.leave_out_gradients()
+        norm = clip_gradients(model.parameters(), 1.0, "norm")
+        left = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert torch.isfinite(norm) and len(left) > 0
+        set_learning_rate(optimizer, config.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        batch_norm.update_running_statistics(model)
+        ema.update(model, step + 1)
+        found.append(
+            {name.split(".")[0] for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+        )
+    for name, tensor in ema.module.state_dict().items():
+        if not any(name.split(".")[0] in names for names in found):
+            assert torch.equal(tensor, model.state_dict()[name]), name
+    return found
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "momentum", "lion", "lamb", "adan", "muon", "adafactor"])
+def test_a_stage_begins_to_train_in_its_step_and_not_before(opt: str) -> None:
+    config = Config(opt=opt, lr=1e-3, freeze_stages="all", unfreeze_epochs="0.4,0.8", ema_decay=0.9)
+    head, upper = {"fc"}, {"fc", "layer4", "layer3"}
+    everything = upper | {"layer2", "layer1", "bn1", "conv1"}
+    assert moved(built(config), config, 6) == [head, head, upper, upper, everything, everything]
+
+
+def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
+    config = Config(freeze_stages="2", ema_decay=0.9)
+    model = built(config)
+    assert moved(model, config, 2) == [{"layer3", "layer4", "fc"}] * 2
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == name.startswith(("layer3", "layer4", "fc"))
+    frozen = Freezing(config, model, STREAM).describe()["frozen"]
+    assert frozen.startswith("stem to stage 2 of 4, ") and frozen.endswith(
+        "% of the parameters, 8 batch norms with their statistics"
+    )
+    text = batch_norm.describe("local", model)
+    assert "; 8 of 15 layers are frozen" in text
+
+
+def test_the_stem_alone_can_be_frozen() -> None:
+    config = Config(freeze_stages="stem", ema_decay=0.9)
+    assert moved(built(config), config, 1) == [{"layer1", "layer2", "layer3", "layer4", "fc"}]
+
+
+def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
+    config = Config(freeze_stages="3", unfreeze_epochs="1,2")
+    model = built(config)
+    freezing = Freezing(config, model, STREAM)
+    modes = {}
+    for step in [*range(12), *reversed(range(12))]:
+        freezing.begin(step)
+        now = tuple(layer.mode for layer in model.step_batch_norms)
+        assert modes.setdefault(step, now) == now
+    assert len(set(modes.values())) == 3
+    assert freezing.describe()["frozen"].endswith(
+        "; from step 6 stage 3 train; from step 11 stem to stage 2 train"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (dict(freeze_stages="5"), "--freeze_stages 5: test_resnet has 4 stages here; take at most 4, or all"),
+        (dict(unfreeze_epochs="1"), "--unfreeze_epochs: nothing is frozen; add --freeze_stages"),
+        (
+            dict(freeze_stages="2", unfreeze_epochs="1,2,3"),
+            "--unfreeze_epochs 1,2,3: 3 epochs for 2 frozen stages; give at most 2",
+        ),
+    ],
+)
+def test_what_can_not_be_frozen_is_refused_with_what_can(options: dict, told: str) -> None:
+    config = Config(**options)
+    with pytest.raises(Refused, match=told) as raised:
+        Freezing(config, built(config), STREAM)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_module_without_stages_or_without_anything_to_train_is_refused() -> None:
+    class Small(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            return self[-1]
+
+    model = Small(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(Refused, match=r"--freeze_stages 1: Small does not say which parameters form a stage; .* take"):
+        freeze(Config(freeze_stages="1"), model)
+    freeze(Config(freeze_stages="all"), model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+    with pytest.raises(Refused, match="--freeze_stages all leaves Small no parameter to train"):
+        freeze(Config(freeze_stages="all"), Small(nn.Conv2d(3, 4, 3), nn.Flatten()))
+
+
+@pytest.mark.parametrize("words", ["-1", "two", "1.5", ""])
+def test_a_value_that_is_no_number_of_stages_is_refused(words: str) -> None:
+    with pytest.raises(Refused, match="--freeze_stages"):
+        parse(Config, [f"--freeze_stages={words}"])
+
+
+@pytest.mark.parametrize("words", ["2,1", "x", "1,", "-1"])
+def test_a_value_that_is_no_list_of_epochs_is_refused(words: str) -> None:
+    with pytest.raises(Refused, match=r"--unfreeze_epochs .*must be epochs"):
+        parse(Config, [f"--unfreeze_epochs={words}"])
+
+
+def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
+    config = Config(lr=0.01, backbone_lr_factor=0.1, head_lr_factor=3.0, layer_decay=0.5)
+    model = built(config)
+    optimizer, plain = build_optimizer(config, model), build_optimizer(Config(lr=0.01, layer_decay=0.5), model)
+    rates = []
+    for each in (optimizer, plain):
+        set_learning_rate(each, 0.01)
+        rates.append({id(weight): group["lr"] for group in each.param_groups for weight in group["params"]})
+    for name, parameter in model.named_parameters():
+        factor = 3.0 if name.startswith("fc.") else 0.1
+        assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name
+    assert describe(config) == (
+        "0.01, cosine, adamw; backbone 0.001, neck 0.01, head 0.03; times 0.5 per layer from the head down"
+    )
+    assert describe(Config(lr=0.01)) == "0.01, cosine, adamw"
+    with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
+        build_optimizer(Config(neck_lr_factor=2.0), model)

@@ -1,0 +1,86 @@
+"""The parts and stages of a model are the same groups for every family, and every tensor belongs to one of them."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
+from common.training.parts import parts, stages
+
+CLASSIFIERS = {  # tensors of the stem and the stages begin with these
+    "test_resnet": ("conv1 bn1", "layer1", "layer2", "layer3", "layer4"),
+    "test_convnext": ("stem", "stages.0", "stages.1", "stages.2", "stages.3 head.norm"),
+    "test_vit": ("cls_token pos_embed patch_embed", *(f"blocks.{n}" for n in range(5)), "blocks.5 norm"),
+    "test_efficientnet": ("conv_stem bn1", *(f"blocks.{n}" for n in range(4)), "blocks.4 conv_head bn2"),
+    "mobilenetv2_100": ("conv_stem bn1", *(f"blocks.{n}" for n in range(6)), "blocks.6 conv_head bn2"),
+    "deit_tiny_distilled_patch16_224": (
+        "cls_token dist_token pos_embed patch_embed",
+        *(f"blocks.{n}" for n in range(11)),
+        "blocks.11 norm",
+    ),
+}
+DETECTORS = {  # family and backbone -> the number of stages
+    ("fcos", "test_resnet"): 4,
+    ("fcos", "test_vit"): 6,
+    ("retinanet", "test_efficientnet"): 5,
+    ("faster_rcnn", "test_convnext"): 4,
+    ("rtdetr_v2", "rtdetr_v2_r18vd"): 4,
+    ("rtdetr_v2", "test_resnet"): 4,
+    ("dfine", "dfine_s"): 4,
+}
+
+
+def named(model: nn.Module) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_stages_of_a_classifier_are_timms_groups_and_hold_all_but_the_head(name: str) -> None:
+    model = timm.create_model(name)
+    names = named(model)
+    found = [[names[id(tensor)] for tensor in stage] for stage in stages(model)]
+    assert len(found) == len(CLASSIFIERS[name])
+    for stage, prefixes in zip(found, CLASSIFIERS[name], strict=True):
+        for prefix in prefixes.split():
+            assert any(name.startswith(prefix) for name in stage), prefix
+        assert all(
+            name.startswith(tuple(f"{prefix}." for prefix in prefixes.split())) or name in prefixes for name in stage
+        )
+    left = set(names.values()) - {name for stage in found for name in stage}
+    assert left and all(name.startswith(("fc.", "head.fc.", "head.", "head_dist.", "classifier.")) for name in left)
+    of_parts = parts(model)
+    assert {names[id(parameter)] for parameter in of_parts["head"]} == left and not of_parts["neck"]
+
+
+@pytest.mark.parametrize("family, model", DETECTORS)
+def test_stages_of_a_detector_hold_its_backbone_alone(family: str, model: str) -> None:
+    detector = build_detector(DetectorSpec(family, model, 3, levels=(3, 5), width=32))
+    names = named(detector)
+    found = stages(detector)
+    assert len(found) == DETECTORS[family, model] + 1 and all(found)
+    backbone = {names[id(tensor)] for stage in found for tensor in stage}
+    assert len(backbone) == sum(map(len, found)), "each tensor stands in one stage"
+    of_parts = {part: {names[id(parameter)] for parameter in of} for part, of in parts(detector).items()}
+    assert sum(map(len, of_parts.values())) == len([*detector.parameters()]) and all(of_parts.values())
+    assert of_parts["backbone"] == {name for name in backbone if name in dict(detector.named_parameters())}
+    if family in ("rtdetr_v2", "dfine"):
+        inside = ("model.encoder.", "model.encoder_input_proj.", "model.decoder_input_proj.")
+        assert all(name.startswith("model.backbone.") for name in backbone)
+    else:
+        inside = ("backbone.fpn.", "backbone.features.resample.")
+        assert all(name.startswith("backbone.features.") for name in backbone)
+    assert all(name.startswith(inside) for name in of_parts["neck"])
+    assert not any(name.startswith((*inside, "backbone.", "model.backbone.")) for name in of_parts["head"])
+
+
+def test_a_module_that_does_not_tell_its_stages_has_one_part_below_the_head() -> None:
+    class Small(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            return self[-1]
+
+    model = Small(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    (only,) = stages(model)
+    assert len(only) == 7 and not any(tensor is weight for tensor in only for weight in model[2].parameters())
+    assert torch.is_tensor(only[0])
