@@ -196,10 +196,10 @@ def build_normalize(config: Config, model, device: torch.device):
     """normalize(batch) -> its images [B, 3, H, W] in the run's type, 0 around them; and the colour of empty places in them."""
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
     fill = tuple(round(255 * value) for value in mean)
-    mean, std = (255 * torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
+    mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
 
     def normalize(batch):
-        return blank_padding(batch.images.to(dtype).sub_(mean).div_(std), batch.sizes)
+        return blank_padding(batch.images.to(dtype).div_(255).sub_(mean).div_(std), batch.sizes)
 
     return normalize, fill
 
