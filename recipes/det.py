@@ -13,7 +13,6 @@ This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -35,17 +34,19 @@ from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
 from common.data.stream import Stream
 from common.detection import balancing, defaults
-from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation import plots
 from common.detection.evaluation.matching import Matches
 from common.detection.evaluation.metrics import Detections
-from common.detection.export import begin_with, export, load
+from common.detection.export import export
 from common.detection.grouping import GroupedStream
 from common.detection.models import detectors
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range
+from common.detection.weights import sources as sources_of_weights
+from common.detection.weights.begin import begin_with, read_once
 from common.distributed import launch
 from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
@@ -80,6 +81,8 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     """Channels of the feature pyramid, a multiple of 32 (photographs: 128; COCO: 256)."""
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
+    variant: Literal["own", "torchvision", "torchvision_v2"] = option("own", added=True)
+    """fcos, retinanet, R-CNNs: details as here, as of torchvision's trained weights, or as of their second versions."""
     short_sides: str = option("128", photographs="480")
     """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
     800, or 640,672,...,800). rtdetr_v2, dfine: sides of the square that images become, one of which is drawn for each step."""
@@ -106,9 +109,12 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     compile: bool = False
     """torch.compile the backbone and its feature pyramid."""
     init: str = path_option("")
-    """Begin with the weights of this exported detector, a run's best/; what depends on the classes is new for others."""
+    """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
+    .pth of torchvision, D-FINE or RT-DETR, a folder or owner/name of transformers. It decides on --detector, --model, ..."""
+    init_classes: str = option("", added=True)
+    """Classes that the weights of --init or --eval_only call otherwise than the data: mug=cup,pedestrian=person."""
     eval_only: str = path_option("")
-    """Only evaluate this checkpoint or exported detector, and print the results."""
+    """Only evaluate this checkpoint, or detector as --init takes it, and print the results."""
 
     # What defines a training. --help explains these fields: all recipes have them.
     epochs: float = 10.0
@@ -133,9 +139,10 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
     """The detector, and what it begins with."""
     spec = DetectorSpec.of(config, classes)
     defaults.refuse_missing(config)
+    weights = read_once(config.init) if config.init else None
     with all_or_none("building the model"):
         model = detectors.build_detector(spec)
-        begins = begin_with(model, Path(config.init), classes) if config.init else model.begins_with
+        begins = begin_with(model, weights, config, classes) if weights else model.begins_with
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     freeze(config, model)
     drop_path.convert(model)
@@ -202,11 +209,15 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
 
 
 def build_normalize(config: Config, model, device: torch.device):
-    """normalize(uint8[B, 3, H, W]) -> images of the run's type, and the colour around images, which it makes about 0."""
+    """normalize(batch) -> its images [B, 3, H, W] in the run's type, 0 around them; and the colour of empty places in them."""
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
     fill = tuple(round(255 * value) for value in mean)
-    mean, std = (255 * torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
-    return lambda images: images.to(dtype).sub_(mean).div_(std), fill
+    mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
+
+    def normalize(batch):
+        return blank_padding(batch.images.to(dtype).div_(255).sub_(mean).div_(std), batch.sizes)
+
+    return normalize, fill
 
 
 def build_samples(config: Config, train: Annotated, stream: Stream, model, varied: BoxAugmentation, fill: tuple):
@@ -230,7 +241,7 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
     for batch in loader:
         batch = batch.to(accelerator.device)
         with accelerator.autocast():
-            detections = model.detect(normalize(batch.images), batch.sizes)
+            detections = model.detect(normalize(batch), batch.sizes)
         indices = batch.positions.tolist()
         of_images = zip(detections, indices, batch.sizes, strict=True)
         found.update(indices, [loader.dataset.restored(*of_image) for of_image in of_images])
@@ -243,11 +254,12 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
-    origin = eval_only.begin(config)
+    origin = eval_only.begin(config, sources_of_weights.origin)
     val, names, places = eval_only.read(config, origin, build_data)
-    model, _ = build_model(dataclasses.replace(config, pretrained=False, init=""), names, accelerator.device)
-    with all_or_none("loading the weights"):
-        load(model, Path(config.eval_only))
+    init = "" if origin.is_alone else config.eval_only
+    config = dataclasses.replace(config, pretrained=False, init=init, init_classes="")
+    model, _ = build_model(config, names, accelerator.device)
+    eval_only.load_weights(model, origin)
     _, plain = build_augmentation(config, build_stream(config, val), model.stride)
     normalize, fill = build_normalize(config, model, accelerator.device)
     loader = build_val_loader(config, val, plain, model, fill, config.max_micro_batch_size)
@@ -279,7 +291,7 @@ def draw(run: Run, val: Annotated, found: Detections) -> None:
 
 
 def main() -> None:
-    config = parse(Config, suit=defaults.suited)
+    config = parse(Config, suit=defaults.suited, origin=sources_of_weights.origin)
     accelerator = launch.start(config)
     if config.eval_only:
         return evaluate_only(config, accelerator)
@@ -302,7 +314,7 @@ def main() -> None:
         def losses_of(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per image, [B]."""
             with accelerator.autocast():
-                losses, parts = network(normalize(batch.images), batch.targets, batch.totals)
+                losses, parts = network(normalize(batch), batch.targets, batch.totals)
             run.log({f"train/loss_{name}": config.global_batch_size * part for name, part in parts.items()})
             return config.global_batch_size * losses  # their mean over the global batch is the step's loss
 

@@ -6,6 +6,7 @@ program wrote has only a `config.json`, which may lack the names of the classes.
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,10 @@ class Origin:
         theirs = self.config.get("data", "")
         return bool(theirs) and _place(theirs) == _place(data)
 
-    def places(self, classes: Sequence[str], data: str) -> list[int]:
+    def places(self, classes: Sequence[str], data: str, called: Mapping[str, str]) -> list[int]:
         """The model's class id of each name in `classes`, the classes of the data set `data`.
 
+        `called` has what the model calls classes that it calls otherwise than the data.
         If the model's classes have no names, they are assumed to be in the same order. Raises `Refused` for a name that the
         model does not know, and for another number of classes if they have no names.
         """
@@ -61,13 +63,13 @@ class Origin:
                     "data of its own classes"
                 )
             return list(range(len(classes)))
-        known = {name: number for number, name in enumerate(self.classes)}
-        if unknown := [name for name in classes if name not in known]:
+        found = places_of([called.get(name, name) for name in classes], self.classes)
+        if unknown := [name for name, place in zip(classes, found, strict=True) if place is None]:
             raise Refused(
-                f"{self.path} does not know {len(unknown)} of the {len(classes)} classes of --data {data} ({_some(unknown)}); "
-                f"it knows {_some(self.classes)}: evaluate it on data of its own classes"
+                f"{self.path} does not know {len(unknown)} of the {len(classes)} classes of --data {data} ({some(unknown)}); "
+                f"it knows {some(self.classes)}: evaluate it on data of its own classes"
             )
-        return [known[name] for name in classes]
+        return [place for place in found if place is not None]
 
     def matched(self, classes: Sequence[str]) -> str:
         """How the classes of the data correspond to those of the model, in words."""
@@ -108,6 +110,36 @@ def read_origin(path: str) -> Origin:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"--eval_only {path}: not a whole one ({reason}); name another, or copy it again") from None
+
+
+def places_of(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
+    """Index in `known` of each of `names`, None if it is not there. A name is the same in any case, and with _, - or a space.
+
+    If several are the same, the one that is equal is meant, else the first.
+    """
+    exact = {name: number for number, name in reversed([*enumerate(known)])}
+    alike = {_plain(name): number for number, name in reversed([*enumerate(known)])}
+    return [exact.get(name, alike.get(_plain(name))) for name in names]
+
+
+def called_by_weights(text: str, classes: Sequence[str]) -> dict[str, str]:
+    """What `--init_classes` says: class of the data -> what the weights call it. Raises `Refused` for anything else."""
+    called = {}
+    for pair in filter(None, text.split(",")):
+        own, _, theirs = (part.strip() for part in pair.partition("="))
+        if not (own and theirs):
+            raise Refused(
+                f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as mug=cup,sofa=couch"
+            )
+        (place,) = places_of([own], classes)
+        if place is None:
+            raise Refused(f"--init_classes {own}={theirs}: the data have no class {own}, but {some(classes)}")
+        called[classes[place]] = theirs
+    return called
+
+
+def _plain(name: str) -> str:
+    return " ".join(re.split("[\\s_-]+", name.strip().casefold()))
 
 
 def made_by(record: Mapping) -> dict:
@@ -160,5 +192,6 @@ def _place(data: str) -> str:
     return os.path.realpath(os.path.expanduser(data)) if os.path.exists(os.path.expanduser(data)) else data
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of `names`, for a message."""
     return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

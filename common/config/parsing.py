@@ -22,7 +22,7 @@ import tyro
 import yaml
 
 from common.config.fields import field_names
-from common.config.origin import OF_DATA, read_origin
+from common.config.origin import OF_DATA, Origin, read_origin
 from common.config.synonyms import hint, other_recipe
 from common.durable import replace_file
 from common.errors import Refused
@@ -38,6 +38,7 @@ def parse(
     argv: list[str] | None = None,
     program: str = "",
     suit: Callable[[C], dict] | None = None,
+    origin: Callable[[str], Origin] = read_origin,
     _suited: dict | None = None,
 ) -> C:
     """The configuration: defaults of `config_class`, overridden by `--config file.yaml`, overridden by flags.
@@ -49,6 +50,7 @@ def parse(
         argv: the command line without the program's name (default: of this process).
         program: the program's name for messages (default: of this process).
         suit: suit(config) returns defaults of some fields that depend on other fields (`common.training.defaults`).
+        origin: origin(weights) reads where the weights of `--eval_only` are from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_config(words)
@@ -59,10 +61,10 @@ def parse(
         _help(config_class, default, program)
     config = _checked(_parse(config_class, argv, default, program))
     if weights := getattr(config, "eval_only", ""):
-        return _checked(_for_evaluation(config_class, weights, layers, argv, program))
+        return _checked(_for_evaluation(config_class, origin(weights), layers, argv, program))
     suited = suit(config) if suit else {}
     if suited != (_suited or {}):  # until it is stable: the model depends on the data, the image size on the model
-        return parse(config_class, words, program, suit, suited)
+        return parse(config_class, words, program, suit, origin, suited)
     return config
 
 
@@ -192,13 +194,13 @@ def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str
 
 
 def _for_evaluation(
-    config_class: type[C], weights: str, layers: list[tuple[str, dict]], argv: list[str], program: str
+    config_class: type[C], origin: Origin, layers: list[tuple[str, dict]], argv: list[str], program: str
 ) -> C:
     """The configuration of the run that made these weights, overridden by `layers` and the flags in `argv`.
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
-    origin = read_origin(weights)
+    weights = origin.path
     origin = dataclasses.replace(origin, config=renewed(origin.config, config_class))
     fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
     unknown = [name for name in origin.config if name not in fixed]

@@ -229,6 +229,13 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
     return Sample(Picture(torch.zeros(3, height, width, dtype=torch.uint8)), *_NO_BOXES, none)
 
 
+def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Set normalised images [B, 3, H, W] to 0 outside their `sizes` int64[B, 2] (width, height), in place, on the device."""
+    height, width = (torch.arange(side, device=images.device) for side in images.shape[2:])
+    inside = (height[:, None] < sizes[:, 1, None, None]) & (width < sizes[:, 0, None, None])
+    return images.mul_(inside[:, None])
+
+
 def _multiples(sizes: np.ndarray, stride: int) -> np.ndarray:
     """`sizes` rounded up to multiples of `stride`."""
     return -(-sizes // stride) * stride

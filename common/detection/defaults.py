@@ -1,10 +1,10 @@
 """Defaults that suit the data of a detector, and a refusal of settings that its family does not have."""
 
 import dataclasses
-from functools import partial
 
 from common.detection.models.detectors import FAMILIES
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.weights.sources import peek
 from common.errors import Refused
 from common.training import defaults
 
@@ -12,19 +12,30 @@ from common.training import defaults
 _MISSING = {
     "convolutions": ({*FAMILIES, *DETR_FAMILIES} - {"fcos", "retinanet"}, "has none in its heads"),
     "levels": (DETR_FAMILIES, "has a neck of its own"),
+    "variant": (DETR_FAMILIES, "has none"),
     "long_side": (DETR_FAMILIES, "stretches images to squares"),
 }
-_OF_WEIGHTS = ("model", "levels", "width")  # these must be those of the detector whose weights are loaded
 
 
 def suited(config) -> dict:
-    """As `common.training.defaults.suited`, without settings that the detector's family or given weights decide."""
+    """What the weights of `--init` decide; else as `common.training.defaults.suited`, without what the family does not have."""
+    return _for_photographs(config) | (peek(config.init).settings if config.init else {})
+
+
+def _for_photographs(config) -> dict:
     others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
-    others |= {*_OF_WEIGHTS} if config.init else set()
     return {name: value for name, value in defaults.suited(config).items() if name not in others}
 
 
-describe = partial(defaults.describe, suit=suited)
+def describe(config) -> dict[str, str]:
+    """Rows of the start table: the defaults that the weights of `--init` decided, and those that suit photographs."""
+    of_weights = suited(config) if config.init else {}
+    chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
+
+    def others(config) -> dict:
+        return {name: value for name, value in _for_photographs(config).items() if name not in of_weights}
+
+    return defaults.describe(config, others) | ({"as the weights": ", ".join(chosen)} if chosen else {})
 
 
 def refuse_missing(config) -> None:

@@ -31,13 +31,6 @@ _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is lef
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
 # Options that change pixels or mix those of several images.
 _ON_PIXELS = ("photometric", "mosaic", "mixup", "copy_paste", "rotate", "translate")
-    "photometric",
-    "mosaic",
-    "mixup",
-    "copy_paste",
-    "rotate",
-    "translate",
-)  # options that change pixels or mix those of several images
 _LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.checkpoints.resume import load_model
-from common.config.origin import Origin, by_name, read_origin
+from common.config.origin import Origin, by_name, called_by_weights, read_origin
 from common.data import splits
 from common.data.source import Source
 from common.distributed import launch
@@ -17,12 +17,12 @@ from common.distributed.collectives import all_or_none
 from common.errors import Refused
 
 
-def begin(config) -> Origin:
+def begin(config, read: Callable[[str], Origin] = read_origin) -> Origin:
     """Read and print which weights `--eval_only` evaluates, and which settings differ from those of their run.
 
-    Raises `Refused` if they can't be read.
+    `read` is what `parse` was given. Raises `Refused` if they can't be read.
     """
-    origin = read_origin(config.eval_only)
+    origin = read(config.eval_only)
     launch.say(origin.describe(dataclasses.asdict(config)))
     return origin
 
@@ -34,7 +34,8 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     Raises `Refused` for classes that the model does not know.
     """
     _, val = build_data(config, origin)
-    places = origin.places(val.classes, config.data)
+    called = called_by_weights(getattr(config, "init_classes", ""), val.classes)
+    places = origin.places(val.classes, config.data, called)
     launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
     return val, origin.classes or val.classes, places
 

@@ -21,7 +21,7 @@ from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
 
 from common.checkpoints.state import Tensors
-from common.config.origin import by_name
+from common.config.origin import by_name, places_of, some
 from common.config.parsing import nearest
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
@@ -62,13 +62,14 @@ def build_classifier(
         model.begins_with = ""
         return model
     known, theirs = label_names(model.pretrained_cfg), model.pretrained_cfg["num_classes"]
-    fresh = classes if theirs != classes else 0  # classes that the head does not know
+    everyone = names or range(classes)
+    fresh = everyone if theirs != classes else []  # classes that the head does not know
     if names and known and list(names) != known:
         trained = model if theirs == classes else make(num_classes=theirs)
         model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps the head
-        fresh = take_rows(_head(model), _head(trained), names, known)
+        fresh = [names[row] for row in take_rows(_head(model), _head(trained), names, known)]
     everything = len(model.state_dict())
-    model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, classes)
+    model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, everyone)
     if names and not known and not fresh:
         model.begins_with += ", its head as it is: it does not name its classes"
     return model
@@ -82,10 +83,14 @@ def label_names(content: Mapping) -> list[str]:
     return [*names] if None not in names and len(set(names)) == len(names) else []
 
 
-def begins_with(taken: int, everything: int, source: str, fresh: int, classes: int) -> str:
-    """Which weights a model begins with, in words; `fresh` of its `classes` classes are new to its head."""
-    new = f"for {fresh} of {classes} classes" if fresh < classes else "for all classes"
-    return f"{taken} of {everything} tensors of {source}" + (f", head new {new}" if fresh else "")
+def begins_with(taken: int, everything: int, source: str, fresh: Sequence[str], classes: Sequence[str]) -> str:
+    """Which weights a model begins with, in words; `fresh` of its `classes` are new to its head."""
+    said, kept = f"{taken} of {everything} tensors of {source}", [name for name in classes if name not in {*fresh}]
+    if not fresh:
+        return said
+    if not kept:
+        return f"{said}, head new for all classes"
+    return f"{said}, head new for {len(fresh)} of {len(classes)} classes ({some(fresh)}), kept for {some(kept)}"
 
 
 def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
@@ -94,18 +99,18 @@ def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, sour
     return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
 
 
-def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> int:
-    """Copy the rows of `trained` for the classes in `names` that it knows, and return how many it does not know.
+def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> list[int]:
+    """Copy the rows of `trained` for the classes in `names` that it knows, and return the rows of those that it does not.
 
     `head` and `trained` are tensors [classes, ...] by name; their rows belong to `names` and to `known`.
     """
-    places = {name: number for number, name in enumerate(known)}
-    mine = [number for number, name in enumerate(names) if name in places]
-    theirs = [places[names[number]] for number in mine]
+    places = places_of(names, known)
+    mine = [row for row, place in enumerate(places) if place is not None]
+    theirs = [place for place in places if place is not None]
     with torch.no_grad():
         for name, tensor in head.items():
             tensor[mine] = trained[name][theirs]
-    return len(names) - len(mine)
+    return [row for row, place in enumerate(places) if place is None]
 
 
 def _head(model: torch.nn.Module) -> Tensors:

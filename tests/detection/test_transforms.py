@@ -186,9 +186,7 @@ def test_masks_lie_on_their_objects_and_boxes_around_the_masks(way):
         for label, part in zip(result.labels.tolist(), inner, strict=True):
             colours = result.image[0][part]
             if len(colours):
-                assert (
-                    colours.float() - (60 + 40 * label)
-                ).abs().max() <= 8  # of 40 between two colours: resizing blends edges
+                assert (colours.float() - (60 + 40 * label)).abs().max() <= 8  # of 40: resizing blends edges
                 looked += 1
     assert looked > 50
 

@@ -11,7 +11,6 @@ from common.distributed.collectives import all_or_none, broadcast_object, gather
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-MOST = 100  # detections of an image that count
 NAMED_CLASSES = (
     100  # up to this many, each class has a result of its own, AP_class/<name>: rows of metrics.jsonl stay below 10 kB
 )
@@ -39,7 +38,7 @@ class Detections:
         for index, of_image in zip(indices, found, strict=True):
             parts = (of_image["boxes"], of_image["scores"][:, None], of_image["labels"][:, None])
             rows = torch.cat([part.float() for part in parts], 1).cpu().numpy()
-            best = np.argsort(-rows[:, 4], kind="stable")[:MOST]
+            best = np.argsort(-rows[:, 4], kind="stable")
             self.rows.append(rows[best])
             self.images.append(np.full(len(best), index))
             self.seen.append(int(index))

@@ -28,8 +28,7 @@ class Anchors:
     def __call__(self, canvas: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """[P, 4] left, top, right, bottom of all levels for a canvas of (H, W) pixels."""
         self.generator.set_cell_anchors(dtype, device)
-        strides = [[2**level] * 2 for level in self.backbone.levels]
-        return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), strides))
+        return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), self.backbone.strides(canvas)))
 
     def level_lengths(self, canvas: tuple[int, int]) -> list[int]:
         """Number of anchors of each level; they sum to P."""

@@ -76,12 +76,13 @@ def build_detector(spec: DetectorSpec) -> Detector:
     if spec.family in DETR_FAMILIES:
         return DETR(spec)
     kind = FAMILIES[spec.family]
+    if spec.variant == "torchvision_v2" and kind is FCOS:
+        raise Refused("--variant torchvision_v2: --detector fcos has no second version; take --variant torchvision")
     backbone = build_backbone(replace(spec, levels=spec.levels or kind.levels), kind.coarser)
     torch.manual_seed(spec.seed + 3)
     detector = kind(backbone, spec)
-    # What images are normalised with. The mean is a whole pixel value, so that padding with it becomes 0, as torchvision pads.
-    mean = tuple(round(255 * value) / 255 for value in backbone.pretrained_cfg["mean"])
-    detector.pretrained_cfg = backbone.pretrained_cfg | {"mean": mean}
+    detector.variant = spec.variant
+    detector.pretrained_cfg = backbone.pretrained_cfg  # with the mean and standard deviation of its images
     detector.begins_with = begins_with_backbone(backbone.trunk, detector, spec.model, spec.pretrained)
     return detector
 

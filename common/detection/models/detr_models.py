@@ -10,6 +10,7 @@ import timm
 import torch
 from torch import nn
 
+from common.config.origin import places_of
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
@@ -86,7 +87,7 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     - a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32, under the neck and the
       decoder of the smallest published model, which then have `spec.width` channels. Others have their own width.
 
-    A loaded model that has classes of the spec's names, in any case, keeps what it knows of them.
+    A loaded model that has classes of the spec's names keeps what it knows of them.
     Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
     """
     transformers, name = _transformers(), spec.model
@@ -114,7 +115,8 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         everything = model.state_dict().keys()
         heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
         taken = len(everything) - len(heads) * bool(fresh)
-        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, spec.classes)
+        everyone = spec.names or range(spec.classes)
+        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, everyone)
     else:
         model.begins_with = ""
     return model, normalization
@@ -281,13 +283,13 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     return whole
 
 
-def _set_classes(model: nn.Module, spec: DetectorSpec) -> int:
-    """Give `model` heads for the spec's classes; those that it knows by name are kept. Returns how many are new."""
-    classes, names = spec.classes, [name.lower() for name in spec.names]
-    known = {name.lower(): number for number, name in model.config.id2label.items()}
-    if model.config.num_labels == classes and list(known) == (names or list(known)):
-        return 0
-    kept = [(new, known[name]) for new, name in enumerate(names) if name in known]
+def _set_classes(model: nn.Module, spec: DetectorSpec) -> list[str]:
+    """Give `model` heads for the spec's classes; those that it knows by name are kept. Returns which are new."""
+    classes, known = spec.classes, [name for _, name in sorted(model.config.id2label.items())]
+    if model.config.num_labels == classes and known == list(spec.names or known):
+        return []
+    places = places_of(spec.names, known)
+    kept = [(new, old) for new, old in enumerate(places) if old is not None]
     new, old = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
     width = model.config.d_model
     torch.manual_seed(spec.seed + 3)
@@ -309,4 +311,6 @@ def _set_classes(model: nn.Module, spec: DetectorSpec) -> int:
             fresh.weight[new] = model.denoising_class_embed.weight[old]
         model.denoising_class_embed = fresh
     model.config.num_labels = classes
-    return classes - len(kept)
+    return (
+        [name for name, old in zip(spec.names, places, strict=True) if old is None] if spec.names else [*range(classes)]
+    )

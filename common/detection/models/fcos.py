@@ -8,7 +8,7 @@ from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import select
+from common.detection.models.postprocessing import MOST, select
 from common.detection.models.spec import DetectorSpec
 
 
@@ -23,7 +23,7 @@ class FCOS(nn.Module):
 
     levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
     radius = 1.5  # foreground points lie within this many strides of their box's centre
-    score_threshold, nms_threshold = 0.05, 0.6
+    score_threshold, nms_threshold, limit = 0.05, 0.6, MOST
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class FCOS(nn.Module):
             boxes = _decode(points, strides, distances)
             scores = (logits.sigmoid() * centreness.sigmoid()[..., None]).sqrt()
             lengths = [height * width for height, width in self.backbone.grid_sizes(images.shape[2:])]
-            thresholds = {"score_threshold": self.score_threshold, "nms_threshold": self.nms_threshold}
+            names = ("score_threshold", "nms_threshold", "limit")
+            thresholds = {name: getattr(self, name) for name in names}
             return [
                 select(*of_image, lengths, size, **thresholds)
                 for *of_image, size in zip(boxes, scores, sizes, strict=True)
@@ -99,11 +100,12 @@ class FCOS(nn.Module):
     def _places(self, canvas: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: least and largest distance to a box's far side."""
         points, strides, reach = [], [], []
-        levels = self.backbone.levels
-        for level, (height, width) in zip(levels, self.backbone.grid_sizes(canvas), strict=True):
+        levels, steps = self.backbone.levels, self.backbone.strides(canvas)
+        for level, sides, step in zip(levels, self.backbone.grid_sizes(canvas), steps, strict=True):
             stride = 2**level
-            grid = torch.cartesian_prod(*(torch.arange(n, device=device, dtype=self._dtype) for n in (height, width)))
-            points.append(grid.flip(1) * stride)
+            axes = (torch.arange(n, device=device, dtype=self._dtype) * s for n, s in zip(sides, step, strict=True))
+            grid = torch.cartesian_prod(*axes)
+            points.append(grid.flip(1))
             strides.append(grid.new_full((len(grid),), stride))
             low = 0 if level == levels[0] else 4 * stride
             high = float("inf") if level == levels[-1] else 8 * stride

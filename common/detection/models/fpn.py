@@ -37,6 +37,7 @@ class Backbone(nn.Module):
         levels: tuple[int, ...],
         width: int,
         coarser: str,
+        variant: str = "own",
     ) -> None:
         """`picks`: level -> index of its map in `features`, fine to coarse; `channels` are those of these maps."""
         super().__init__()
@@ -45,8 +46,13 @@ class Backbone(nn.Module):
         self._picks = list(picks.values())
         self._channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
         extra = [level for level in levels if level > max(picks)]
-        block = {"convolutions": Convolutions, "subsampling": Subsampling}[coarser](extra, width) if extra else None
-        self.fpn = FeaturePyramidNetwork(channels, width, block)
+        self._even = variant != "own"
+        is_second = variant == "torchvision_v2"
+        if coarser == "convolutions":
+            block, norm = Convolutions(extra, width, channels[-1] if is_second else width), None
+        else:
+            block, norm = Subsampling(extra), nn.BatchNorm2d if is_second else None
+        self.fpn = FeaturePyramidNetwork(channels, width, block if extra else None, norm)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         maps = self.features(images)
@@ -64,21 +70,32 @@ class Backbone(nn.Module):
         """Cells (down, across) of each level for a canvas of (H, W) pixels."""
         return [(-(-canvas[0] // 2**level), -(-canvas[1] // 2**level)) for level in self.levels]
 
+    def strides(self, canvas: tuple[int, int]) -> list[tuple[int, int]]:
+        """Pixels between cells (down, across) of each level: 2^l, or as torchvision spreads the cells of levels rounded up."""
+        if not self._even:
+            return [(2**level, 2**level) for level in self.levels]
+        return [(canvas[0] // down, canvas[1] // across) for down, across in self.grid_sizes(canvas)]
+
 
 class Convolutions(ExtraFPNBlock):
-    """Coarser levels by strided convolutions from the pyramid's coarsest, as P6 and P7 of FCOS and RetinaNet."""
+    """Coarser levels by strided convolutions from the pyramid's coarsest, as P6 and P7 of FCOS and RetinaNet.
 
-    def __init__(self, levels: list[int], width: int) -> None:
+    With another number of `channels` than `width`, from the backbone's coarsest map, which has as many.
+    """
+
+    def __init__(self, levels: list[int], width: int, channels: int) -> None:
         super().__init__()
-        for level in levels:
-            convolution = nn.Conv2d(width, width, 3, stride=2, padding=1)
+        self.of_backbone = channels != width
+        for place, level in enumerate(levels):
+            convolution = nn.Conv2d(width if place else channels, width, 3, stride=2, padding=1)
             nn.init.kaiming_uniform_(convolution.weight, a=1)
             nn.init.zeros_(convolution.bias)
             self.add_module(f"p{level}", convolution)  # the names that torchvision's LastLevelP6P7 has
 
     def forward(self, results: list[Tensor], x: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
         for place, (name, convolution) in enumerate(self.named_children()):
-            results.append(convolution(F.relu(results[-1]) if place else results[-1]))
+            first = x[-1] if self.of_backbone else results[-1]
+            results.append(convolution(F.relu(results[-1]) if place else first))
             names.append(name)
         return results, names
 
@@ -86,7 +103,7 @@ class Convolutions(ExtraFPNBlock):
 class Subsampling(ExtraFPNBlock):
     """Coarser levels of every second cell, as P6 of Faster R-CNN, without parameters."""
 
-    def __init__(self, levels: list[int], width: int) -> None:
+    def __init__(self, levels: list[int]) -> None:
         super().__init__()
         self.levels = levels
 
@@ -149,7 +166,7 @@ def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
     if not isinstance(features, SimplePyramid):
         check_features(features, arguments)
     torch.manual_seed(spec.seed + 2)
-    backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), spec.width, coarser)
+    backbone = Backbone(features, picks, channels, tuple(range(lowest, highest + 1)), spec.width, coarser, spec.variant)
     backbone.pretrained_cfg = normalization  # with the mean and standard deviation of its images
     backbone.arguments = arguments  # with which `timm.create_model(features_only=True)` makes the same features
     return backbone

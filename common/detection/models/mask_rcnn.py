@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import project_masks_on_boxes
 from torchvision.ops import MultiScaleRoIAlign
@@ -25,7 +25,8 @@ class MaskRCNN(FasterRCNN):
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__(backbone, spec)
         width = spec.mask_width
-        self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (width,) * 4, 1)
+        norm = nn.BatchNorm2d if self.is_second else None
+        self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (width,) * 4, 1, norm)
         self.roi_heads["mask_predictor"] = MaskRCNNPredictor(width, width, spec.classes + 1)
         names = [str(level) for level in self.pooled]
         self.mask_pool = MultiScaleRoIAlign(names, output_size=self.mask_size // 2, sampling_ratio=2)

@@ -3,13 +3,13 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.anchors import match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import best_of
+from common.detection.models.postprocessing import MOST, best_of
 from common.detection.models.rpn import RegionProposalNetwork
 from common.detection.models.sampling import draws_of, sample
 from common.detection.models.spec import DetectorSpec
@@ -28,18 +28,20 @@ class FasterRCNN(nn.Module):
     levels, coarser = (2, 6), "subsampling"  # defaults of the feature pyramid
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
-    score_threshold, nms_threshold, least_side = 0.05, 0.5, 1e-2
+    score_threshold, nms_threshold, least_side, limit = 0.05, 0.5, 1e-2, MOST
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
         self.backbone, self.classes, self.stride, self.seed = backbone, spec.classes, backbone.stride, spec.seed
-        self.rpn = RegionProposalNetwork(backbone)
-        self.roi_heads = nn.ModuleDict(
-            {
-                "box_head": TwoMLPHead(backbone.width * 7**2, spec.hidden),
-                "box_predictor": FastRCNNPredictor(spec.hidden, spec.classes + 1),
-            }
-        )
+        self.is_second = spec.variant == "torchvision_v2"
+        self.rpn = RegionProposalNetwork(backbone, convolutions=2 if self.is_second else 1)
+        if self.is_second:
+            width = backbone.width
+            box_head = FastRCNNConvFCHead((width, 7, 7), [width] * 4, [spec.hidden], nn.BatchNorm2d)
+        else:
+            box_head = TwoMLPHead(backbone.width * 7**2, spec.hidden)
+        predictor = FastRCNNPredictor(spec.hidden, spec.classes + 1)
+        self.roi_heads = nn.ModuleDict({"box_head": box_head, "box_predictor": predictor})
         self.pooled = [level for level in backbone.levels if 2**level <= backbone.stride]
         self.box_pool = MultiScaleRoIAlign([str(level) for level in self.pooled], output_size=7, sampling_ratio=2)
         self.coder = BoxCoder((10.0, 10.0, 5.0, 5.0))
@@ -89,7 +91,7 @@ class FasterRCNN(nn.Module):
                 boxes = self.coder.decode_single(delta, places).view(-1, self.classes + 1, 4)[:, 1:].reshape(-1, 4)
                 scores = scores.softmax(1)[:, 1:]
                 labels = torch.arange(self.classes, device=scores.device).expand_as(scores).flatten()
-                names = ("score_threshold", "nms_threshold", "least_side")
+                names = ("score_threshold", "nms_threshold", "least_side", "limit")
                 thresholds = {name: getattr(self, name) for name in names}
                 found.append(best_of(boxes, scores.flatten(), labels, size, **thresholds))
         return self._add_masks(features, images.shape[2:], found)

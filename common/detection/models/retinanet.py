@@ -11,7 +11,7 @@ from torchvision.ops import sigmoid_focal_loss
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import select
+from common.detection.models.postprocessing import MOST, select
 from common.detection.models.spec import DetectorSpec
 
 
@@ -33,7 +33,9 @@ class RetinaNet(nn.Module):
         self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
         self.convolutions = spec.convolutions
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
-        self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, partial(nn.GroupNorm, 32))
+        norm = None if spec.variant == "torchvision" else partial(nn.GroupNorm, 32)
+        self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, norm)
+        self.limit = MOST if spec.variant == "own" else 300
         for part in (self.head.classification_head, self.head.regression_head):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
@@ -75,7 +77,8 @@ class RetinaNet(nn.Module):
             logits, deltas, anchors = self._wide(outputs, images)
             boxes = self.coder.decode_single(deltas.flatten(0, 1), anchors.repeat(len(images), 1)).view_as(deltas)
             lengths = self.anchors.level_lengths(images.shape[2:])
-            thresholds = {"score_threshold": self.score_threshold, "nms_threshold": self.nms_threshold}
+            names = ("score_threshold", "nms_threshold", "limit")
+            thresholds = {name: getattr(self, name) for name in names}
             return [
                 select(*of_image, lengths, size, **thresholds)
                 for *of_image, size in zip(boxes, logits.sigmoid(), sizes, strict=True)

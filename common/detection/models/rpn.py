@@ -28,10 +28,10 @@ class RegionProposalNetwork(nn.Module):
     candidates: ClassVar = {True: 2000, False: 1000}  # per level and after suppression; in training, and otherwise
     nms_threshold, least_side = 0.7, 1e-3
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, convolutions: int = 1) -> None:
         super().__init__()
         self.anchors = Anchors(backbone, scales=(8,))
-        self.head = RPNHead(backbone.width, self.anchors.per_cell)
+        self.head = RPNHead(backbone.width, self.anchors.per_cell, convolutions)
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
     def forward(self, features: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

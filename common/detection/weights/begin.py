@@ -1,0 +1,99 @@
+"""Beginning with trained weights: all tensors are loaded, and of the class heads the rows of classes that both know."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from common.config.origin import called_by_weights
+from common.detection.export import describe
+from common.detection.models.detectors import FAMILIES, Detector
+from common.detection.weights.sources import read
+from common.detection.weights.weights import Weights
+from common.distributed.collectives import main_process_first
+from common.errors import Refused
+from common.training.timm_models import begins_with, take_rows
+
+# Settings that weights and detector must have in common, beside the model.
+_DECIDED = ("detector", "levels", "width", "convolutions", "variant")
+# Layers with a row for each class. Those of cls_logits have one for each anchor and class.
+_HEADS = {"cls_score", "bbox_pred", "mask_fcn_logits", "enc_score_head", "class_embed", "enc_out_class_embed"}
+_HEADS |= {"cls_logits", "denoising_class_embed"}
+
+
+def read_once(source: str) -> Weights:
+    """The weights of a source. A collective: the first process of each machine goes ahead, and downloads them."""
+    with main_process_first(f"reading {source}", local=True):
+        return read(source)
+
+
+def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequence[str]) -> str:
+    """Load `weights` into `detector`, which `config` describes, whose classes have these names.
+
+    The heads keep what the weights know of classes with the same names, and are new for the others. If the weights name no
+    classes, as many are taken to be the same in the same order. Images are normalised as they were for the weights.
+    Returns in words which weights were loaded. Raises `Refused` for another architecture.
+    """
+    _refuse_other_flags(detector, weights, config)
+    called = called_by_weights(config.init_classes, names)
+    first = list(weights.row_names[: weights.has_background])
+    rows: list[str] = first + [called.get(name, name) for name in names]
+    known: Sequence[str] = weights.row_names
+    # torchvision counts classes from 1, so that row 0 may be no class's.
+    if weights.is_unnamed and 0 <= (extra := len(known) - len(rows)) <= (not first):
+        known = [*known[:extra], *rows]
+    mine, theirs = detector.state_dict(), weights.tensors
+    head, trained = class_rows(mine, len(rows)), class_rows(theirs, len(known))
+    differing = sorted(mine.keys() ^ theirs.keys())
+    differing += [
+        name for name, tensor in (mine | head).items() if _differ(name, tensor, (theirs | trained).get(name), head)
+    ]
+    if differing:
+        raise Refused(
+            f"{weights.source} is of another detector: {len(differing)} tensors differ, first {differing[0]}; it fits "
+            f"{' '.join(f'--{flag} {value}' for flag, value in weights.settings.items() if flag in (*_DECIDED, 'model'))}"
+        )
+    for name in mine.keys() - head.keys():
+        mine[name].copy_(theirs[name])
+    new = [names[row - len(first)] for row in take_rows(head, trained, rows, known)]
+    detector.pretrained_cfg = detector.pretrained_cfg | {"mean": weights.mean, "std": weights.std}
+    if new and config.eval_only:
+        raise Refused(
+            f"{weights.source} has {len(known)} classes without names, the data have {len(names)}: evaluate it on data of its "
+            "own classes"
+        )
+    said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
+    unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""
+    return "".join([said, unnamed, *weights.notes])
+
+
+def class_rows(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
+    """The tensors of a detector that have a part for each class, by name, as views [classes, ...]."""
+    views = {}
+    for name, tensor in tensors.items():
+        layers = set(name.split(".")[-3:-1]) & _HEADS
+        if not layers or name.startswith("rpn."):
+            continue
+        if "cls_logits" in layers and len(tensor) % classes == 0:
+            views[name] = tensor.unflatten(0, (-1, classes)).transpose(0, 1)
+        elif "denoising_class_embed" in layers:
+            views[name] = tensor[:classes]  # the last row is for no class
+        elif len(tensor) % classes == 0:
+            views[name] = tensor.unflatten(0, (classes, -1))
+    return views
+
+
+def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> None:
+    there = {name: weights.settings[name] for name in _DECIDED if name in weights.settings}
+    here = {name: getattr(config, name) for name in there}
+    if "detector" in there and config.detector == there["detector"] in FAMILIES:
+        there["model"], here["model"] = weights.settings["model"], describe(detector)["model"]
+    differing = [f"--{name} {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
+    if differing:
+        raise Refused(f"{weights.source} is of another detector: {'; '.join(differing)}; leave these flags out")
+
+
+def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
+    """Whether two tensors of this name can't take each other's values, or rows if they have these."""
+    start = name in head
+    return other is not None and tensor.shape[start:] != other.shape[start:]

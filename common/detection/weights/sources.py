@@ -1,0 +1,225 @@
+"""Sources of weights for `--init` and `--eval_only`: what each says about the detector, and reading it.
+
+A source is `torchvision:NAME`, a file of the authors (.pth, .pt, .safetensors), an exported `best/` of this project, a folder
+of transformers, or owner/name on the hub. Nothing in a file is executed.
+"""
+
+import argparse
+import contextlib
+import json
+import pickle
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.config.origin import RUN_FILE, Origin, read_origin
+from common.config.parsing import nearest_path
+from common.detection.models.detr import DETR
+from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.spec import DetectorSpec
+from common.detection.weights import torchvision_weights
+from common.detection.weights.weights import Weights
+from common.errors import Refused
+from common.files import SMALL, OddFile, check_regular, open_regular, read_text
+
+# Where training programs keep weights in a file, the moving average first, and what it is called.
+_PLACES = (
+    (("ema", "module"), ", its moving average"),  # RT-DETR, D-FINE
+    (("model_ema",), ", its moving average"),  # torchvision's references
+    (("model",), ""),
+    (("state_dict",), ""),
+)
+_FITTING = (
+    f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
+    f"({', '.join(DETR_FAMILIES)})"
+)
+_READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+
+def peek(source: str) -> Weights:
+    """What `source` says about its weights, read quickly; `tensors` may be missing. Raises `Refused` for no such source."""
+    return _read(source, peeking=True)
+
+
+def read(source: str) -> Weights:
+    """The weights of `source`. Raises `Refused`."""
+    return _read(source, peeking=False)
+
+
+def origin(source: str) -> Origin:
+    """As `common.config.origin.read_origin` for runs' folders, and the same for all other sources."""
+    folder = Path(source)
+    if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
+        return read_origin(source)
+    weights = peek(source)
+    # Batch norm doesn't matter, and is that of the recipe.
+    config = {name: value for name, value in weights.settings.items() if name != "batch_norm"}
+    names = () if weights.is_unnamed else weights.row_names[weights.has_background :]
+    return Origin(source, False, {}, {"data": ""} | config, names, None)  # their number is checked when they are loaded
+
+
+def _read(source: str, peeking: bool) -> Weights:
+    path = Path(source.removeprefix(torchvision_weights.PREFIX))
+    try:
+        if source.startswith(torchvision_weights.PREFIX):
+            name = torchvision_weights.published(source)
+            weights = torchvision_weights.peek(name)
+            if not peeking:
+                weights = _of_file(torchvision_weights.file_of(name))
+        elif path.is_dir():
+            check_regular(path)
+            weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
+        elif path.is_file() or path.exists():
+            weights = _of_file(path)
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
+            weights = _of_transformers(source, peeking)
+        else:
+            raise Refused(f"{source}: nothing is there{nearest_path(path)}; there are {_FITTING}")
+    except _READABLE as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"{source}: not a whole exported detector ({reason}); name a run's best/") from None
+    return replace(weights, source=source)
+
+
+# --- folders
+
+
+def _of_export(folder: Path, peeking: bool) -> Weights:
+    """A `best/` of a detector with torchvision's names."""
+    if not (folder / "config.json").is_file():
+        raise Refused(f"{folder}: no exported detector, no config.json is in it; name a run's best/")
+    config = json.loads(read_text(folder / "config.json", SMALL))
+    if "architecture" in config:
+        raise Refused(f"{folder}: a model of timm; give it as --model {folder}, which brings the backbone's weights")
+    levels, options = config["levels"], config["options"]
+    settings = {
+        "detector": config["family"],
+        "model": config["model"],
+        "levels": f"{levels[0]}-{levels[-1]}",
+        "width": config["width"],
+        "variant": config.get("variant", "own"),
+        "short_sides": str(config["short_side"]),
+        "long_side": config["long_side"],
+    }
+    settings |= {"convolutions": config["convolutions"]} if config["convolutions"] else {}
+    background = (None,) * config["family"].endswith("rcnn")
+    tensors = {} if peeking else load_file(folder / "model.safetensors")
+    mean, std = tuple(options["image_mean"]), tuple(options["image_std"])
+    return Weights(settings, tensors, (*background, *config["classes"]), mean, std)
+
+
+def _is_of_transformers(folder: Path) -> bool:
+    """Whether a folder has a detector of transformers."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return json.loads(read_text(folder / "config.json", SMALL)).get("model_type") is not None
+    return False
+
+
+def _of_transformers(source: str, peeking: bool) -> Weights:
+    """A folder of transformers, or owner/name on the hub."""
+    config = json.loads(_text_of(source, "config.json"))
+    family = next((name for name, theirs in DETR_FAMILIES.items() if theirs == config.get("model_type")), None)
+    if family is None:
+        raise Refused(
+            f"{source}: a {config.get('model_type', 'model without a type')}, which no --detector matches; of transformers "
+            f"there are {', '.join(DETR_FAMILIES)}"
+        )
+    names = [name for _, name in sorted((int(number), name) for number, name in config["id2label"].items())]
+    settings = {"detector": family, "model": source}
+    side = json.loads(_text_of(source, "preprocessor_config.json")).get("size", {}).get("height")
+    settings |= {"short_sides": str(side)} if side else {}
+    weights = Weights(settings, {}, tuple(None if re.fullmatch(r"N/A|LABEL_\d+", name) else name for name in names))
+    if peeking:
+        return weights
+    model = DETR(DetectorSpec(family, source, len(names), names, pretrained=True))
+    mean, std = (tuple(model.pretrained_cfg[key]) for key in ("mean", "std"))
+    return replace(weights, tensors=model.state_dict(), mean=mean, std=std)
+
+
+def _text_of(source: str, name: str) -> str:
+    """A small file of a folder, or of a model on the hub."""
+    path = Path(source) / name
+    if not Path(source).is_dir():
+        from huggingface_hub import hf_hub_download  # imported late: it takes a while
+
+        try:
+            path = Path(hf_hub_download(source, name))
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Refused(
+                f"{source}: nothing is there, nor can it be had from the hub ({reason}); there are {_FITTING}"
+            ) from None
+    return read_text(path, SMALL)
+
+
+# --- files
+
+
+def _of_file(path: Path) -> Weights:
+    """A file with a state dict, or a training program's checkpoint."""
+    state, place = _state_dict(path)
+    if not torchvision_weights.matches(state):
+        raise Refused(
+            f"{path}: of no detector that is known here ({len(state)} tensors, first {next(iter(state))}); there are "
+            f"{_FITTING}; a backbone is a timm model or folder, given as --model"
+        )
+    weights = torchvision_weights.convert(state, path)
+    return replace(weights, notes=(place,)) if place else weights
+
+
+def _state_dict(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The state dict in a file, and the words for its place. Raises `Refused` for a file that is none."""
+    content = _content(path)
+    for keys, said in _PLACES:
+        found, words = content, said
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, dict) and any(isinstance(value, Tensor) for value in found.values()):
+            break
+    else:
+        found, words = content, ""
+    state = (
+        {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
+    )
+    state = {str(name).removeprefix("module."): tensor for name, tensor in state.items() if name != "n_averaged"}
+    if not state:
+        keys = f"it has {', '.join(map(str, [*found][:5]))}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise Refused(
+            f"{path}: has no weights of a model, {keys}; save them as torch.save(model.state_dict(), FILE), or take {_FITTING}"
+        )
+    return state, words
+
+
+def _content(path: Path):
+    """What a file of torch.save or safetensors holds; tensors of newer files are read when they are used."""
+    try:
+        open_regular(path).close()
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        # The arguments that torchvision's references keep in their checkpoints: a class with nothing but values.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
+            options = {"map_location": "cpu", "weights_only": True}
+            try:
+                return torch.load(path, mmap=True, **options)
+            except RuntimeError as error:
+                if "mmap can only be used" not in str(error):
+                    raise
+                return torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise Refused(
+                f"{path}: would execute code to be read ({found[1]}), as files of whole models do, Ultralytics' too; save its "
+                "tensors alone where it was made, torch.save(model.state_dict(), FILE)"
+            ) from None
+        raise Refused(f"{path}: not a whole file of torch.save; copy it again") from None
+    except OddFile as error:
+        raise Refused(str(error)) from None
+    except (EOFError, RuntimeError, OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Refused(f"{path}: not a whole file of torch.save or safetensors ({reason:.100}); copy it again") from None

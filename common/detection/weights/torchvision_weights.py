@@ -1,0 +1,152 @@
+"""Weights of torchvision's detectors: the published ones by name, and files with a state dict of the same modules."""
+
+import hashlib
+import re
+import urllib.error
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.models import detection, get_model_builder, get_model_weights
+
+from common.config.parsing import nearest
+from common.detection.weights.weights import Weights
+from common.errors import Refused
+
+PREFIX = "torchvision:"
+_ONE_STAGE = {"levels": "3-7", "convolutions": 4}
+# Published models that our families match tensor by tensor -> our flags.
+SETTINGS = {
+    "fcos_resnet50_fpn": {"detector": "fcos", "variant": "torchvision", **_ONE_STAGE},
+    "retinanet_resnet50_fpn": {"detector": "retinanet", "variant": "torchvision", **_ONE_STAGE},
+    "retinanet_resnet50_fpn_v2": {"detector": "retinanet", "variant": "torchvision_v2", **_ONE_STAGE},
+    "fasterrcnn_resnet50_fpn": {"detector": "faster_rcnn", "variant": "torchvision", "levels": "2-6"},
+    "fasterrcnn_resnet50_fpn_v2": {"detector": "faster_rcnn", "variant": "torchvision_v2", "levels": "2-6"},
+    "maskrcnn_resnet50_fpn": {"detector": "mask_rcnn", "variant": "torchvision", "levels": "2-6"},
+    "maskrcnn_resnet50_fpn_v2": {"detector": "mask_rcnn", "variant": "torchvision_v2", "levels": "2-6"},
+}
+_COMMON = {"model": "resnet50", "width": 256, "batch_norm": "frozen", "short_sides": "800", "long_side": 1333}
+# Published before torchvision's frozen batch norm had an epsilon.
+_WITHOUT_EPSILON = ("retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn")
+_EPSILON = 1e-5  # of our batch norm
+_CATEGORIES = 91  # COCO's, with the background and ten ids without a class
+# Tensors that tell the models apart, in this order: what a state dict has -> a name of `SETTINGS`, without its version.
+_SIGNS = {
+    "roi_heads.mask_predictor.mask_fcn_logits.weight": "maskrcnn_resnet50_fpn",
+    "roi_heads.box_predictor.cls_score.weight": "fasterrcnn_resnet50_fpn",
+    "head.regression_head.bbox_ctrness.weight": "fcos_resnet50_fpn",
+    "head.classification_head.cls_logits.weight": "retinanet_resnet50_fpn",
+}
+_SIGN_OF_SECOND = {
+    "rpn.head.conv.1.0.weight": "rcnn",
+    "head.classification_head.conv.0.1.weight": "retinanet",
+}
+_LOGITS = ("roi_heads.box_predictor.cls_score.weight", "head.classification_head.cls_logits.weight")
+
+
+def fitting() -> str:
+    """The published models that can be begun with, for messages."""
+    return ", ".join(PREFIX + name for name in SETTINGS)
+
+
+def published(source: str) -> str:
+    """The model's name in `torchvision:NAME`. Raises `Refused` for one that none of our families matches."""
+    name = source.removeprefix(PREFIX)
+    if name in SETTINGS:
+        return name
+    known = name in _all()
+    why = "differs from all families of --detector" if known else "no detector of torchvision" + nearest(name, SETTINGS)
+    raise Refused(f"{source}: {why}; there are {fitting()}")
+
+
+@cache
+def _all() -> list[str]:
+    from torchvision.models import list_models
+
+    return list_models(module=detection)
+
+
+def peek(name: str) -> Weights:
+    """What is known of the published weights of `name` without reading them: everything but the tensors."""
+    categories = get_model_weights(name).DEFAULT.meta["categories"]
+    return Weights(SETTINGS[name] | _COMMON, {}, _coco(categories))
+
+
+def file_of(name: str) -> Path:
+    """The file of the published weights of `name`, downloaded to torchvision's cache if it is not there.
+
+    Raises `Refused` without a network.
+    """
+    url = get_model_weights(name).DEFAULT.url
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (digits,) = re.findall(r"-([0-9a-f]{8,})\.pth$", path.name)
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=digits, progress=False)
+        except (OSError, RuntimeError, urllib.error.URLError) as error:
+            raise Refused(
+                f"{PREFIX}{name}: can't be downloaded ({error}); fetch {url} on a machine with a network, and name the file "
+                f"or copy it to {path.parent}"
+            ) from None
+    return path
+
+
+def matches(state: dict[str, Tensor]) -> bool:
+    """Whether a state dict is of a detector of torchvision."""
+    return any(name.startswith("backbone.body.") for name in state)
+
+
+def convert(state: dict[str, Tensor], path: Path) -> Weights:
+    """The weights in a state dict of torchvision. Raises `Refused` for a detector that none of our families matches."""
+    sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
+    if sign is None or "roi_heads.keypoint_predictor.kps_score_lowres.weight" in state:
+        raise Refused(f"{path}: of a model of torchvision that no family of --detector matches; there are {fitting()}")
+    is_second = any(mark in state and kind in sign for mark, kind in _SIGN_OF_SECOND.items())
+    name = f"{sign}_v2" if is_second and f"{sign}_v2" in SETTINGS else sign
+    logits = next(state[name] for name in _LOGITS if name in state)
+    rows = len(logits) // (9 if sign.startswith("retinanet") else 1)
+    with torch.device("meta"):
+        model = get_model_builder(name)(weights=None, weights_backbone=None, num_classes=rows)
+    state = {key: tensor for key, tensor in state.items() if not key.endswith("num_batches_tracked")}
+    try:  # torchvision's own loading knows the names that its older versions had
+        wrong = model.load_state_dict(state, strict=False, assign=True)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise Refused(
+            f"{path}: not of {name}, which it resembles: {_first_shape(error)}; there are {fitting()}"
+        ) from None
+    missing = [key for key in wrong.missing_keys if not key.endswith("num_batches_tracked")]
+    if missing or wrong.unexpected_keys:
+        differing = [*missing, *wrong.unexpected_keys]
+        raise Refused(
+            f"{path}: not of {name}, which it resembles: {len(differing)} tensors differ, first {differing[0]}; there are "
+            f"{fitting()}"
+        )
+    tensors = {}
+    has_epsilon = name not in _WITHOUT_EPSILON or not _is_published(path, name)
+    for key, tensor in model.state_dict().items():
+        if key.endswith("num_batches_tracked"):
+            tensor = torch.zeros((), dtype=torch.int64)
+        elif key.endswith("running_var") and not has_epsilon:
+            tensor = (tensor.double() - _EPSILON).to(tensor.dtype)  # to which our batch norm adds it again
+        tensors[key.replace("backbone.body.", "backbone.features.")] = tensor
+    classes = _coco(get_model_weights(name).DEFAULT.meta["categories"]) if rows == _CATEGORIES else (None,) * rows
+    return Weights(SETTINGS[name] | _COMMON, tensors, classes)
+
+
+def _coco(categories: list[str]) -> tuple[str | None, ...]:
+    """Names of COCO's 91 ids: None for the background and for ids without a class."""
+    return tuple(None if name in ("__background__", "N/A") else name for name in categories)
+
+
+def _is_published(path: Path, name: str) -> bool:
+    """Whether a file is the published one, whose name ends with the beginning of its hash."""
+    (digits,) = re.findall(r"-([0-9a-f]{8,})\.pth$", get_model_weights(name).DEFAULT.url)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().startswith(digits)
+
+
+def _first_shape(error: Exception) -> str:
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return next((line for line in lines if "shape" in line), lines[0])
