@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from common.detection.models import queries
-from common.detection.models.boxes import filled, overlaps
+from common.detection.models.boxes import filled
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model
 from common.detection.models.spec import DetectorSpec
@@ -208,18 +208,11 @@ class DETR(nn.Module):
             divisor: [B] of sums over queries.
             numbers: [2] queries with and without a box, per output, in the global batch.
         """
-        config, rows = self.config, torch.arange(len(match), device=match.device)[:, None, None]
-        matched = match >= 0
-        # Queries without a box get a loss of zero instead of being left out: indexing would make the host wait.
-        whole = filled((0.5, 0.5, 1, 1), boxes)
-        wanted = torch.where(matched[..., None], boxes[rows, match], whole)
-        predicted = torch.where(matched[..., None], found.boxes, whole)
-        edges = box_convert(wanted, "cxcywh", "xyxy")
-        overlap, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), edges)
+        config, matched = self.config, match >= 0
+        predicted, wanted, overlap, generalised = queries.pair(match, found.boxes, boxes)
         quality = overlap.detach()
 
-        hit = labels[rows, match][..., None] == torch.arange(self.classes, device=labels.device)
-        hit = hit & matched[..., None]
+        hit = queries.hits(match, labels, self.classes)
         goal = quality[..., None] * hit
         doubt = config.focal_loss_alpha * found.logits.detach().sigmoid() ** config.focal_loss_gamma
         weight = torch.where(hit, goal, doubt)
@@ -231,7 +224,8 @@ class DETR(nn.Module):
         }
         if found.edges is not None:
             layers = slice(found.edges.shape[1])
-            unlikely = self._unlikelihood(found.edges, found.references, edges[:, layers]) * quality[:, layers]
+            edges = box_convert(wanted[:, layers], "cxcywh", "xyxy")
+            unlikely = self._unlikelihood(found.edges, found.references, edges) * quality[:, layers]
             sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
         terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
         if found.edges is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from common.detection.models.boxes import overlaps, to_device
+from common.detection.models.boxes import filled, overlaps, to_device
 from common.detection.models.denoising import padded
 from common.detection.models.postprocessing import MOST
 
@@ -78,6 +78,28 @@ def in_crowds(boxes: Tensor, regions: Tensor) -> Tensor:
     """bool[B, O, Q]: whether the centres of the boxes [B, O, Q, 4] are in one of the regions [B, m, 4] (corners)."""
     centres = boxes[..., None, :2]
     return ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1).any(-1)
+
+
+def pair(match: Tensor, found: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Found and wanted boxes [B, O, Q, 4], and their intersection over union [B, O, Q], plain and generalised.
+
+    A query without a box gets the same box twice, for a loss of zero: to leave it out by an index would make the host wait.
+
+    Args:
+        match: int64[B, O, Q] index of a box, or -1.
+        found, boxes: [B, O, Q, 4] and, padded at the end, [B, n + 1, 4] (centre x, centre y, width, height in 0..1).
+    """
+    matched, rows = (match >= 0)[..., None], torch.arange(len(match), device=match.device)[:, None, None]
+    whole = filled((0.5, 0.5, 1, 1), boxes)
+    wanted, found = torch.where(matched, boxes[rows, match], whole), torch.where(matched, found, whole)
+    return found, wanted, *overlaps(box_convert(found, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+
+
+def hits(match: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """bool[B, O, Q, classes]: the class of each query's box; `match` is int64[B, O, Q], `labels` int64[B, n + 1]."""
+    rows = torch.arange(len(match), device=match.device)[:, None, None]
+    hit = labels[rows, match][..., None] == torch.arange(classes, device=labels.device)
+    return hit & (match >= 0)[..., None]
 
 
 def best_pairs(logits: Tensor, boxes: Tensor, extent: Tensor) -> list[dict[str, Tensor]]:
