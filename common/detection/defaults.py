@@ -3,16 +3,16 @@
 import dataclasses
 from functools import partial
 
-from common.detection.models.detectors import FAMILIES
-from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS
 from common.errors import Refused
 from common.training import defaults
 
 # Settings, the families without them, and why.
 _MISSING = {
-    "convolutions": ({*FAMILIES, *DETR_FAMILIES} - {"fcos", "retinanet"}, "has none in its heads"),
-    "levels": (DETR_FAMILIES, "has a neck of its own"),
-    "long_side": (DETR_FAMILIES, "stretches images to squares"),
+    "convolutions": ({*FAMILIES, *OF_TRANSFORMERS} - {"fcos", "retinanet"}, "has none in its heads"),
+    "width": ({"rf_detr"}, "has its own width"),
+    "levels": (OF_TRANSFORMERS, "has a neck of its own"),
+    "long_side": (OF_TRANSFORMERS, "stretches images to squares"),
 }
 _OF_WEIGHTS = ("model", "levels", "width")  # these must be those of the detector whose weights are loaded
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from common.checkpoints.resume import load_model
 from common.config.origin import by_name
 from common.detection.data.annotated import Annotated
-from common.detection.models.detectors import FAMILIES, Detector
-from common.detection.models.detr import DETR
-from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.fpn import SimplePyramid
 from common.detection.models.postprocessing import MOST
 from common.detection.models.spec import DetectorSpec
@@ -142,9 +140,9 @@ def _read(detector: Detector, folder: Path) -> tuple[dict, dict[str, Tensor]]:
         config = json.loads(read_text(folder / "config.json", SMALL))
         if _is_transformers(detector):
             config["classes"] = [config["id2label"][str(number)] for number in range(len(config["id2label"]))]
-            family = next(name for name, theirs in DETR_FAMILIES.items() if theirs == detector.config.model_type)
+            family = next(name for name, theirs in OF_TRANSFORMERS.items() if theirs == detector.config.model_type)
             spec = DetectorSpec(family, str(folder), detector.classes, config["classes"])
-            return config, DETR(spec).state_dict()
+            return config, build_detector(spec).state_dict()
         there = {key: config.get(key) for key in _FLAGS}
         config["classes"] = list(config.get("classes", []))
         tensors = load_file(folder / "model.safetensors")
