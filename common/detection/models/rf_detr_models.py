@@ -171,24 +171,25 @@ def _make_exact(whole: nn.Module, drop_path: float) -> None:
         layer.drop_path = DropPath(rate)
 
 
-def _positions(embeddings: nn.Module, _tokens: Tensor, height: int, width: int) -> Tensor:
+def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels, resampled from the trained grid.
 
-    As transformers' `interpolate_pos_encoding`, as a product of matrices: that one interpolates in float32 whatever the
-    precision of the run, and on a GPU its backward pass adds in a varying order.
+    In training a product of matrices: transformers' own interpolates in float32 whatever the precision of the run, and its
+    backward pass adds in a varying order on a GPU. In an evaluation its own, to the last bit: rounding can change the order of
+    the selected queries, and thereby what they become.
     """
     trained, patch = embeddings.position_embeddings, embeddings.patch_size
     side = math.isqrt(trained.shape[1] - 1)
-    if (height, width) == (side * patch, side * patch):
-        return trained
+    if not torch.is_grad_enabled() or (height, width) == (side * patch, side * patch):
+        return type(embeddings).interpolate_pos_encoding(embeddings, tokens, height, width)
     grid = trained[0, 1:].unflatten(0, (side, side))  # [side, side, C]
-    rows, columns = (_resampling(side, length // patch, trained) for length in (height, width))
-    grid = torch.einsum("ay,bx,yxc->abc", rows, columns, grid)
+    with torch.autocast(trained.device.type, enabled=False):
+        rows, columns = (_resampling(side, length // patch, trained) for length in (height, width))
+        grid = torch.einsum("ay,bx,yxc->abc", rows, columns, grid)
     return torch.cat([trained[:, :1], grid.flatten(0, 1)[None]], 1)
 
 
 def _resampling(old: int, new: int, like: Tensor) -> Tensor:
     """[new, old]: what interpolation to `new` places takes from each of `old` places."""
-    with torch.autocast(like.device.type, enabled=False):
-        unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
-        return F.interpolate(unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True)[0, 0]
+    unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
+    return F.interpolate(unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True)[0, 0]

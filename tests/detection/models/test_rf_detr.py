@@ -162,11 +162,23 @@ def test_positions_are_interpolated_as_transformers_does_and_in_the_precision_of
     tokens = torch.zeros(1, 1 + (side // 16) ** 2, 32)
     mine = embeddings.interpolate_pos_encoding(tokens, side, side)
     expected = type(embeddings).interpolate_pos_encoding(embeddings, tokens, side, side)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(embeddings.interpolate_pos_encoding(tokens, side, side), mine)
     assert mine.shape == tokens.shape
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
     embeddings.double()
     exact = embeddings.interpolate_pos_encoding(tokens, side, side)
     assert exact.dtype == torch.float64 and not torch.equal(exact, exact.float().double())
+
+
+def test_under_bf16_autocast_queries_and_boxes_are_float32():
+    detector = moved(small_rf_detr.build(4))
+    images = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, boxes = detector._predict(images)
+        attended = detector.backbone.encoder.layer[0].attention(torch.zeros(4, 17, 32))[0]
+    assert attended.dtype == torch.bfloat16 and logits.dtype == boxes.dtype == torch.float32
+    assert not torch.equal(logits, detector._predict(images)[0])
 
 
 def test_what_is_never_used_is_frozen_and_all_else_is_trained():
