@@ -90,9 +90,11 @@ def export_model(
     whole.load_state_dict(tensors)
     whole.save_pretrained(folder)  # with the names of the authors' checkpoints, which transformers translates
     mean, std = (list(normalization[key]) for key in ("mean", "std"))
-    transformers.RfDetrImageProcessor(
-        size={"height": side, "width": side}, image_mean=mean, image_std=std
-    ).save_pretrained(folder)
+    # It selects the same boxes. `RfDetrImageProcessor` would resize without antialiasing, other than training and evaluation.
+    processor = transformers.RTDetrImageProcessor(
+        size={"height": side, "width": side}, do_normalize=True, image_mean=mean, image_std=std
+    )
+    processor.save_pretrained(folder)
 
 
 def _fresh(transformers, config, seed: int) -> nn.Module:
