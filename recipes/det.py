@@ -68,11 +68,11 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
 
     data: str = path_option("digits")
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
-    """Family of the detector; the last two need `pip install transformers`."""
+    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "rf_detr"] = "fcos"
+    """Family of the detector; the last three need `pip install transformers`."""
     model: str = path_option("test_resnet", photographs="convnext_atto")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine
-    also: a model of transformers."""
+    also, rf_detr only: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
     levels: str = option("3-4", photographs="3-7")
@@ -85,11 +85,11 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     """fcos, retinanet, R-CNNs: details as here, as of torchvision's trained weights, or as of their second versions."""
     short_sides: str = option("128", photographs="480")
     """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
-    800, or 640,672,...,800). rtdetr_v2, dfine: sides of the square that images become, one of which is drawn for each step."""
+    800, or 640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
     sync_short_sides: bool = option(False, added=True)
     """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
     long_side: int = option(128, low=1, high=8192, photographs=800)
-    """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Not used by rtdetr_v2 and dfine."""
+    """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Families of transformers: not used."""
     eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
     repeat_threshold: float = option(0.0, low=0, high=1)
@@ -178,7 +178,7 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
             "640,672,704, each at most 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
-    square = config.detector in ("rtdetr_v2", "dfine")  # as their published weights were trained
+    square = config.detector in detectors.OF_TRANSFORMERS  # as their published weights were trained
     if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
         raise Refused(
             f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "

@@ -151,6 +151,17 @@ def scenes(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def rf_detr(tmp_path_factory) -> Path:
+    """A small RF-DETR that knows two of the digits, as a folder of transformers."""
+    pytest.importorskip("transformers")
+    from tests.harness import small_rf_detr
+
+    folder = tmp_path_factory.mktemp("rf_detr")
+    small_rf_detr.build(3).export(folder, ("7", "2", "x"), small_rf_detr.SIDE)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def forks(tmp_path_factory) -> Forks:
     """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it, see forked.py."""
     return Forks(tmp_path_factory.mktemp("forks"))

@@ -52,7 +52,7 @@ IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one d
 # How many proposals of an image are left; which of them belong to each level; scipy matches queries and boxes on the host.
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
 _ROI_LEVELS = {"models/rcnn.py, ops/poolers.py": MICRO_STEPS * LEVELS}
-_MATCHER = {"models/detr.py": MICRO_STEPS}
+_MATCHER = {"models/queries.py": MICRO_STEPS}
 # What is counted of `recipes/det.py`: precision, words, and how often a step waits for what.
 DET = {
     "fcos": ("bf16", "--ema_decay 0.9 --clip 1 --workers 1", {}),

@@ -2,18 +2,18 @@
 
 import dataclasses
 
-from common.detection.models.detectors import FAMILIES
-from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS
 from common.detection.weights.sources import peek
 from common.errors import Refused
 from common.training import defaults
 
 # Settings, the families without them, and why.
 _MISSING = {
-    "convolutions": ({*FAMILIES, *DETR_FAMILIES} - {"fcos", "retinanet"}, "has none in its heads"),
-    "levels": (DETR_FAMILIES, "has a neck of its own"),
-    "variant": (DETR_FAMILIES, "has none"),
-    "long_side": (DETR_FAMILIES, "stretches images to squares"),
+    "convolutions": ({*FAMILIES, *OF_TRANSFORMERS} - {"fcos", "retinanet"}, "has none in its heads"),
+    "width": ({"rf_detr"}, "has its own width"),
+    "levels": (OF_TRANSFORMERS, "has a neck of its own"),
+    "long_side": (OF_TRANSFORMERS, "stretches images to squares"),
+    "variant": (OF_TRANSFORMERS, "has none"),
 }
 
 

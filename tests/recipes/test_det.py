@@ -32,6 +32,8 @@ CASES = {
     "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
     "mask_rcnn": "--detector mask_rcnn --batch_norm frozen --global_batch_size 7",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
+    "rf_detr": "--detector rf_detr --model RF_DETR --width 64 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
+    "--short_sides 64,96,128",
 }
 CLASSES = tuple("0123456789")
 LONG = {"retinanet", "mask_rcnn", "rtdetr_v2"}  # left to the long tests, as all but FCOS on two processes
@@ -43,7 +45,7 @@ def is_long(name: str, processes: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcomes(run_several, scenes, tmp_path_factory, thorough):
+def outcomes(run_several, scenes, rf_detr, tmp_path_factory, thorough):
     """Each case on every world, as far as the tests that run look at it.
 
     On three processes FCOS is resumed half-way from the two-process run's checkpoint as well.
@@ -53,7 +55,9 @@ def outcomes(run_several, scenes, tmp_path_factory, thorough):
         cases = {
             f"{name}-{processes}": [
                 *("--data", scenes, "--output_dir", runs),
-                *f"{EXACT} {flags} --max_micro_batch_size {most} --workers {min(processes - 1, 1)}".split(),
+                *f"{EXACT} {flags} --max_micro_batch_size {most} --workers {min(processes - 1, 1)}".replace(
+                    "RF_DETR", str(rf_detr)
+                ).split(),
             ]
             for name, flags in CASES.items()
             if thorough or not is_long(name, processes)
@@ -69,14 +73,13 @@ def outcomes(run_several, scenes, tmp_path_factory, thorough):
 
 
 @pytest.fixture(scope="module")
-def start():
+def start(rf_detr):
     """The weights of a case before its first step."""
     recipe = load(Path("recipes/det.py"))
 
     def build(name: str):
-        return recipe.build_model(parse(recipe.Config, f"{EXACT} {CASES[name]}".split()), CLASSES, torch.device("cpu"))[
-            0
-        ].state_dict()
+        words = f"{EXACT} {CASES[name]}".replace("RF_DETR", str(rf_detr)).split()
+        return recipe.build_model(parse(recipe.Config, words), CLASSES, torch.device("cpu"))[0].state_dict()
 
     return build
 

@@ -23,6 +23,7 @@ from common.config.parsing import parse
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
+from common.detection.models.detectors import OF_TRANSFORMERS
 from tests.harness.processes import Processes
 from tests.harness.several import load
 
@@ -34,6 +35,7 @@ FAMILIES = {
     "faster_rcnn": "--long_side 160 --levels 2-5",
     "rtdetr_v2": "--short_sides 96",
     "dfine": "--short_sides 96",
+    "rf_detr": "--short_sides 128 --model RF_DETR",
 }
 FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
 COUNT = 14
@@ -42,9 +44,10 @@ TOLERANCE = 5e-4  # of AP
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
+def photos(tmp_path_factory, rf_detr) -> Path:
     """A COCO folder of digits in images of many sizes, some more than twice as large as they are evaluated at."""
     folder = tmp_path_factory.mktemp("photos")
+    (folder / "rf_detr").symlink_to(rf_detr)
     draws = np.random.default_rng(0)
     _, source = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     for part, count in (("train", 1), ("val", COUNT)):
@@ -79,7 +82,7 @@ class Case:
 
     def __post_init__(self) -> None:
         words = f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} --data {self.data}"
-        self.config = parse(recipe.Config, words.split())
+        self.config = parse(recipe.Config, words.replace("RF_DETR", f"{self.data}/rf_detr").split())
         train, self.val = recipe.build_data(self.config)
         self.model, _ = recipe.build_model(self.config, train.classes, torch.device("cpu"))
         generator = torch.Generator().manual_seed(7)
@@ -139,7 +142,7 @@ def evaluations(family: str, data: str, val, limits: tuple[int, ...]) -> list[tu
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2"])
+@pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2", "rf_detr"])
 def test_ap_and_every_detection_are_the_same_on_any_layout(family, processes, photos, request) -> None:
     """In float64, for 1 to 30 images at once, and on 2 to 4 processes."""
     val = Case(family, str(photos), "float64").with_objects()
@@ -205,7 +208,7 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
     results, _ = case.evaluate(8)
     assert 0.1 < results["AP"] < 0.95
     export(case.model, case.val, case.plain, results, tmp_path / "best")
-    if family in ("rtdetr_v2", "dfine"):
+    if family in OF_TRANSFORMERS:
         found = by_pipeline(tmp_path / "best", photos, case.val)
     else:
         found = by_script(tmp_path / "best", photos, case.val, monkeypatch, capsys)

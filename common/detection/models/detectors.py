@@ -14,6 +14,7 @@ from common.detection.models.fpn import build_backbone
 from common.detection.models.mask_rcnn import MaskRCNN
 from common.detection.models.rcnn import FasterRCNN
 from common.detection.models.retinanet import RetinaNet
+from common.detection.models.rf_detr import RFDETR
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training.timm_models import begins_with_backbone
@@ -69,12 +70,12 @@ def build_detector(spec: DetectorSpec) -> Detector:
 
     Raises `Refused` for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
     """
-    if spec.family not in FAMILIES | DETR_FAMILIES:
-        raise Refused(f"--detector {spec.family} is unknown: choose one of {', '.join(FAMILIES | DETR_FAMILIES)}")
+    if spec.family not in FAMILIES | OF_TRANSFORMERS:
+        raise Refused(f"--detector {spec.family} is unknown: choose one of {', '.join(FAMILIES | OF_TRANSFORMERS)}")
     if spec.width % 32:
         raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
-    if spec.family in DETR_FAMILIES:
-        return DETR(spec)
+    if spec.family in OF_TRANSFORMERS:
+        return RFDETR(spec) if spec.family == "rf_detr" else DETR(spec)
     kind = FAMILIES[spec.family]
     if spec.variant == "torchvision_v2" and kind is FCOS:
         raise Refused("--variant torchvision_v2: --detector fcos has no second version; take --variant torchvision")
@@ -88,3 +89,4 @@ def build_detector(spec: DetectorSpec) -> Detector:
 
 
 FAMILIES = {"fcos": FCOS, "retinanet": RetinaNet, "faster_rcnn": FasterRCNN, "mask_rcnn": MaskRCNN}
+OF_TRANSFORMERS = DETR_FAMILIES | {"rf_detr": "rf_detr"}  # our name -> theirs; these stretch images to squares

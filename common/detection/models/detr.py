@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from common.detection.models.boxes import filled, overlaps, to_device
+from common.detection.models import queries
+from common.detection.models.boxes import filled
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model
-from common.detection.models.postprocessing import MOST
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
@@ -65,15 +65,15 @@ class DETR(nn.Module):
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
         """int64[4]: boxes, queries with a box, queries, and positives of the denoising of these images."""
-        queries = self._queries(canvas)
+        number = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
         positives = boxes * groups_of(boxes, self.config.num_denoising)
-        columns = boxes, boxes.clamp(max=queries), torch.full_like(boxes, queries), positives
+        columns = boxes, boxes.clamp(max=number), torch.full_like(boxes, number), positives
         return torch.stack([column.sum() for column in columns])
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Varifocal loss of classes, L1 and generalised IoU of boxes; for D-FINE of their edges' distributions too: [B]."""
-        boxes, labels, regions = self._targets(targets, images)
+        boxes, labels, regions = queries.split_targets(targets, self._extent(images))
         totals = totals.to(self._dtype)
         denoising = None
         if self.config.num_denoising:
@@ -94,13 +94,11 @@ class DETR(nn.Module):
             wanted = padded(boxes, 0), padded(labels, 0)
             found = _Outputs.of_queries(outputs, first)
             match = self._match(found, *wanted, [*map(len, labels)])
-            centres = found.boxes[..., None, :2]
-            crowded = ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1)
             terms = self._terms(
                 found,
                 match,
                 *wanted,
-                counted=(match >= 0) | ~crowded.any(-1),
+                counted=(match >= 0) | ~queries.in_crowds(found.boxes, regions),
                 divisor=totals[0].clamp(min=1).expand(len(images)),
                 numbers=torch.stack([totals[1], totals[2] - totals[1]]),
             )
@@ -130,13 +128,7 @@ class DETR(nn.Module):
         """
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
-        scores = logits.sigmoid().flatten(1)
-        scores, places = scores.topk(min(MOST, scores.shape[1]))
-        boxes = box_convert(boxes, "cxcywh", "xyxy") * self._extent(images)
-        return [
-            {"boxes": of_image[place // self.classes], "scores": best, "labels": place % self.classes}
-            for of_image, best, place in zip(boxes, scores, places, strict=True)
-        ]
+        return queries.best_pairs(logits, boxes, self._extent(images))
 
     def export(self, folder: Path, classes: Sequence[str], side: int = 640) -> None:
         """Write a folder for transformers, see `common.detection.models.detr_models.export_model`."""
@@ -154,22 +146,6 @@ class DETR(nn.Module):
         """Number of queries on a canvas of (H, W) pixels: at most the number of its cells."""
         places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.config.feat_strides)
         return min(self.queries, places)
-
-    def _targets(self, targets: list[dict], images: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Boxes [n, 4] (centre x, centre y, width, height) and labels of each image; crowd regions [B, m, 4] (corners)."""
-        corners = torch.cat([target["boxes"] for target in targets]).to(self._dtype) / self._extent(images)
-        objects, regions, first = [], [], 0
-        for target in targets:
-            crowd = target["regions"] if "regions" in target else target["crowd"].nonzero().flatten().tolist()
-            rows = range(first, first := first + len(target["labels"]))
-            regions.append([rows[row] for row in crowd])
-            objects.append(sorted({*rows} - {*regions[-1]}))
-        order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
-        order = to_device(torch.tensor(order, dtype=torch.int64), images.device)
-        labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
-        parts = corners[order].split(sizes)
-        boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
-        return boxes, labels, padded(parts[len(targets) :], -1)
 
     def _predict(self, images: Tensor, denoising: Denoising | None = None):
         """Output of transformers' model: features in the run's precision, the rest not in half precision."""
@@ -208,38 +184,21 @@ class DETR(nn.Module):
         finally:
             hook.remove()
 
-    @torch.no_grad()
     def _match(self, found: "_Outputs", boxes: Tensor, labels: Tensor, counts: list[int]) -> Tensor:
-        """int64[B, O, Q]: the box that each query of each output is matched with, or -1.
-
-        As transformers' `RTDetrHungarianMatcher` does, for all images at once: the host waits for the device once.
-        """
-        from scipy.optimize import linear_sum_assignment
-
-        costs = self._costs(found, boxes[:, :-1], labels[:, :-1]).cpu()
-        match = torch.full(found.logits.shape[:3], -1)
-        for image, count in enumerate(counts):
-            for output, cost in enumerate(costs[image, :, :, :count]):
-                query, box = linear_sum_assignment(cost)
-                match[image, output, query] = torch.from_numpy(box)
-        return to_device(match, found.logits.device)
-
-    def _costs(self, found: "_Outputs", boxes: Tensor, labels: Tensor) -> Tensor:
-        """[B, O, Q, n]: cost of matching each query with each of the boxes [B, n, 4], which have labels [B, n]."""
+        """int64[B, O, Q]: the box that each query of each output is matched with, or -1."""
         config = self.config
-        # The matching would raise for what is not finite. The step's loss is not finite then, which the run reports.
-        chances = found.logits.nan_to_num().sigmoid()
-        chances = chances.gather(3, labels[:, None, None].expand(*chances.shape[:3], -1))
-        predicted = found.boxes.nan_to_num(0).clamp(0, 1)[..., None, :]  # [B, O, Q, 1, 4]
-        wanted = boxes[:, None, None]  # [B, 1, 1, n, 4]
-        alpha, gamma = config.matcher_alpha, config.matcher_gamma
-        hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
-        doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
-        _, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
-        costs = config.matcher_bbox_cost * (predicted - wanted).abs().sum(-1)
-        costs = costs + config.matcher_class_cost * (hit - doubt) - config.matcher_giou_cost * generalised
-        most = torch.finfo(costs.dtype).max
-        return costs.nan_to_num(most, most, most)
+        return queries.match(
+            found.logits,
+            found.boxes.clamp(0, 1),
+            boxes,
+            labels,
+            counts,
+            alpha=config.matcher_alpha,
+            gamma=config.matcher_gamma,
+            class_cost=config.matcher_class_cost,
+            box_cost=config.matcher_bbox_cost,
+            giou_cost=config.matcher_giou_cost,
+        )
 
     def _terms(
         self,
@@ -261,18 +220,11 @@ class DETR(nn.Module):
             divisor: [B] of sums over queries.
             numbers: [2] queries with and without a box, per output, in the global batch.
         """
-        config, rows = self.config, torch.arange(len(match), device=match.device)[:, None, None]
-        matched = match >= 0
-        # Queries without a box get a loss of zero instead of being left out: indexing would make the host wait.
-        whole = filled((0.5, 0.5, 1, 1), boxes)
-        wanted = torch.where(matched[..., None], boxes[rows, match], whole)
-        predicted = torch.where(matched[..., None], found.boxes, whole)
-        edges = box_convert(wanted, "cxcywh", "xyxy")
-        overlap, generalised = overlaps(box_convert(predicted, "cxcywh", "xyxy"), edges)
+        config, matched = self.config, match >= 0
+        predicted, wanted, overlap, generalised = queries.pair(match, found.boxes, boxes)
         quality = overlap.detach()
 
-        hit = labels[rows, match][..., None] == torch.arange(self.classes, device=labels.device)
-        hit = hit & matched[..., None]
+        hit = queries.hits(match, labels, self.classes)
         goal = quality[..., None] * hit
         doubt = config.focal_loss_alpha * found.logits.detach().sigmoid() ** config.focal_loss_gamma
         weight = torch.where(hit, goal, doubt)
@@ -284,7 +236,8 @@ class DETR(nn.Module):
         }
         if found.edges is not None:
             layers = slice(found.edges.shape[1])
-            unlikely = self._unlikelihood(found.edges, found.references, edges[:, layers]) * quality[:, layers]
+            edges = box_convert(wanted[:, layers], "cxcywh", "xyxy")
+            unlikely = self._unlikelihood(found.edges, found.references, edges) * quality[:, layers]
             sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
         terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
         if found.edges is not None:

@@ -2,13 +2,13 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.config.origin import places_of
 from common.detection.models.spec import DetectorSpec
@@ -90,9 +90,9 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     A loaded model that has classes of the spec's names keeps what it knows of them.
     Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
     """
-    transformers, name = _transformers(), spec.model
-    is_timm = name not in ARCHITECTURES and _is_timm(name)
-    if not is_timm:
+    transformers, name = import_transformers(), spec.model
+    over_timm = name not in ARCHITECTURES and is_timm(name)
+    if not over_timm:
         if spec.drop_path:
             raise Refused(
                 f"--drop_path {spec.drop_path}: {name} has none; a timm backbone under --detector {spec.family} has"
@@ -105,18 +105,15 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     for name_of_heads in ("class_embed", "bbox_embed"):
         heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
         setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
-    fresh = _set_classes(model, spec)
+    kept = kept_classes(model.config, spec)
+    _set_classes(model, spec, kept)
     model.config.tie_word_embeddings = False
-    if is_timm:
+    if over_timm:
         model.begins_with = timm_models.begins_with_backbone(
             model.backbone.model._backbone, model, name, spec.pretrained
         )
     elif spec.pretrained or Path(name).is_dir():
-        everything = model.state_dict().keys()
-        heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
-        taken = len(everything) - len(heads) * bool(fresh)
-        everyone = spec.names or range(spec.classes)
-        model.begins_with = timm_models.begins_with(taken, len(everything), name, fresh, everyone)
+        model.begins_with = begins_with_rows(model, spec, kept)
     else:
         model.begins_with = ""
     return model, normalization
@@ -131,7 +128,7 @@ def export_model(
         classes: names by number.
         side: the image processor resizes every image to a square with this side in pixels, a multiple of the model's stride.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     config = copy.deepcopy(model.config)
     config.num_queries = queries
     config.id2label = dict(enumerate(classes))
@@ -150,18 +147,18 @@ def export_model(
     ).save_pretrained(folder)
 
 
-def _transformers():
+def import_transformers():
     try:
         import transformers
     except ImportError:
         raise Refused(
-            "--detector rtdetr_v2 and dfine need transformers, which isn't installed: pip install transformers"
+            "--detector: this family needs transformers, which isn't installed: pip install transformers"
         ) from None
     transformers.utils.logging.disable_progress_bar()  # every process would show a bar
     return transformers
 
 
-def _is_timm(name: str) -> bool:
+def is_timm(name: str) -> bool:
     if Path(name).is_dir():
         return '"model_type"' not in _text(Path(name) / "config.json")
     return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
@@ -190,22 +187,37 @@ def _whole(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
             raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
         config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
         return _fresh(transformers, config, spec.seed), _PLAIN
+    return load_whole(transformers, spec, FAMILIES[family], _SETTINGS, _fresh, _known(family))
+
+
+def load_whole(
+    transformers, spec: DetectorSpec, kind: str, settings: dict, fresh: Callable, known: str
+) -> tuple[nn.Module, dict]:
+    """A model of the hub or of a folder, with its weights if they are wanted, and what its images are normalised with.
+
+    Args:
+        kind: the family's name in transformers.
+        settings: of the configuration, instead of the model's own.
+        fresh: makes a model without weights of (transformers, config, seed).
+        known: which models there are, for the refusal of another.
+    """
+    name = spec.model
     is_folder = Path(name).is_dir()
     if not is_folder and "/" not in name:
-        raise Refused(f"--model {name}: no model of --detector {family}; {_known(family)}")
+        raise Refused(f"--model {name}: no model of --detector {spec.family}; {known}")
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **_SETTINGS)
-        if config.model_type != FAMILIES[family]:
-            raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
+        config = transformers.AutoConfig.from_pretrained(name, **settings)
+        if config.model_type != kind:
+            raise Refused(f"--model {name}: a {config.model_type}, which --detector {spec.family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
             load = transformers.AutoModelForObjectDetection.from_pretrained
             whole = load(name, config=config, dtype=torch.float32)
         else:
-            whole = _fresh(transformers, config, spec.seed)
+            whole = fresh(transformers, config, spec.seed)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {_known(family)}: {reason}") from None
+        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
     return whole, given if processor.do_normalize else _PLAIN
 
@@ -283,15 +295,29 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     return whole
 
 
-def _set_classes(model: nn.Module, spec: DetectorSpec) -> list[str]:
-    """Give `model` heads for the spec's classes; those that it knows by name are kept. Returns which are new."""
-    classes, known = spec.classes, [name for _, name in sorted(model.config.id2label.items())]
-    if model.config.num_labels == classes and known == list(spec.names or known):
-        return []
-    places = places_of(spec.names, known)
-    kept = [(new, old) for new, old in enumerate(places) if old is not None]
-    new, old = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
-    width = model.config.d_model
+def kept_classes(config, spec: DetectorSpec) -> Tensor | None:
+    """int64[2, n]: numbers in the spec and in a model of `config` of the classes that both name; None if all are the same."""
+    known = [name for _, name in sorted(config.id2label.items())]
+    if config.num_labels == spec.classes and known == list(spec.names or known):
+        return None
+    kept = [(new, old) for new, old in enumerate(places_of(spec.names, known)) if old is not None]
+    return torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
+
+
+def begins_with_rows(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> str:
+    """Which weights a loaded model begins with, in words; `kept` are the rows of its class heads that were."""
+    everything, names = model.state_dict().keys(), spec.names or [*map(str, range(spec.classes))]
+    heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
+    fresh = [] if kept is None else [name for row, name in enumerate(names) if row not in kept[0].tolist()]
+    taken = len(everything) - len(heads) * bool(fresh)
+    return timm_models.begins_with(taken, len(everything), spec.model, fresh, names)
+
+
+def _set_classes(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> None:
+    """Give `model` heads for the spec's classes, with the `kept` rows of its own."""
+    if kept is None:
+        return
+    (new, old), classes, width = kept, spec.classes, model.config.d_model
     torch.manual_seed(spec.seed + 3)
 
     def scores(layer: nn.Linear) -> nn.Linear:
@@ -311,6 +337,3 @@ def _set_classes(model: nn.Module, spec: DetectorSpec) -> list[str]:
             fresh.weight[new] = model.denoising_class_embed.weight[old]
         model.denoising_class_embed = fresh
     model.config.num_labels = classes
-    return (
-        [name for name, old in zip(spec.names, places, strict=True) if old is None] if spec.names else [*range(classes)]
-    )

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from common.config.origin import RUN_FILE, Origin, read_origin
 from common.config.parsing import nearest_path
-from common.detection.models.detr import DETR
-from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detectors import OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.weights import torchvision_weights
 from common.detection.weights.weights import Weights
@@ -37,7 +36,7 @@ _PLACES = (
 )
 _FITTING = (
     f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
-    f"({', '.join(DETR_FAMILIES)})"
+    f"({', '.join(OF_TRANSFORMERS)})"
 )
 _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
@@ -124,11 +123,11 @@ def _is_of_transformers(folder: Path) -> bool:
 def _of_transformers(source: str, peeking: bool) -> Weights:
     """A folder of transformers, or owner/name on the hub."""
     config = json.loads(_text_of(source, "config.json"))
-    family = next((name for name, theirs in DETR_FAMILIES.items() if theirs == config.get("model_type")), None)
+    family = next((name for name, theirs in OF_TRANSFORMERS.items() if theirs == config.get("model_type")), None)
     if family is None:
         raise Refused(
             f"{source}: a {config.get('model_type', 'model without a type')}, which no --detector matches; of transformers "
-            f"there are {', '.join(DETR_FAMILIES)}"
+            f"there are {', '.join(OF_TRANSFORMERS)}"
         )
     names = [name for _, name in sorted((int(number), name) for number, name in config["id2label"].items())]
     settings = {"detector": family, "model": source}
@@ -137,7 +136,7 @@ def _of_transformers(source: str, peeking: bool) -> Weights:
     weights = Weights(settings, {}, tuple(None if re.fullmatch(r"N/A|LABEL_\d+", name) else name for name in names))
     if peeking:
         return weights
-    model = DETR(DetectorSpec(family, source, len(names), names, pretrained=True))
+    model = build_detector(DetectorSpec(family, source, len(names), names, pretrained=True))
     mean, std = (tuple(model.pretrained_cfg[key]) for key in ("mean", "std"))
     return replace(weights, tensors=model.state_dict(), mean=mean, std=std)
 

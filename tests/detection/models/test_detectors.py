@@ -7,13 +7,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.detection.models.detectors import DETR_FAMILIES, FAMILIES, build_detector
+from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
+from tests.harness import small_rf_detr
 
 CANVAS = (64, 96)  # H, W
 CLASSES = 3
+
+
+def build(family, classes, **options):
+    if family == "rf_detr":
+        return small_rf_detr.build(classes, **options)
+    return build_detector(DetectorSpec(family, "test_resnet", classes, width=64, **options))
 
 
 def make(family, **options):
@@ -22,7 +29,7 @@ def make(family, **options):
         options |= {"hidden": 64}
     if family == "mask_rcnn":
         options |= {"mask_width": 16}
-    detector = build_detector(DetectorSpec(family, "test_resnet", CLASSES, width=64, seed=1, **options))
+    detector = build(family, CLASSES, seed=1, **options)
     if "rcnn" in family:  # few are drawn, so that it matters which
         detector.drawn, detector.rpn.drawn = 32, 32
     batch_norm.convert(detector, "frozen")
@@ -82,7 +89,7 @@ def _split(items, split):
     return [[next(items) for _ in range(size)] for size in split]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
     images, targets = seven()
@@ -96,7 +103,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
             torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
     detector = make(family)
     images, _ = seven()
@@ -105,7 +112,7 @@ def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_an_image_that_is_all_crowd_teaches_nothing(family):
     """Its places are neither foreground nor background; one that has no boxes is all background."""
     detector = make(family)
@@ -116,7 +123,7 @@ def test_an_image_that_is_all_crowd_teaches_nothing(family):
     assert losses[1] > 0
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_half_precision_stays_in_the_network(family):
     """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
     detector = make(family)
@@ -146,7 +153,7 @@ class Doubles(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     """Apple's devices have none. The second time: transformers makes positions once, in float32 for those devices."""
     detector = make(family)
@@ -158,7 +165,7 @@ def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     assert not watch.seen
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(family):
     """But for boxes of the DETRs, which transformers does not clip."""
     detector = make(family).eval()
@@ -175,11 +182,9 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
             assert (boxes >= 0).all() and (boxes[:, 2] <= width).all() and (boxes[:, 3] <= height).all()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DETR_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 def test_initial_weights_are_a_function_of_the_seed(family):
-    first, again, other = (
-        build_detector(DetectorSpec(family, "test_resnet", 2, width=64, seed=seed)) for seed in (5, 5, 6)
-    )
+    first, again, other = (build(family, 2, seed=seed) for seed in (5, 5, 6))
     states = [model.state_dict() for model in (first, again, other)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])

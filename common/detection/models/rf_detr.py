@@ -1,0 +1,179 @@
+"""RF-DETR: a detector whose queries each become one box, on a vision transformer of DINOv2."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.detection.models import queries
+from common.detection.models.boxes import filled, to_device
+from common.detection.models.denoising import padded
+from common.detection.models.rf_detr_models import build_model, export_model
+from common.detection.models.spec import DetectorSpec
+
+_GAMMA = 2  # of the focal loss, in matching and in the loss
+
+
+class RFDETR(nn.Module):
+    """An RF-DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
+
+    Network, matching, losses and the names of the parameters are those of transformers, initial weights the authors'. What
+    was read in both sources:
+
+    - Images are squares whose side is a multiple of patch size times windows (32 pixels; base 56). The backbone cuts the map
+      of patches into windows, 2 x 2 or 4 x 4, each with its own copy of the class token. Attention stays within a window,
+      except in the layers that begin with one of the maps (numbers 3, 6 and 9 from 0; base 2, 5 and 8).
+    - Position embeddings belong to the side that a model was made for (384, 512 and 576 pixels; base 518, though it was
+      trained at 560), and are interpolated for every other.
+    - In training there are 13 groups of queries, which share the decoder but do not see each other. Each has its own head for
+      the selection from the feature map, is matched on its own, and counts as one output more. An evaluation has the first.
+    - Boxes are distances from the selected ones, scaled with their sides. No sigmoid keeps them in the image.
+    - The target of a class is score^0.25 x IoU^0.75, at least 0.01 (IA-BCE). Sums are divided by boxes times groups.
+    - Nothing is normalised over a batch: `--batch_norm` has no effect.
+
+    Different here: boxes are counted in the global batch; a query in a crowd region is neither object nor background; images
+    with fewer places than queries have fewer queries; there is no dropout; stochastic depth is drawn for each image, not
+    for each window; decoder, boxes and losses are never in half precision; what gets no gradient (DINOv2's mask token, layers
+    behind the last map) is frozen.
+    Sources: Robinson et al. 2025, "RF-DETR" (arXiv:2511.09554); Chen et al. 2024, "LW-DETR" (arXiv:2406.03459); Chen et al.
+    2022, "Group DETR" (arXiv:2207.13085); Cai et al. 2023, "Align-DETR" (arXiv:2304.07527).
+    """
+
+    def __init__(self, spec: DetectorSpec) -> None:
+        super().__init__()
+        self.model, self.pretrained_cfg = build_model(spec)
+        self.config, self.begins_with = self.model.config, self.model.begins_with
+        self.classes, self.groups, self.patch = (
+            spec.classes,
+            self.config.group_detr,
+            self.config.backbone_config.patch_size,
+        )
+        self.stride = self.patch * self.config.backbone_config.num_windows
+        self.train()
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.model.backbone.backbone
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that the authors exclude from weight decay, besides norms and biases."""
+        return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
+
+    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+        """int64[1]: boxes of these images."""
+        return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
+
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
+        config, alpha = self.config, self.config.focal_alpha
+        boxes, labels, regions = queries.split_targets(targets, self._extent(images))
+        logits, found = self._predict(images)
+        with torch.autocast(images.device.type, enabled=False):
+            wanted, ids = padded(boxes, 0), padded(labels, 0)
+            match = queries.match(
+                logits,
+                found,
+                wanted,
+                ids,
+                [*map(len, labels)],
+                alpha=0.25,
+                gamma=_GAMMA,
+                class_cost=config.class_cost,
+                box_cost=config.bbox_cost,
+                giou_cost=config.giou_cost,
+            )
+            counted = (match >= 0) | ~queries.in_crowds(found, regions)
+            found, wanted, overlap, generalised = queries.pair(match, found, wanted)
+            hit, scores = queries.hits(match, ids, self.classes), logits.sigmoid()
+            goal = scores.detach() ** alpha * overlap.detach()[..., None] ** (1 - alpha)
+            positive = goal.clamp(min=0.01) * hit
+            negative = torch.where(hit, 1 - positive, scores**_GAMMA)
+            # -positive log(score) - negative log(1 - score), finite for any logit.
+            classification = negative * logits - F.logsigmoid(logits) * (positive + negative)
+            sums = {
+                "class": config.class_loss_coefficient * classification.sum(-1) * counted,
+                "box": config.bbox_loss_coefficient * (found - wanted).abs().sum(-1),
+                "giou": config.giou_loss_coefficient * (1 - generalised),
+            }
+            divisor = (totals[0] * self._groups).clamp(min=1)
+            terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
+        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+
+    forward = losses
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """The best pairs of a query and a class, with the probability of the class as score. Boxes may exceed the image."""
+        logits, boxes = self._predict(images)
+        last = -2 * self._groups  # of the last decoder layer, the first group
+        return queries.best_pairs(logits[:, last], boxes[:, last], self._extent(images))
+
+    def export(self, folder: Path, classes: Sequence[str], side: int = 560) -> None:
+        """Write a folder for transformers, see `common.detection.models.rf_detr_models.export_model`."""
+        places = (side // self.patch) ** 2
+        export_model(self.model, self.pretrained_cfg, min(self.config.num_queries, places), folder, classes, side)
+
+    @property
+    def _groups(self) -> int:
+        return self.groups if self.training else 1
+
+    def _extent(self, images: Tensor) -> Tensor:
+        height, width = images.shape[2:]
+        return filled((width, height, width, height), self.model.class_embed.weight)
+
+    def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: for each decoder layer, then for the selection, one output per group.
+
+        The feature map is computed in the run's precision, the rest not in half precision.
+        """
+        maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
+        with torch.autocast(images.device.type, enabled=False):
+            return self._decode(maps.to(self.model.class_embed.weight.dtype))
+
+    def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """As the forwards of `RfDetrModel` and `RfDetrForObjectDetection`, for images without padding.
+
+        Those would send the size of the map to the device, which waits, and need as many places as queries.
+        """
+        from transformers.models.rf_detr.modeling_rf_detr import refine_bboxes
+
+        whole, model, count, groups, shape = (
+            self.model,
+            self.model.model,
+            len(maps),
+            self._groups,
+            tuple(maps.shape[2:]),
+        )
+        number = min(self.config.num_queries, shape[0] * shape[1])
+        memory = maps.flatten(2).transpose(1, 2)  # [B, places, C]
+        padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
+        proposals = model.gen_encoder_output_proposals(memory, padding, [shape])
+        selected = [model.generate_topk_proposals(group, *proposals, number) for group in range(groups)]
+        features, references, boxes = zip(*selected, strict=True)  # of each group [B, Q, C], [B, Q, 4] and [B, Q, 4]
+        scores = [head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False)]
+
+        offsets, content = (
+            embedding.weight.unflatten(0, (self.groups, -1))[:groups, :number].flatten(0, 1)
+            for embedding in (model.reference_point_embed, model.query_feat)
+        )
+        references = refine_bboxes(torch.cat(references, 1), offsets)
+        sizes = to_device(torch.tensor([[*shape], [0, 0]]), maps.device)
+        hidden = model.decoder(
+            inputs_embeds=content.expand(count, -1, -1),
+            reference_points=references,
+            spatial_shapes=sizes[:1],
+            spatial_shapes_list=[shape],
+            level_start_index=sizes[1, :1],
+            valid_ratios=memory.new_ones(count, 1, 2),
+            encoder_hidden_states=memory,
+        ).intermediate_hidden_states  # [layers, B, groups x Q, C]
+        decoded = whole.predict_class_and_boxes(hidden, references)
+        decoded = (
+            x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1) for x in decoded
+        )  # [layers x groups, B, Q, _]
+        logits, found = (
+            torch.cat([x, torch.stack(own)]).transpose(0, 1) for x, own in zip(decoded, (scores, boxes), strict=True)
+        )
+        return logits, found

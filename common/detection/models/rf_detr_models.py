@@ -1,0 +1,190 @@
+"""RF-DETRs of transformers: building one from its name, and exporting a trained one."""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from common.detection.models.detr_models import begins_with_rows, import_transformers, is_timm, kept_classes, load_whole
+from common.detection.models.spec import DetectorSpec
+from common.errors import Refused
+
+_DINOV2 = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6}
+_PATCHES_16 = {"patch_size": 16, "num_windows": 2, "out_features": ["stage3", "stage6", "stage9", "stage12"]}
+_PATCHES_14 = {"patch_size": 14, "num_windows": 4, "out_features": ["stage2", "stage5", "stage8", "stage11"]}
+# Configurations of the published models: `rfdetr/config.py` of roboflow/rf-detr, and transformers' conversion of their
+# weights. They were trained on squares of 384, 512, 576 and 560 pixels; `image_size` only counts the position embeddings.
+ARCHITECTURES = {
+    "rf_detr_nano": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 384}, "decoder_layers": 2},
+    "rf_detr_small": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 512}, "decoder_layers": 3},
+    "rf_detr_medium": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 576}, "decoder_layers": 4},
+    "rf_detr_base": {"backbone_config": _DINOV2 | _PATCHES_14 | {"image_size": 518}, "decoder_layers": 3},
+}
+# The authors train without dropout. transformers' default, also in folders on the hub, is 0.1 in the decoder: a mask drawn
+# from a generator's state, which is another one on each layout.
+_SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+_IMAGENET = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+_KNOWN = f"there are {', '.join(ARCHITECTURES)}, and owner/name on the hub, as Roboflow/rf-detr-nano"
+_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # [groups x queries, ...]
+
+
+def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
+    """RfDetrForObjectDetection, and the mean and std of the images it was trained on.
+
+    Initial weights are a function of the seed, or loaded. `spec.model` is one of `ARCHITECTURES`, or a model of transformers,
+    as owner/name on the hub or as a local folder, which brings its weights. A loaded model that has classes of the spec's
+    names, in any case, keeps what it knows of them. Its attribute `begins_with` says which weights were loaded.
+    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
+    """
+    transformers, name = import_transformers(), spec.model
+    if name in ARCHITECTURES:
+        if spec.pretrained:
+            raise Refused(
+                f"--pretrained: {name} is a configuration without weights; --model owner/name has them, as "
+                "Roboflow/rf-detr-nano on the hub"
+            )
+        config = transformers.AutoConfig.for_model("rf_detr", **copy.deepcopy(ARCHITECTURES[name]), decoder_n_points=2)
+        config.update(_SETTINGS)
+        model, normalization = _fresh(transformers, config, spec.seed), _IMAGENET
+    elif is_timm(name):
+        raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {_KNOWN}")
+    else:
+        model, normalization = load_whole(transformers, spec, "rf_detr", _SETTINGS, _fresh, _KNOWN)
+    kept = kept_classes(model.config, spec)
+    _set_classes(model, spec, kept)
+    _make_exact(model, spec.drop_path)
+    model.begins_with = begins_with_rows(model, spec, kept) if spec.pretrained or Path(name).is_dir() else ""
+    return model, normalization
+
+
+def export_model(
+    model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
+) -> None:
+    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
+
+    Args:
+        queries: of each group, at most as many as places on a square of `side`, where transformers selects that many.
+        classes: names by number.
+        side: the image processor resizes every image to a square with this side in pixels, a multiple of the model's stride.
+    """
+    transformers = import_transformers()
+    config, tensors = copy.deepcopy(model.config), dict(model.state_dict())
+    for name in _OF_QUERIES:
+        tensors[name] = tensors[name].unflatten(0, (config.group_detr, -1))[:, :queries].flatten(0, 1)
+    config.num_queries = queries
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in enumerate(classes)}
+    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    whole.load_state_dict(tensors)
+    whole.save_pretrained(folder)  # with the names of the authors' checkpoints, which transformers translates
+    mean, std = (list(normalization[key]) for key in ("mean", "std"))
+    # It selects the same boxes. `RfDetrImageProcessor` would resize without antialiasing, other than training and evaluation.
+    processor = transformers.RTDetrImageProcessor(
+        size={"height": side, "width": side}, do_normalize=True, image_mean=mean, image_std=std
+    )
+    processor.save_pretrained(folder)
+
+
+def _fresh(transformers, config, seed: int) -> nn.Module:
+    """A model with the initial weights of its authors: `LWDETR`, `Transformer` and DINOv2 without weights in rfdetr.
+
+    Those of transformers are meant to be overwritten, except its DINOv2's.
+    """
+    torch.manual_seed(seed + 1)
+    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    model = whole.model
+    torch.manual_seed(seed + 2)
+    for part in (model.backbone.projector, model.decoder, model.enc_output, whole.class_embed, whole.bbox_embed):
+        for module in part.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    model.query_feat.reset_parameters()
+    nn.init.zeros_(model.reference_point_embed.weight)
+    for part in (model.decoder, model.enc_output):
+        for parameter in part.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+    for layer in model.decoder.layers:
+        whole._init_weights(layer.cross_attn)
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            nn.init.xavier_uniform_(
+                projection.weight, gain=0.5**0.5
+            )  # the authors' is one matrix with three times the rows
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            nn.init.zeros_(projection.bias)
+    nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
+    nn.init.zeros_(whole.bbox_embed.layers[-1].weight)
+    nn.init.zeros_(whole.bbox_embed.layers[-1].bias)
+    for heads, head in ((model.enc_out_class_embed, whole.class_embed), (model.enc_out_bbox_embed, whole.bbox_embed)):
+        for of_group in heads:
+            of_group.load_state_dict(head.state_dict())
+    return whole
+
+
+def _set_classes(whole: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> None:
+    """Give `whole` heads for the spec's classes, with the `kept` rows of its own."""
+    if kept is None:
+        return
+    torch.manual_seed(spec.seed + 3)
+    first = nn.Linear(whole.config.d_model, spec.classes)
+    nn.init.constant_(first.bias, -math.log(99))
+
+    def scores(layer: nn.Linear) -> nn.Linear:
+        fresh, (new, old) = copy.deepcopy(first), kept
+        with torch.no_grad():
+            fresh.weight[new], fresh.bias[new] = layer.weight[old], layer.bias[old]
+        return fresh
+
+    whole.class_embed = scores(whole.class_embed)
+    whole.model.enc_out_class_embed = nn.ModuleList(map(scores, whole.model.enc_out_class_embed))
+    whole.config.num_labels = spec.classes
+
+
+def _make_exact(whole: nn.Module, drop_path: float) -> None:
+    """Freeze what gets no gradient, and let neither dropout nor float32 make the layout matter."""
+    backbone, config = whole.model.backbone.backbone, whole.config.backbone_config
+    for module in backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    embeddings, layers = backbone.embeddings, backbone.encoder.layer
+    if embeddings.mask_token is not None:
+        embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
+    layers[max(config.out_indices) :].requires_grad_(False)  # after the last map; base has one such layer
+    embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
+    # Linear in depth, as the authors set it. transformers would drop a window at a time, equally often in all layers.
+    for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):
+        layer.drop_path = DropPath(rate)
+
+
+def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
+    """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels, resampled from the trained grid.
+
+    In training a product of matrices: transformers' own interpolates in float32 whatever the precision of the run, and its
+    backward pass adds in a varying order on a GPU. In an evaluation its own, to the last bit: rounding can change the order of
+    the selected queries, and thereby what they become.
+    """
+    trained, patch = embeddings.position_embeddings, embeddings.patch_size
+    side = math.isqrt(trained.shape[1] - 1)
+    if not torch.is_grad_enabled() or (height, width) == (side * patch, side * patch):
+        return type(embeddings).interpolate_pos_encoding(embeddings, tokens, height, width)
+    grid = trained[0, 1:].unflatten(0, (side, side))  # [side, side, C]
+    with torch.autocast(trained.device.type, enabled=False):
+        rows, columns = (_resampling(side, length // patch, trained) for length in (height, width))
+        grid = torch.einsum("ay,bx,yxc->abc", rows, columns, grid)
+    return torch.cat([trained[:, :1], grid.flatten(0, 1)[None]], 1)
+
+
+def _resampling(old: int, new: int, like: Tensor) -> Tensor:
+    """[new, old]: what interpolation to `new` places takes from each of `old` places."""
+    unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
+    return F.interpolate(unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True)[0, 0]
