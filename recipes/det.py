@@ -64,7 +64,7 @@ class Config(BoxAugmentationConfig, OptimizationConfig, RunConfig):
 
     data: str = path_option("digits")
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine"] = "fcos"
+    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2"] = "fcos"
     """Family of the detector; the last two need `pip install transformers`."""
     model: str = path_option("test_resnet", photographs="convnext_atto")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine
@@ -160,7 +160,7 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
             "640,672,704, each at most 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
-    square = config.detector in ("rtdetr_v2", "dfine")  # as their published weights were trained
+    square = config.detector in ("rtdetr_v2", "dfine", "deimv2")  # as their published weights were trained
     if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
         raise Refused(
             f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
