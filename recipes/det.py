@@ -68,11 +68,13 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
 
     data: str = path_option("digits")
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "rf_detr"] = "fcos"
-    """Family of the detector; the last three need `pip install transformers`."""
+    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"] = (
+        "fcos"
+    )
+    """Family of the detector; the last four need `pip install transformers`."""
     model: str = path_option("test_resnet", photographs="convnext_atto")
-    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine
-    also, rf_detr only: a model of transformers."""
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine,
+    deimv2 also, rf_detr only: a model of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
     levels: str = option("3-4", photographs="3-7")

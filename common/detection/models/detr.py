@@ -1,4 +1,4 @@
-"""RT-DETRv2 and D-FINE: detectors whose queries each become one box."""
+"""RT-DETRv2, D-FINE and DEIMv2: detectors whose queries each become one box."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from common.detection.models import queries
-from common.detection.models.boxes import filled
+from common.detection.models.boxes import filled, to_device
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
-from common.detection.models.detr_models import build_model, export_model
+from common.detection.models.detr_models import build_model, export_model, features_of
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
@@ -25,7 +25,8 @@ class DETR(nn.Module):
     Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
     counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
     object nor background; queries, decoder, boxes and losses are never in half precision.
-    Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842).
+    Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842); Huang et al.
+    2025, "Real-Time Object Detection Meets DINOv3" (DEIMv2, arXiv:2509.20787).
     """
 
     def __init__(self, spec: DetectorSpec) -> None:
@@ -34,22 +35,30 @@ class DETR(nn.Module):
         self.model, self.config, self.seed = model, model.config, spec.seed
         self.begins_with = model.begins_with
         self.classes, self.queries = model.config.num_labels, model.config.num_queries
-        self.stride = max(model.config.feat_strides)
+        self.strides = [*model.config.feat_strides]
+        while len(self.strides) < model.config.num_feature_levels:  # coarser maps are made from the backbone's last
+            self.strides.append(2 * self.strides[-1])
+        self.stride = max(self.strides)
         layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
-        self._checked = [layer for layer in layers if not layer.dropout]
-        for layer in self._checked:
+        # In training these would only ask the device whether all is finite.
+        self._as_evaluated = [layer for layer in layers if not layer.dropout]
+        for layer in self._as_evaluated:
             layer.register_forward_hook(_clamped)
+        # DINOv3 would draw a scale of its positions for each micro-batch.
+        self._as_evaluated += [
+            each for each in self.backbone.modules() if type(each).__name__ == "DINOv3ViTRopePositionEmbedding"
+        ]
         self.train()
 
     def train(self, mode: bool = True) -> "DETR":
         super().train(mode)
-        for layer in self._checked:  # in training it would only ask the device whether all is finite
-            layer.training = False
+        for module in self._as_evaluated:
+            module.training = False
         return self
 
     @property
     def backbone(self) -> nn.Module:
-        return self.model.backbone
+        return features_of(self.model)
 
     @property
     def trunk(self) -> nn.Module:
@@ -72,7 +81,7 @@ class DETR(nn.Module):
         return torch.stack([column.sum() for column in columns])
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Varifocal loss of classes, L1 and generalised IoU of boxes; for D-FINE of their edges' distributions too: [B]."""
+        """Loss of classes, L1 and generalised IoU of boxes; for D-FINE and DEIMv2 of their edges' distributions too: [B]."""
         boxes, labels, regions = queries.split_targets(targets, self._extent(images))
         totals = totals.to(self._dtype)
         denoising = None
@@ -94,25 +103,18 @@ class DETR(nn.Module):
             wanted = padded(boxes, 0), padded(labels, 0)
             found = _Outputs.of_queries(outputs, first)
             match = self._match(found, *wanted, [*map(len, labels)])
-            terms = self._terms(
-                found,
-                match,
-                *wanted,
-                counted=(match >= 0) | ~queries.in_crowds(found.boxes, regions),
-                divisor=totals[0].clamp(min=1).expand(len(images)),
-                numbers=torch.stack([totals[1], totals[2] - totals[1]]),
-            )
+            numbers = torch.stack([totals[1], totals[2] - totals[1]])
+            pairs = _Pairs(match, totals[0].clamp(min=1).expand(len(images)), numbers.expand(len(images), 2))
+            counted = (match >= 0) | ~queries.in_crowds(found.boxes, regions)
+            is_dense = getattr(self.config, "use_dense_one_to_one", False)
+            of_boxes = pairs.across_outputs([*map(len, labels)], totals) if is_dense else pairs
+            terms = self._terms(found, pairs, of_boxes, *wanted, counted)
             if denoising:
                 found = _Outputs.of_noise(outputs, first)
                 shape = found.boxes.shape[:3]
-                restored = self._terms(
-                    found,
-                    denoising.match[:, None].expand(shape),
-                    *wanted,
-                    counted=denoising.real[:, None].expand(shape),
-                    divisor=totals[0].clamp(min=1) * denoising.groups.clamp(min=1),
-                    numbers=totals[3].expand(2),
-                )
+                divisor = totals[0].clamp(min=1) * denoising.groups.clamp(min=1)
+                pairs = _Pairs(denoising.match[:, None].expand(shape), divisor, totals[3].expand(len(images), 2))
+                restored = self._terms(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
                 terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
             connected = 0 * outputs.intermediate_logits.sum((1, 2, 3))
@@ -144,24 +146,35 @@ class DETR(nn.Module):
 
     def _queries(self, canvas: tuple[int, int]) -> int:
         """Number of queries on a canvas of (H, W) pixels: at most the number of its cells."""
-        places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.config.feat_strides)
+        places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.strides)
         return min(self.queries, places)
 
     def _predict(self, images: Tensor, denoising: Denoising | None = None):
         """Output of transformers' model: features in the run's precision, the rest not in half precision."""
-        from transformers.modeling_outputs import BaseModelOutput
-
         model = self.model
         model.config.num_queries = self._queries(images.shape[2:])
-        features = model.backbone(images, images.new_ones(len(images), *images.shape[2:]))
-        maps = [project(x) for project, (x, _) in zip(model.encoder_input_proj, features, strict=True)]
-        maps = model.encoder(maps).last_hidden_state
-        with torch.autocast(images.device.type, enabled=False), self._with(denoising):
-            maps = [x.to(self._dtype) for x in maps]
-            # Given as encoder_outputs, features are not computed again. inputs_embeds gives the number of images, and keeps
-            # the sizes of the maps on the host, which reads them.
-            count = torch.empty(len(images), 0)
-            return model(None, inputs_embeds=count, encoder_outputs=BaseModelOutput(last_hidden_state=maps))
+        if hasattr(model, "conv_encoder"):
+            maps = model.conv_encoder(images)
+        else:
+            features = model.backbone(images, images.new_ones(len(images), *images.shape[2:]))
+            maps = [project(x) for project, (x, _) in zip(model.encoder_input_proj, features, strict=True)]
+        encoded = model.encoder(maps)
+        name = "feature_maps" if hasattr(encoded, "feature_maps") else "last_hidden_state"
+        encoded[name] = [x.to(self._dtype) for x in encoded[name]]
+        # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host, which reads them.
+        count = torch.empty(len(images), 0)
+        with torch.autocast(images.device.type, enabled=False), self._with(denoising), self._with_maps(encoded):
+            return model(None, inputs_embeds=count, encoder_outputs=encoded)
+
+    @contextlib.contextmanager
+    def _with_maps(self, encoded) -> Iterator[None]:
+        """Let the model find what its encoder has made: DEIMv2 would compute it again, although it is given."""
+        encoder = self.model.encoder
+        encoder.forward = lambda *_, **__: encoded
+        try:
+            yield
+        finally:
+            del encoder.forward
 
     @contextlib.contextmanager
     def _with(self, denoising: Denoising | None) -> Iterator[None]:
@@ -203,34 +216,37 @@ class DETR(nn.Module):
     def _terms(
         self,
         found: "_Outputs",
-        match: Tensor,
+        pairs: "_Pairs",
+        of_boxes: "_Pairs",
         boxes: Tensor,
         labels: Tensor,
-        *,
         counted: Tensor,
-        divisor: Tensor,
-        numbers: Tensor,
     ) -> dict[str, Tensor]:
         """The weighted losses [B] of O outputs with Q queries each, by name.
 
         Args:
-            match: int64[B, O, Q] index of a box, or -1.
+            pairs, of_boxes: what the losses of classes and those of boxes compare.
             boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
             counted: bool[B, O, Q], False for padding and for queries without a box in a crowd region.
-            divisor: [B] of sums over queries.
-            numbers: [2] queries with and without a box, per output, in the global batch.
         """
-        config, matched = self.config, match >= 0
-        predicted, wanted, overlap, generalised = queries.pair(match, found.boxes, boxes)
-        quality = overlap.detach()
-
-        hit = queries.hits(match, labels, self.classes)
-        goal = quality[..., None] * hit
-        doubt = config.focal_loss_alpha * found.logits.detach().sigmoid() ** config.focal_loss_gamma
-        weight = torch.where(hit, goal, doubt)
+        config = self.config
+        compared = queries.pair(pairs.match, found.boxes, boxes)
+        hit = queries.hits(pairs.match, labels, self.classes)
+        goal = compared[2].detach()[..., None] * hit
+        doubt = found.logits.detach().sigmoid() ** config.focal_loss_gamma
+        if hasattr(config, "weight_loss_mal"):  # DEIMv2's matchability-aware loss
+            scale, goal = config.weight_loss_mal, goal**config.focal_loss_gamma
+            weight = torch.where(hit, 1, doubt if config.mal_alpha is None else config.mal_alpha * doubt)
+        else:
+            scale, weight = config.weight_loss_vfl, torch.where(hit, goal, config.focal_loss_alpha * doubt)
         classification = F.binary_cross_entropy_with_logits(found.logits, goal, weight, reduction="none").sum(-1)
+        terms = {"class": scale * (classification * counted).sum((1, 2)) / pairs.divisor}
+
+        if of_boxes is not pairs:
+            compared = queries.pair(of_boxes.match, found.boxes, boxes)
+        predicted, wanted, overlap, generalised = compared
+        matched, quality = of_boxes.match >= 0, overlap.detach()
         sums = {
-            "class": config.weight_loss_vfl * classification * counted,
             "box": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
             "giou": config.weight_loss_giou * (1 - generalised),
         }
@@ -239,7 +255,7 @@ class DETR(nn.Module):
             edges = box_convert(wanted[:, layers], "cxcywh", "xyxy")
             unlikely = self._unlikelihood(found.edges, found.references, edges) * quality[:, layers]
             sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
-        terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
+        terms |= {name: values.sum((1, 2)) / of_boxes.divisor for name, values in sums.items()}
         if found.edges is not None:
             layers = slice(found.students)
             students = F.log_softmax(found.edges[:, layers] / _TEMPERATURE, -1)
@@ -248,9 +264,9 @@ class DETR(nn.Module):
             matched, missed = matched[:, layers], (counted & ~matched)[:, layers]
             apart = apart * torch.where(matched, quality[:, layers], found.trust[:, None])
             # Means over both kinds of queries, weighted by the square roots of their numbers.
-            roots = (4 * numbers).sqrt()
-            both = apart * matched / roots[0].clamp(min=1) + apart * missed / roots[1].clamp(min=1)
-            terms["ddf"] = config.weight_loss_ddf * both.sum((1, 2)) / roots.sum().clamp(min=1)
+            roots = (4 * of_boxes.numbers).sqrt()
+            both = torch.stack([(apart * matched).sum((1, 2)), (apart * missed).sum((1, 2))], -1) / roots.clamp(min=1)
+            terms["ddf"] = config.weight_loss_ddf * of_boxes.share * both.sum(-1) / roots.sum(-1).clamp(min=1)
         return terms
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
@@ -272,6 +288,37 @@ class DETR(nn.Module):
         logs = F.log_softmax(edges, -1)
         below, above = (logs.gather(-1, place[..., None]).squeeze(-1) for place in (left, left + 1))
         return -(below * (1 - share) + above * share).sum(-1)
+
+
+@dataclass
+class _Pairs:
+    """Which box each of Q queries of O outputs for B images is compared with, and the divisors of the losses."""
+
+    match: Tensor  # int64[B, O, Q] index of a box, or -1
+    divisor: Tensor  # [B] of sums over queries
+    numbers: Tensor  # [B, 2] queries with and without a box, of an output
+    share: Tensor | float = 1.0  # of the image in what has a mean over `numbers`
+
+    def across_outputs(self, counts: list[int], totals: Tensor) -> "_Pairs":
+        """For every output the same pairs: each query with the box that it has in most outputs, the first of several.
+
+        Different from the source, which divides by the number of these pairs in the batch: an image has the mean over its
+        own pairs, times its share of all boxes. That number depends on predictions, so that it can't be known in time.
+        `counts` are the images' numbers of boxes, `totals` those of `DETR.counts`.
+        Source: Peng et al. 2024, "D-FINE" (arXiv:2410.13842); DEIM's configuration calls it `use_uni_set`.
+        """
+        device, queries = self.match.device, self.match.shape[2]
+        number = torch.arange(max(max(counts), 1), device=device)
+        votes = (self.match[..., None] == number).sum(1)  # [B, Q, boxes]
+        best = torch.where(votes.any(-1), (votes * (len(number) + 1) - number).argmax(-1), -1)
+        pairs = (best >= 0).sum(-1)  # [B]
+        own = to_device(torch.tensor(counts), device)
+        return _Pairs(
+            best[:, None].expand_as(self.match),
+            self.divisor * pairs.clamp(min=1) / own.clamp(min=1),
+            torch.stack([pairs, queries - pairs], -1),
+            queries / totals[2].clamp(min=1),
+        )
 
 
 @dataclass

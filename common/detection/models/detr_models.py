@@ -11,76 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from common.config.origin import places_of
+from common.detection.models.detr_architectures import ARCHITECTURES, SMALL_OF
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
-FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine"}  # our name -> transformers'
-_RESNETS = {"model_type": "rt_detr_resnet", "out_indices": [2, 3, 4]}
-_HGNETS = {
-    "model_type": "hgnet_v2",
-    "out_indices": [2, 3, 4],
-    "stage_downsample": [False, True, True, True],
-    "stage_light_block": [False, False, True, True],
-    "stage_kernel_size": [3, 3, 5, 5],
-    "use_learnable_affine_block": True,
-}
-_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}  # neck and decoder of the smallest published models
-_SMALL_OF = {"rtdetr_v2": _SMALL, "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]}}
-# Configurations of the published models, as in transformers' conversion of their weights.
-ARCHITECTURES = {
-    "rtdetr_v2_r18vd": {
-        "backbone_config": _RESNETS
-        | {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"},
-        "encoder_in_channels": [128, 256, 512],
-        **_SMALL_OF["rtdetr_v2"],
-    },
-    "rtdetr_v2_r50vd": {"backbone_config": _RESNETS},
-    "dfine_s": {
-        "backbone_config": _HGNETS
-        | {
-            "hidden_sizes": [128, 256, 512, 1024],
-            "stem_channels": [3, 16, 16],
-            "stage_in_channels": [16, 64, 256, 512],
-            "stage_mid_channels": [16, 32, 64, 128],
-            "stage_out_channels": [64, 256, 512, 1024],
-            "stage_num_blocks": [1, 1, 2, 1],
-            "stage_numb_of_layers": [3, 3, 3, 3],
-        },
-        "encoder_in_channels": [256, 512, 1024],
-        **_SMALL_OF["dfine"],
-    },
-    "dfine_m": {
-        "backbone_config": _HGNETS
-        | {
-            "hidden_sizes": [192, 384, 768, 1536],
-            "stem_channels": [3, 24, 32],
-            "stage_in_channels": [32, 96, 384, 768],
-            "stage_mid_channels": [32, 64, 128, 256],
-            "stage_out_channels": [96, 384, 768, 1536],
-            "stage_num_blocks": [1, 1, 3, 1],
-            "stage_numb_of_layers": [4, 4, 4, 4],
-        },
-        "encoder_in_channels": [384, 768, 1536],
-        "decoder_layers": 4,
-        "depth_mult": 0.67,
-        "decoder_n_points": [3, 6, 3],
-    },
-}
+FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine", "deimv2": "deimv2"}  # our name -> transformers'
 # --batch_norm decides on batch norm layers; anchors are computed for each image size.
 _SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
 _LEVELS = (8, 16, 32)  # strides of a timm backbone's maps
-_PLAIN = {
-    "mean": (0.0, 0.0, 0.0),
-    "std": (1.0, 1.0, 1.0),
-}  # the published models take pixels in 0..1 without normalisation
+# The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINOv3.
+_PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+_IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """RTDetrV2Model or DFineModel with its heads in the decoder, and the mean and std of the images it was trained on.
+    """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder, and the mean and std of its training images.
 
-    Initial weights are a function of the seed, or loaded; no two layers share any. `spec.model` is one of
+    Initial weights are a function of the seed, or loaded. `spec.model` is one of
 
     - `ARCHITECTURES`;
     - a model of transformers, as owner/name on the hub or as a local folder, which brings its weights;
@@ -101,22 +50,53 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     else:
         whole, normalization = _over_timm(transformers, spec)
     model = whole.model
+    decoder = model.decoder
     # Untied as in the published models; transformers unties only when it loads weights that differ.
-    for name_of_heads in ("class_embed", "bbox_embed"):
-        heads = [copy.deepcopy(head) for head in getattr(model.decoder, name_of_heads)]
-        setattr(model.decoder, name_of_heads, nn.ModuleList(heads))
+    decoder.class_embed = nn.ModuleList(map(copy.deepcopy, decoder.class_embed))
+    if getattr(model.config, "share_bbox_head", False):
+        decoder.bbox_embed = _Shared(decoder.bbox_embed[:1])
+    else:
+        decoder.bbox_embed = nn.ModuleList(map(copy.deepcopy, decoder.bbox_embed))
     kept = kept_classes(model.config, spec)
     _set_classes(model, spec, kept)
     model.config.tie_word_embeddings = False
+    if spec.family == "deimv2":
+        _mend_deimv2(model)
     if over_timm:
-        model.begins_with = timm_models.begins_with_backbone(
-            model.backbone.model._backbone, model, name, spec.pretrained
-        )
+        model.begins_with = timm_models.begins_with_backbone(features_of(model)._backbone, model, name, spec.pretrained)
     elif spec.pretrained or Path(name).is_dir():
         model.begins_with = begins_with_rows(model, spec, kept)
     else:
         model.begins_with = ""
     return model, normalization
+
+
+class _Shared(nn.ModuleList):
+    """One head for every layer. A list of the same head several times would have several names for each parameter."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return super().__getitem__(0)
+
+
+def features_of(model: nn.Module) -> nn.Module:
+    """The backbone of a DETR of transformers, without what adapts its maps to the neck."""
+    if not hasattr(model, "conv_encoder"):
+        return model.backbone.model
+    return getattr(model.conv_encoder, "backbone", None) or model.conv_encoder.model
+
+
+def _mend_deimv2(model: nn.Module) -> None:
+    """Let DEIMv2 compute in the precision of its weights, and train only what has a gradient."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "Deimv2RMSNorm":  # rounds to float32, under float64 too
+                norm = nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    if _is_dinov3(model.config):
+        embeddings = features_of(model).embeddings
+        embeddings.mask_token.requires_grad_(False)  # of DINO's own training
+        embeddings.register_tokens.requires_grad_(embeddings.register_tokens.numel() > 0)
 
 
 def export_model(
@@ -134,7 +114,11 @@ def export_model(
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in enumerate(classes)}
     whole = transformers.AutoModelForObjectDetection.from_config(config)
-    whole.model.load_state_dict(model.state_dict())
+    decoder = copy.deepcopy(model.decoder)
+    heads = nn.ModuleList(copy.deepcopy(decoder.bbox_embed[layer]) for layer in range(config.decoder_layers))
+    whole.model.decoder.bbox_embed = heads  # a shared one, too, once for each layer
+    decoder.bbox_embed = heads
+    whole.model.load_state_dict(model.state_dict() | decoder.state_dict(prefix="decoder."))
     # transformers also has the decoder's heads under a second name.
     whole.class_embed, whole.bbox_embed = map(
         copy.deepcopy, (whole.model.decoder.class_embed, whole.model.decoder.bbox_embed)
@@ -186,7 +170,7 @@ def _whole(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
         config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
-        return _fresh(transformers, config, spec.seed), _PLAIN
+        return _fresh(transformers, config, spec.seed), _IMAGENET if _is_dinov3(config) else _PLAIN
     return load_whole(transformers, spec, FAMILIES[family], _SETTINGS, _fresh, _known(family))
 
 
@@ -272,10 +256,10 @@ def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
         encoder_ffn_dim=4 * width,
         decoder_ffn_dim=4 * width,
         **_SETTINGS,
-        **copy.deepcopy(_SMALL_OF[spec.family]),
+        **copy.deepcopy(SMALL_OF[spec.family]),
     )
     whole = _fresh(transformers, config, spec.seed)
-    whole.model.backbone.model._backbone = features
+    features_of(whole.model)._backbone = features
     return whole, normalization
 
 
@@ -286,13 +270,19 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     whole = transformers.AutoModelForObjectDetection.from_config(config)
     torch.manual_seed(seed + 2)
     layers = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
-    for module in whole.modules():
+    kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # have their own initial weights
+    modules = [module for module in whole.modules() if module not in kept]
+    for module in modules:
         if isinstance(module, layers):
             module.reset_parameters()
-    for module in whole.modules():  # special ones: biases of scores, offsets of the sampling points, ...
+    for module in modules:  # special ones: biases of scores, offsets of the sampling points, ...
         if not isinstance(module, layers):
             whole._init_weights(module)
     return whole
+
+
+def _is_dinov3(config) -> bool:
+    return config.backbone_config.model_type == "dinov3_vit"
 
 
 def kept_classes(config, spec: DetectorSpec) -> Tensor | None:

@@ -1,0 +1,207 @@
+"""Configurations of the published DETRs: what transformers needs to know to build them, without weights.
+
+Values are those of the authors' configuration files, under the names that transformers gives them.
+"""
+
+_RESNET_18 = {
+    "model_type": "rt_detr_resnet",
+    "out_indices": [2, 3, 4],
+    "hidden_sizes": [64, 128, 256, 512],
+    "depths": [2, 2, 2, 2],
+    "layer_type": "basic",
+}
+_RESNET_50 = {"model_type": "rt_detr_resnet", "out_indices": [2, 3, 4]}
+
+
+def _hgnet(stem: int, channels: list[int], middle: list[int], blocks: list[int], layers: int, **others) -> dict:
+    """An HGNetv2. `channels` leave the stem and each stage; each block of a stage has `layers` layers of `middle` channels."""
+    stages = len(blocks)
+    return {
+        "model_type": "hgnet_v2",
+        "out_indices": [2, 3, 4],
+        "hidden_sizes": channels[1:],
+        "depths": [layers] * stages,
+        "stage_names": ["stem", *(f"stage{number}" for number in range(1, stages + 1))],
+        "stem_channels": [3, stem, channels[0]],
+        "stage_in_channels": channels[:-1],
+        "stage_mid_channels": middle,
+        "stage_out_channels": channels[1:],
+        "stage_num_blocks": blocks,
+        "stage_downsample": [False, True, True, True][:stages],
+        "stage_light_block": [False, False, True, True][:stages],
+        "stage_kernel_size": [3, 3, 5, 5][:stages],
+        "stage_numb_of_layers": [layers] * stages,
+        "use_learnable_affine_block": True,
+        **others,
+    }
+
+
+_HGNET_B0 = _hgnet(16, [16, 64, 256, 512, 1024], [16, 32, 64, 128], [1, 1, 2, 1], 3)
+_HGNET_B2 = _hgnet(24, [32, 96, 384, 768, 1536], [32, 64, 128, 256], [1, 1, 3, 1], 4)
+_PLAIN = {"use_learnable_affine_block": False}
+_HGNET_B4 = _hgnet(32, [48, 128, 512, 1024, 2048], [48, 96, 192, 384], [1, 1, 3, 1], 6, **_PLAIN)
+_HGNET_B5 = _hgnet(32, [64, 128, 512, 1024, 2048], [64, 128, 256, 512], [1, 2, 5, 2], 6, **_PLAIN)
+_TWO_LEVELS = {"num_feature_levels": 2, "feat_strides": [16, 32]}
+
+
+def _deimv2(width: int, feedforward: int, decoder_feedforward: int, levels: int = 3, **others) -> dict:
+    """What all DEIMv2 have in common."""
+    return {
+        "d_model": width,
+        "encoder_hidden_dim": width,
+        "encoder_ffn_dim": feedforward,
+        "decoder_in_channels": [width] * levels,
+        "decoder_ffn_dim": decoder_feedforward,
+        "decoder_activation_function": "silu",
+        "decoder_n_points": [3, 6, 3],
+        "focal_loss_gamma": 1.5,  # of the matchability-aware loss
+        **others,
+    }
+
+
+def _lite(width: int, feedforward: int, queries: int, backbone: dict) -> dict:
+    """The three smallest DEIMv2: one feature map, one head for the boxes of all layers, and fewer losses."""
+    return _deimv2(
+        width,
+        1024,
+        feedforward,
+        **_TWO_LEVELS,
+        levels=2,
+        backbone_config=backbone | {"out_indices": [3]},
+        encoder_type="lite",
+        encoder_in_channels=backbone["hidden_sizes"][-1:],
+        encoder_layers=0,
+        hidden_expansion=0.34,
+        depth_mult=0.5,
+        decoder_n_points=[4, 2],
+        decoder_layers=3,
+        num_queries=queries,
+        share_bbox_head=True,
+        use_gateway=False,
+        use_dense_one_to_one=False,
+        weight_loss_fgl=0.0,
+        weight_loss_ddf=0.0,
+    )
+
+
+def _dinov3(width: int, heads: int, stages: list[int], **others) -> dict:
+    """A vision transformer of 12 layers with rotary positions; the maps of three layers are used."""
+    return {
+        "model_type": "dinov3_vit",
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "out_indices": stages,
+        **others,
+    }
+
+
+# Distilled by DEIMv2's authors, and published by DINOv3's, whose keys have no bias.
+_TINY = {"key_bias": True, "layer_norm_eps": 1e-6, "apply_layernorm": False, "pos_embed_rescale": None}
+_PUBLISHED = {"num_register_tokens": 4, "layerscale_value": 1e-5}
+
+
+def _with_dinov3(backbone: dict, width: int, feedforward: int, decoder_feedforward: int, **others) -> dict:
+    return _deimv2(
+        width,
+        feedforward,
+        decoder_feedforward,
+        backbone_config=backbone,
+        encoder_in_channels=[width] * 3,
+        encoder_has_trailing_conv=False,
+        **others,
+    )
+
+
+_ATTO = _hgnet(16, [16, 64, 256, 256], [16, 32, 64], [1, 1, 1], 3, stage_kernel_size=[3, 3, 3])
+_FEMTO = _hgnet(16, [16, 64, 256, 512], [16, 32, 64], [1, 1, 1], 3)
+_PICO = _hgnet(16, [16, 64, 256, 512], [16, 32, 64], [1, 1, 2], 3)
+
+_NANO = {**_TWO_LEVELS, "encode_proj_layers": [1], "encoder_in_channels": [512, 1024], "decoder_n_points": [6, 6]}
+_NANO |= {"backbone_config": _HGNET_B0 | {"out_indices": [3, 4]}}
+_NANO |= {"hidden_expansion": 0.34, "depth_mult": 0.5, "decoder_layers": 3}
+
+# Neck and decoder of the smallest published models with three levels, which also stand on timm's backbones.
+_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}
+SMALL_OF = {
+    "rtdetr_v2": _SMALL,
+    "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]},
+    "deimv2": _SMALL
+    | {"depth_mult": 0.67, "hidden_expansion": 0.34}
+    | {key: _deimv2(0, 0, 0)[key] for key in ("decoder_activation_function", "decoder_n_points", "focal_loss_gamma")},
+}
+ARCHITECTURES = {
+    "rtdetr_v2_r18vd": {
+        "backbone_config": _RESNET_18,
+        "encoder_in_channels": [128, 256, 512],
+        **SMALL_OF["rtdetr_v2"],
+    },
+    "rtdetr_v2_r34vd": {
+        "backbone_config": _RESNET_18 | {"depths": [3, 4, 6, 3]},
+        "encoder_in_channels": [128, 256, 512],
+        "hidden_expansion": 0.5,
+        "decoder_layers": 4,
+    },
+    "rtdetr_v2_r50vd": {"backbone_config": _RESNET_50},
+    "rtdetr_v2_r101vd": {
+        "backbone_config": _RESNET_50 | {"depths": [3, 4, 23, 3]},
+        "encoder_ffn_dim": 2048,
+        "encoder_hidden_dim": 384,
+        "decoder_in_channels": [384, 384, 384],
+    },
+    "dfine_n": {
+        **_NANO,
+        "d_model": 128,
+        "encoder_hidden_dim": 128,
+        "encoder_ffn_dim": 512,
+        "decoder_ffn_dim": 512,
+        "decoder_in_channels": [128, 128],
+    },
+    "dfine_s": {
+        "backbone_config": _HGNET_B0,
+        "encoder_in_channels": [256, 512, 1024],
+        **SMALL_OF["dfine"],
+    },
+    "dfine_m": {
+        "backbone_config": _HGNET_B2,
+        "encoder_in_channels": [384, 768, 1536],
+        "decoder_layers": 4,
+        "depth_mult": 0.67,
+        "decoder_n_points": [3, 6, 3],
+    },
+    "dfine_l": {
+        "backbone_config": _HGNET_B4,
+        "decoder_n_points": [3, 6, 3],
+    },
+    "dfine_x": {
+        "backbone_config": _HGNET_B5,
+        "encoder_hidden_dim": 384,
+        "encoder_ffn_dim": 2048,
+        "decoder_in_channels": [384, 384, 384],
+        "decoder_n_points": [3, 6, 3],
+        "reg_scale": 8.0,
+    },
+    "deimv2_atto": _lite(64, 160, 100, _ATTO),
+    "deimv2_femto": _lite(96, 256, 150, _FEMTO),
+    "deimv2_pico": _lite(112, 320, 200, _PICO),
+    "deimv2_n": _deimv2(128, 512, 512, levels=2) | _NANO,
+    "deimv2_s": _with_dinov3(
+        _dinov3(192, 3, [4, 8, 12], **_TINY), 192, 512, 512, decoder_layers=4, hidden_expansion=0.34, depth_mult=0.67
+    ),
+    "deimv2_m": _with_dinov3(
+        _dinov3(256, 4, [4, 8, 12], **_TINY), 256, 512, 512, decoder_layers=4, hidden_expansion=0.67
+    ),
+    "deimv2_l": _with_dinov3(
+        _dinov3(384, 6, [6, 9, 12], **_PUBLISHED), 224, 896, 1792, decoder_layers=4, spatial_tuning_adapter_inplanes=32
+    ),
+    "deimv2_x": _with_dinov3(
+        _dinov3(384, 6, [6, 9, 12], **_PUBLISHED, use_gated_mlp=True) | {"intermediate_size": 1536},
+        256,
+        1024,
+        2048,
+        decoder_layers=6,
+        hidden_expansion=1.25,
+        depth_mult=1.37,
+        spatial_tuning_adapter_inplanes=64,
+    ),
+}
