@@ -232,7 +232,7 @@ def epochs_of(steps: float, batch: int, images: int) -> float | int:
 def _settings(values: dict[str, Any], groups: list[str]) -> str:
     """Settings and their values for a line. Groups of many are named by their own names."""
     if len(values) <= 6:
-        return ", ".join(f"{key} = {_shown(value)}" for key, value in values.items()) or ", ".join(groups)
+        return ", ".join(f"{key} = {_shown(value)}" for key, value in values.items()) or ", ".join(groups) or "(not in the file)"
     sizes = {group: sum(key == group or key.startswith((f"{group}.", f"{group}[")) for key in values) for group in groups}
     return ", ".join(f"{group} ({size} settings)" if size > 1 else group for group, size in sizes.items() if size)
 

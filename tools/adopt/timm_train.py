@@ -232,7 +232,10 @@ def _optimization(adoption: Adoption, batch: int, peak: float, images: int) -> N
         adoption.skip("model_ema_warmup", "always on")
     precision = {"bfloat16": "bf16"}.get(str(adoption["amp_dtype"]), "fp16") if adoption["amp"] else ""
     adoption.launch(["amp", "amp_dtype"], precision)
-    adoption.carry("sync_bn", batch_norm="global" if adoption["sync_bn"] else "local")
+    if adoption["sync_bn"] and int(adoption["grad_accum_steps"] or 1) > 1:
+        adoption.leave("sync_bn", "--batch_norm global can't accumulate: raise --max_micro_batch_size with it; local is set")
+    else:
+        adoption.carry("sync_bn", batch_norm="global" if adoption["sync_bn"] else "local")
     if adoption["torchcompile"]:
         adoption.carry("torchcompile", compile=True)
     adoption.skip("torchcompile", "not compiled")
