@@ -105,13 +105,12 @@ class Adoption:
         names = [names] if isinstance(names, str) else list(names)
         carried = kind == "carried"
         keys = [key for key in self.under(*names) if carried or key not in self.mentioned]
-        if not keys and not (carried or kind == "not carried"):
+        if not keys and not carried:
             return
         self.mentioned |= set(keys)
         if kind.endswith(" if changed"):
             kind = kind.removesuffix(" if changed") if any(map(self.changed, keys)) else "default"
-        if keys or not self.under(*names):  # a default that the file can't name is told by its name alone
-            self.lines.append(Line(kind, keys, text, _settings({key: self.values[key] for key in keys}, names)))
+        self.lines.append(Line(kind, keys, text, _settings({key: self.values[key] for key in keys}, names)))
 
     def finish(self) -> None:
         """Name what no reader has mentioned."""

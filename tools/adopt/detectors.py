@@ -8,7 +8,7 @@ TAGS = ("tv_in1k", "tv2_in1k", "gluon_in1k", "fb_swsl_ig1b_ft_in1k", "pycls_in1k
 DIFFERENT = {
     "faster_rcnn": (
         "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",
-        "box losses are smooth L1",
+        "box losses are smooth L1; RoIAlign takes 2 x 2 samples for each of its cells",
     ),
     "retinanet": ("the heads have GroupNorm", "box losses are smooth L1"),
     "fcos": (

@@ -55,14 +55,22 @@ NOT_CARRIED = {  # only where they differ from detectron2's defaults
     "SOLVER.BASE_LR_END SOLVER.NUM_DECAYS SOLVER.RESCALE_INTERVAL": "of a schedule that this preset does not have",
     "TEST.AUG TEST.PRECISE_BN TEST.DETECTIONS_PER_IMAGE": "100 detections per image, each image shown once",
 }
+OTHER_MODELS = {  # groups that belong to other models than the detector
+    "retinanet": "MODEL.RPN MODEL.ROI_HEADS MODEL.ROI_BOX_HEAD MODEL.ROI_MASK_HEAD MODEL.PROPOSAL_GENERATOR",
+    "faster_rcnn": "MODEL.RETINANET MODEL.ROI_MASK_HEAD",
+    "mask_rcnn": "MODEL.RETINANET",
+}
 NO_EFFECT = {
+    "MODEL.ROI_KEYPOINT_HEAD MODEL.SEM_SEG_HEAD MODEL.PANOPTIC_FPN MODEL.ROI_BOX_CASCADE_HEAD MODEL.KEYPOINT_ON": (
+        "belongs to other models"
+    ),
     "VERSION OUTPUT_DIR CUDNN_BENCHMARK VIS_PERIOD FLOAT32_PRECISION GLOBAL": "name the run with --output_dir and --name",
     "INPUT.FORMAT MODEL.PIXEL_MEAN MODEL.PIXEL_STD MODEL.RESNETS.STRIDE_IN_1X1": "pixels are what timm's weights want",
     "INPUT.MASK_FORMAT": "outlines are read, and drawn as masks",
     "DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST": "proposals are the detector's own",
     "DATALOADER.NUM_WORKERS MODEL.DEVICE": "--workers, and the file given to accelerate launch",
     "DATALOADER.REPEAT_SQRT": "the square root is used",
-    "MODEL.ROI_HEADS.NUM_CLASSES MODEL.RETINANET.NUM_CLASSES MODEL.SEM_SEG_HEAD.NUM_CLASSES": "the data give the classes",
+    "MODEL.ROI_HEADS.NUM_CLASSES MODEL.RETINANET.NUM_CLASSES": "the data give the classes",
     "SOLVER.REFERENCE_WORLD_SIZE": "results don't depend on the number of GPUs",
     "TEST.EXPECTED_RESULTS TEST.KEYPOINT_OKS_SIGMAS": "belongs to detectron2's own tests, and to keypoints",
 }
@@ -187,8 +195,10 @@ def _model(adoption: Adoption) -> None:
     frozen = int(adoption["MODEL.BACKBONE.FREEZE_AT"])
     stages = {0: "0", 1: "stem"}.get(frozen, str(frozen - 1))  # the stem is detectron2's first stage
     adoption.carry("MODEL.BACKBONE.FREEZE_AT", otherwise="the whole backbone is trained", freeze_stages=stages)
-    same = adoption.defaults | expected
-    other = [key for key in adoption.under("MODEL") if key not in adoption.mentioned and key not in _tabled()]
+    for group in OTHER_MODELS[detector].split():
+        adoption.skip(group, f"belongs to other models than {detector}")
+    same, tabled = adoption.defaults | expected, {*adoption.under(*_tabled())}
+    other = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
     kept = [key for key in other if key in same and _equal(adoption[key], same[key])]
     if kept:
         adoption.lines.append(detectors.Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
