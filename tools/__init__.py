@@ -1,0 +1,1 @@
+"""Tools: what comes before and after training."""

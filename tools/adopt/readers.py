@@ -1,0 +1,32 @@
+"""Readers: finds out which tool a file is of."""
+
+from pathlib import Path
+
+from common.config.parsing import nearest_path
+from common.errors import Refused
+from tools.adopt import detectron2_config, mmengine_config, timm_train, ultralytics_run
+from tools.adopt.adoption import Adoption, read_settings
+
+
+def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption:
+    """What becomes of the settings in `file`. Raises `Refused`, in one line, if it can't become a preset.
+
+    Args:
+        gpus, images, batch: what the file does not say (0: unknown).
+    """
+    if not file.is_file():
+        raise Refused(f"{file}: {'a folder, not a' if file.is_dir() else 'no such'} file{nearest_path(file)}")
+    if file.suffix == ".py":
+        return mmengine_config.read(file, gpus, images)
+    if detectron2_config.is_mine(file):
+        return detectron2_config.read(file, gpus, images)
+    values = read_settings(file)
+    if "names" in values and {"path", "train", "val"} & values.keys():
+        return ultralytics_run.read_data(values, file)
+    if {"imgsz", "lr0", "close_mosaic"} & values.keys():
+        return ultralytics_run.read(values, file, images, batch)
+    if len(values.keys() & timm_train.known().keys()) * 2 > len(values):
+        return timm_train.read(values, file, gpus, images)
+    raise Refused(
+        f"{file}: none of timm's args.yaml, Ultralytics' args.yaml or data.yaml, and configs of MMDetection or detectron2"
+    )
