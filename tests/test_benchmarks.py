@@ -165,3 +165,15 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
         assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
     assert done.stdout.count("images/s") == len(result["rows"]) and "fp16" in done.stdout
+
+
+def test_the_curves_of_several_runs_are_laid_over_each_other(launch: Launcher, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "eval/AP50": 0.5}\n')
+    runs = [f"{name}={tmp_path / name}" for name in ("a", "b")]
+    path = tmp_path / "curves.png"
+    done = launch.start_python("benchmarks/curves.py", "--key", "eval/AP50", "--output", path, *runs).finish()
+    assert done.returncode == 0, done.stderr
+    with Image.open(path) as picture:
+        assert picture.width > 800
