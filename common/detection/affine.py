@@ -6,7 +6,7 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from common.detection.copy_paste import extents
+from common.detection.copy_paste import extents, shares_left
 from common.detection.data.annotated import Sample
 
 
@@ -34,7 +34,7 @@ def moved(
     else:
         masks = F.affine(sample.masks, **geometry)  # to the nearest pixel
         boxes = extents(masks)
-        shares = masks.flatten(1).sum(1) / sample.masks.flatten(1).sum(1).clamp(min=1)
+        shares = shares_left(masks, sample.masks)
     boxes = tv_tensors.wrap(boxes.to(sample.boxes.dtype), like=sample.boxes)
     return sample._replace(image=image, boxes=boxes, masks=masks), shares
 

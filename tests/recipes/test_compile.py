@@ -6,8 +6,8 @@ import json
 def test_training_compiles_once_for_each_micro_batch_size_and_in_the_parts_that_ddp_sends(run_several) -> None:
     """Neither the trial of the micro-batch nor an evaluation compiles: three functions for one size, or for two.
 
-    Losses do not depend on the size of images. A graph that was compiled in the trial, before DDP, would be used in training as a whole: no gradient would be sent
-    before the last is there.
+    A graph that was compiled in the trial, before DDP, would be used in training as a whole: no gradient would be sent
+    before the last is there. The function of the losses does not depend on the size of images.
     """
     flags = "--model test_resnet --compile --bucket_cap_mb 1 --max_steps 2 --eval_every 1".split()
     sizes = {
