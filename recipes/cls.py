@@ -25,6 +25,7 @@ from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
 from common.classification.color_jitter import ColorJitter
+from common.classification.image_sizes import step_sizes
 from common.classification.metrics import ClassificationCounts, Mistakes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
@@ -59,6 +60,9 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
     image_size: int = option(32, low=0, high=8192, photographs=0)
     """Side of the square that the model sees, in pixels (0 and photographs: the model's own)."""
+    image_sizes: str = option("", added=True)
+    """Multi-scale training: sides such as 160,192,224, one of which is drawn for each step; evaluations keep --image_size.
+    --compile makes graphs for each."""
     crop_pct: float = option(1.0, low=0, high=1, photographs=0.0)
     """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
     label_column: str = ""
@@ -118,13 +122,16 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
             names=classes,
             pretrained=config.pretrained,
             image_size=config.image_size,
+            dynamic_size=bool(config.image_sizes),
             drop=config.drop,
             drop_path=config.drop_path,
             seed=config.seed,
         )
         data_config = timm_models.data_config(model, config.image_size, config.crop_pct)
+        sizes = step_sizes(config, data_config).choices
         if not config.eval_only:
             timm_models.check_export(model, data_config)
+            timm_models.check_sizes(model, sizes, data_config)
         if config.grad_checkpointing:
             timm_models.checkpoint_gradients(model, config.model)
     batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
@@ -134,7 +141,8 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if config.compile:
-        model.compile(dynamic=False)  # a graph for each size of a micro-batch: at most two
+        torch._dynamo.config.recompile_limit = max(8, 2 * len(sizes))
+        model.compile(dynamic=False)  # a graph for each size of images and of micro-batches: at most two of these
     return model, data_config
 
 
@@ -155,7 +163,7 @@ def build_stream(config: Config, train: sources.Source) -> Stream:
 
 def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
     """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
-    dtype, size, classes = getattr(torch, config.dtype), tuple(data_config["input_size"][1:]), len(train.classes)
+    dtype, sizes, classes = getattr(torch, config.dtype), step_sizes(config, data_config), len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
     augmentations = []  # your own is one more line here: see common.classification.augmentation
@@ -163,9 +171,9 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
     augmentations.append(normalize)
     if config.random_erasing:
-        augmentations.append(RandomErasing(config.seed, config.random_erasing, size, dtype, device))
+        augmentations.append(RandomErasing(config.seed, config.random_erasing, sizes, dtype, device))
     if config.mixup or config.cutmix:
-        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, size))
+        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, sizes))
 
     def augment(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
@@ -195,8 +203,8 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
 def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict, augmentations: list):
     """Positions of the stream -> batches; data workers compute them."""
     transform, layers = training_transform(config, data_config), drop_path.layers(model)
-    cache = open_cache(len(train), config.cache, config.cache_folder)
-    return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode)
+    cache, sizes = open_cache(len(train), config.cache, config.cache_folder), step_sizes(config, data_config)
+    return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode, sizes)
 
 
 def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
@@ -253,7 +261,7 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
         **timm_models.describe(config.model, model),
         **defaults.describe(config),
         "cache": str(samples.cache or "none"),
-        "input": " x ".join(map(str, samples.sizes["input_size"])),
+        "input": samples.input,
         "batch norm": batch_norm.describe(batch_norm_of(config), model),
     }
 

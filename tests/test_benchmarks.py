@@ -107,6 +107,18 @@ def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp
 
 
 @pytest.mark.long
+def test_augmentations_of_boxes_cost_time_and_one_size_for_a_step_saves_padding(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    printed, result = run(launch, "box_augmentation.py", tmp_path / "box_augmentation.json")
+    assert printed.count("\n") == len(result["costs"]) + len(result["padding"]) == 13
+    cost = {row["way"]: row["ms"] for row in result["costs"]}
+    assert 0 < cost["decoding"] < cost["plain"] < cost["copy_paste"]
+    for each, alike in (result["padding"][:2], result["padding"][2:]):
+        assert alike["padding"] < each["padding"] and alike["pixels"] < each["pixels"]
+
+
+@pytest.mark.long
 def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Path) -> None:
     scripts = ("input_pipeline", "loop", "detection", "startup", "stream", "index", "checkpoint")
     script = launch.start_python("benchmarks/everything.py", "--quick", "--output", tmp_path)

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from common.classification import device_decoding
 from common.classification.augmentation import Augmentation
+from common.classification.image_sizes import StepSizes
 from common.classification.transforms import TrainingTransform
 from common.data.cache import Cache
 from common.data.decoding import Picture
@@ -51,71 +52,88 @@ class TrainingSamples(Dataset):
 
     source: Source
     stream: Stream
-    transform: TrainingTransform  # in the worker, an image at a time
+    transform: TrainingTransform  # in the worker, an image at a time; its size gives way to `image_sizes`
     seed: int
     augmentations: Sequence[Augmentation] = ()  # on the device; a worker draws their numbers
     drop_path_layers: int = 0
     cache: Cache | None = None
     decode: str = "worker"  # or "device"
+    image_sizes: StepSizes | None = None  # None: that of `transform`
 
     def __post_init__(self) -> None:
+        self.image_sizes = self.image_sizes or StepSizes((self.transform.size,))
         if self.decode == "device":
             device_decoding.check(self.transform, self.cache is not None)
 
     @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """What the tracker's configuration says of the images."""
-        return {"input_size": (3, *self.transform.size)}
+    def input(self) -> str:
+        """What the start table says of the images."""
+        evaluated = StepSizes((self.transform.size,))
+        is_same = self.image_sizes.choices == evaluated.choices
+        return str(evaluated) if is_same else f"{self.image_sizes}; evaluated at {evaluated}"
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
+        transform = self._transform(self.image_sizes.of(positions[:1])[0])  # one step's positions: they have one size
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
-            image, index = self._read(index, key, broken)
+            image, index = self._read(transform, index, key, broken)
             images.append(image)
             indices.append(index)
         names = [self.source.name(index) for index in indices] if self.decode == "device" else []
-        batch = self._batch(images, names, self.source.labels[indices], positions)
+        batch = self._batch(transform, images, names, self.source.labels[indices], positions)
         batch.broken = tuple(broken)
         return batch
 
     def blank(self, count: int) -> Batch:
-        """`count` samples of noise with everything that a batch of this run has: a step with them takes a step's memory."""
+        """`count` samples of noise with everything that a batch of this run has: a step takes as much memory at most."""
+        transform = self._transform(self.image_sizes.largest)
         if self.decode == "device":
-            images = [noise(self.transform.size)] * count
+            images = [noise(transform.size)] * count
         else:
-            images = list(torch.randint(256, (count, 3, *self.transform.size), dtype=torch.uint8))
+            images = list(torch.randint(256, (count, 3, *transform.size), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
-        return self._batch(images, ["noise"] * count, labels, np.arange(count))
+        return self._batch(transform, images, ["noise"] * count, labels, np.arange(count))
+
+    def _transform(self, size: Sequence[int]) -> TrainingTransform:
+        """To images of `size`. No policy depends on it: timm's translate by shares of the image."""
+        return replace(self.transform, size=tuple(map(int, size)))
 
     def _batch(
-        self, images: list[torch.Tensor | Jpeg], names: list[str], labels: np.ndarray, positions: np.ndarray
+        self,
+        transform: TrainingTransform,
+        images: list[torch.Tensor | Jpeg],
+        names: list[str],
+        labels: np.ndarray,
+        positions: np.ndarray,
     ) -> Batch:
         """A batch of these images, with the draws for their positions."""
-        images, encoded = device_decoding.stack(images, names, self.transform)
+        images, encoded = device_decoding.stack(images, names, transform)
         draws = [torch.from_numpy(augmentation.draw(positions)) for augmentation in self.augmentations]
         batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), draws, encoded=encoded)
         if self.drop_path_layers:
             batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
         return batch
 
-    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor | Jpeg, int]:
+    def _read(
+        self, transform: TrainingTransform, index: int, key: int, broken: list[str]
+    ) -> tuple[torch.Tensor | Jpeg, int]:
         """The transformed image at `index`, or at the next index that can be read, and the index that it comes from."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                return self._transformed(neighbour), neighbour
+                return self._transformed(transform, neighbour), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")
         seed_generators(key)
-        return self.transform(Picture(_black())), index
+        return transform(Picture(_black())), index
 
-    def _transformed(self, index: int) -> torch.Tensor | Jpeg:
+    def _transformed(self, transform: TrainingTransform, index: int) -> torch.Tensor | Jpeg:
         if self.decode == "device":
-            return device_decoding.varied(self.transform, self._picture(index))
-        return self.transform(self._picture(index))
+            return device_decoding.varied(transform, self._picture(index))
+        return transform(self._picture(index))
 
     def _picture(self, index: int) -> Picture:
         if self.cache is None:

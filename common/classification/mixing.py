@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.classification.augmentation import Augmentation
+from common.classification.image_sizes import StepSizes
 from common.randomness import key_of, uniforms
 
 # Columns of a pair's draw.
@@ -24,7 +25,7 @@ class Mixing(Augmentation):
     seed: int
     mixup: float  # alpha of the Beta distribution of the shares; 0: off
     cutmix: float
-    size: tuple[int, int]  # height and width
+    sizes: StepSizes
 
     def draw(self, positions: np.ndarray) -> np.ndarray:
         """For each pair of `positions` (whole pairs): float32[B / 2, 6].
@@ -34,7 +35,7 @@ class Mixing(Augmentation):
         """
         from scipy.special import betaincinv  # takes 0.1 s to import, which only runs that mix need
 
-        pairs, (height, width) = positions[::2] // 2, self.size
+        pairs, (height, width) = positions[::2] // 2, self.sizes.of(positions[::2]).T
         choice, quantile, y, x = (
             uniforms(pairs, key_of(self.seed, "mixing", name)) for name in ("choice", "share", "y", "x")
         )
@@ -48,7 +49,7 @@ class Mixing(Augmentation):
             rows[:, first] = cut * np.floor(np.clip(centre - half, 0, 1) * side)
             rows[:, last] = cut * np.floor(np.clip(centre + half, 0, 1) * side)
         area = (rows[:, _BOTTOM] - rows[:, _TOP]) * (rows[:, _RIGHT] - rows[:, _LEFT])
-        rows[:, _TARGET] = np.where(cut, 1 - area / (height * width), share)
+        rows[:, _TARGET] = np.where(cut, 1 - area / (height * width).astype(np.float32), share)
         return rows
 
     def apply(self, images, targets, draws):

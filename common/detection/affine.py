@@ -5,7 +5,7 @@ import math
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from common.detection.copy_paste import extents
+from common.detection.copy_paste import extents, shares_left
 from common.detection.data.annotated import Sample
 
 
@@ -33,7 +33,7 @@ def moved(
     else:
         masks = F.affine(sample.masks, **geometry)  # to the nearest pixel
         boxes = extents(masks)
-        shares = masks.flatten(1).sum(1) / sample.masks.flatten(1).sum(1).clamp(min=1)
+        shares = shares_left(masks, sample.masks)
     return sample._replace(image=image, boxes=boxes.to(sample.boxes.dtype), masks=masks), shares
 
 

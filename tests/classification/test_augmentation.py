@@ -9,6 +9,7 @@ import torch
 
 from common.classification.augmentation import Augmentation, Normalize
 from common.classification.batches import TrainingSamples
+from common.classification.image_sizes import StepSizes
 from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import training_transform
 from common.data import loader
@@ -98,7 +99,7 @@ def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(
 
 def test_a_worker_that_is_not_forked_gets_no_tensors() -> None:
     """They may lie in the memory of a GPU, which data workers must not touch."""
-    erasing = RandomErasing(3, 0.5, (16, 16), torch.float32, CPU)
+    erasing = RandomErasing(3, 0.5, StepSizes(((16, 16),)), torch.float32, CPU)
     there = pickle.loads(pickle.dumps([Normalize(DATA, torch.float32, CPU), erasing]))
     assert not any(isinstance(value, torch.Tensor) for each in there for value in vars(each).values())
     assert there[0].draw(np.arange(4)).shape == (4, 0)

@@ -18,6 +18,7 @@ from PIL import Image
 
 from common.classification.batches import Batch, EvaluationSamples, TrainingSamples
 from common.classification.color_jitter import ColorJitter
+from common.classification.image_sizes import StepSizes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import evaluation_transform, training_transform
@@ -47,8 +48,8 @@ DATA = {
 VARIED = AugmentationConfig(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
 AUGMENTATIONS = [
     ColorJitter(5, 0.3),
-    RandomErasing(5, 0.5, (16, 16), torch.float32, torch.device("cpu")),
-    Mixing(5, 0.2, 1.0, (16, 16)),
+    RandomErasing(5, 0.5, StepSizes(((16, 16),)), torch.float32, torch.device("cpu")),
+    Mixing(5, 0.2, 1.0, StepSizes(((16, 16),))),
 ]
 
 
@@ -142,6 +143,26 @@ def test_workers_deliver_bit_equal_batches_in_order() -> None:
     assert [draws.shape for draws in first.draws] == [(6, 3), (6, 6), (3, 6)]
     assert first.drop_path.shape == (3, 6) and first.readable is None
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
+
+
+def test_all_images_of_a_step_have_its_size_on_any_layout_and_the_trial_has_the_largest(monkeypatch) -> None:
+    sizes = StepSizes(tuple((side, side) for side in (12, 16, 20)), 5, 12)
+    varied = samples(Numbers(40), image_sizes=sizes)
+    whole = [varied.__getitems__(np.arange(12 * step, 12 * step + 12)) for step in range(8)]
+    sides = [batch.images.shape[2] for batch in whole]
+    assert sides == sizes.of(12 * np.arange(8))[:, 0].tolist() and {*sides} == {12, 16, 20}
+    seen = []
+    for rank in range(3):
+        monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
+        seen.append(list(training_loader(varied, BatchPlan(12, 3, 2, 2), 0, 8, workers=rank)))
+    for step, batch in enumerate(whole):
+        parts = [part for of_rank in seen for part in of_rank[2 * step : 2 * step + 2]]
+        assert torch.equal(torch.cat([part.images for part in parts]), batch.images)
+    at_16 = sides.index(16)
+    same_size = samples(Numbers(40)).__getitems__(np.arange(12 * at_16, 12 * at_16 + 12))
+    assert torch.equal(whole[at_16].images, same_size.images)
+    assert varied.blank(2).images.shape == (2, 3, 20, 20)
+    assert varied.input == f"{sizes}; evaluated at 3 x 16 x 16" and samples(Numbers(40)).input == "3 x 16 x 16"
 
 
 def test_a_loader_begins_at_any_step_at_once() -> None:

@@ -11,6 +11,7 @@ from sklearn.datasets import load_sample_image
 
 from common.classification.batches import TrainingSamples
 from common.classification.device_decoding import decoded, stack, varied
+from common.classification.image_sizes import StepSizes
 from common.classification.transforms import training_transform
 from common.config.fields import AugmentationConfig
 from common.data import device_decoding
@@ -108,6 +109,19 @@ def batches(
     feed = Feed(training_loader(samples(files, decode, **data), plan, 0, 4, workers), torch.device(device))
     seen = [next(feed) for _ in range(4 * plan.micro_steps)]
     return [*seen, feed.take()[1]]
+
+
+def test_the_device_resizes_to_the_size_of_the_step() -> None:
+    sizes, plan = StepSizes(((32, 32), (64, 64)), 5, 12), BatchPlan(12, 1, 12)
+    seen = {}
+    for decode in ("worker", "device"):
+        several = replace(samples(USUAL, decode), image_sizes=sizes)
+        feed = Feed(training_loader(several, plan, 0, 6, 0), torch.device("cpu"))
+        seen[decode] = [next(feed).images for _ in range(6)]
+        assert several.blank(2).to(torch.device("cpu")).complete().images.shape == (2, 3, 64, 64)
+    assert {images.shape[2] for images in seen["device"]} == {32, 64}
+    for theirs, mine in zip(*seen.values(), strict=True):
+        assert mine.shape == theirs.shape and off(mine, theirs).float().mean() <= MEAN["cpu"]
 
 
 def off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data import mixup as timm_mixup
 
+from common.classification.image_sizes import StepSizes
 from common.classification.mixing import Mixing
 
 SIZE = 24, 40
@@ -27,7 +28,7 @@ def batch(count: int, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=50)
 def test_a_batch_is_mixed_the_same_however_it_is_split(alphas, seed: int, first: int, pairs: int, data) -> None:
     positions = np.arange(2 * first, 2 * (first + pairs))
-    mixing = Mixing(seed, *alphas, SIZE)
+    mixing = Mixing(seed, *alphas, StepSizes((SIZE,)))
     draws = mixing.draw(positions)
     images, targets = batch(len(positions))
     whole = mixing.apply(images, targets, torch.from_numpy(draws))
@@ -58,7 +59,7 @@ def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> t
 
 @pytest.mark.parametrize("alphas", [(0.4, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_a_pair_becomes_what_timm_would_make_of_it(alphas: tuple[float, float]) -> None:
-    mixing = Mixing(1, *alphas, SIZE)
+    mixing = Mixing(1, *alphas, StepSizes((SIZE,)))
     draws = mixing.draw(np.arange(80))
     images, targets = batch(80)
     mixed, soft = mixing.apply(images, targets, torch.from_numpy(draws))
@@ -71,7 +72,7 @@ def test_a_pair_becomes_what_timm_would_make_of_it(alphas: tuple[float, float]) 
 
 def test_the_weight_of_a_target_is_the_share_of_its_pixels() -> None:
     count = 400
-    cutmix = Mixing(5, 0.0, 1.0, SIZE)
+    cutmix = Mixing(5, 0.0, 1.0, StepSizes((SIZE,)))
     draws = torch.from_numpy(cutmix.draw(np.arange(count)))
     own = torch.arange(count, dtype=torch.float64)[:, None, None, None].expand(count, 3, *SIZE)
     mixed, soft = cutmix.apply(own, torch.eye(count, dtype=torch.float64), draws)
@@ -89,12 +90,14 @@ def test_draws_stay_what_they_have_always_been() -> None:
         [0.22685713, 0, 0, 0, 0, 0.22685713],
         [1, 13, 32, 0, 16, 0.6041666],
     ]
-    assert np.array_equal(Mixing(3, 0.2, 1.0, (32, 24)).draw(np.arange(8)), np.array(expected, np.float32))
+    assert np.array_equal(
+        Mixing(3, 0.2, 1.0, StepSizes(((32, 24),))).draw(np.arange(8)), np.array(expected, np.float32)
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_mixup_shares_follow_their_beta_distribution(alpha: float) -> None:
-    draws = Mixing(3, alpha, 0.0, SIZE).draw(np.arange(20_000))
+    draws = Mixing(3, alpha, 0.0, StepSizes((SIZE,))).draw(np.arange(20_000))
     assert (draws[:, OUTSIDE] == draws[:, TARGET]).all() and (draws[:, TOP : RIGHT + 1] == 0).all()
     assert scipy.stats.kstest(draws[:, TARGET], scipy.stats.beta(alpha, alpha).cdf).pvalue > 1e-3
     assert draws[:, TARGET].var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
@@ -103,7 +106,7 @@ def test_mixup_shares_follow_their_beta_distribution(alpha: float) -> None:
 def test_cutmix_boxes_follow_the_paper() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     height, width = 200, 200
-    draws = Mixing(3, 0.0, 1.0, (height, width)).draw(np.arange(20_000))
+    draws = Mixing(3, 0.0, 1.0, StepSizes(((height, width),))).draw(np.arange(20_000))
     assert (draws[:, OUTSIDE] == 1).all()
     top, bottom, left, right = draws[:, TOP : RIGHT + 1].T
     inside = (top > 0) & (bottom < height) & (left > 0) & (right < width)
@@ -117,13 +120,13 @@ def test_cutmix_boxes_follow_the_paper() -> None:
 
 
 def test_with_both_on_each_pair_takes_one_at_even_odds() -> None:
-    draws = Mixing(9, 0.5, 1.0, SIZE).draw(np.arange(20_000))
+    draws = Mixing(9, 0.5, 1.0, StepSizes((SIZE,))).draw(np.arange(20_000))
     cut = (draws[:, OUTSIDE] == 1) & (draws[:, BOTTOM] > 0)
     assert abs(cut.mean() - 0.5) < 4 * 0.5 / 10_000**0.5
 
 
 def test_runs_of_other_seeds_and_other_pairs_mix_otherwise() -> None:
-    draws = [Mixing(seed, 0.5, 1.0, SIZE).draw(np.arange(200)) for seed in (0, 1)]
+    draws = [Mixing(seed, 0.5, 1.0, StepSizes((SIZE,))).draw(np.arange(200)) for seed in (0, 1)]
     assert (draws[0][:, TARGET] != draws[1][:, TARGET]).mean() > 0.9
     assert len(np.unique(draws[0], axis=0)) == 100
 
@@ -132,6 +135,6 @@ def test_runs_of_other_seeds_and_other_pairs_mix_otherwise() -> None:
 def test_types_and_memory_layout_of_the_batch_stay(dtype: torch.dtype) -> None:
     images, targets = batch(8)
     images = images.to(dtype, memory_format=torch.channels_last)
-    mixing = Mixing(0, 0.5, 1.0, SIZE)
+    mixing = Mixing(0, 0.5, 1.0, StepSizes((SIZE,)))
     mixed, soft = mixing.apply(images, targets.to(dtype), torch.from_numpy(mixing.draw(np.arange(8))))
     assert mixed.dtype == soft.dtype == dtype and mixed.is_contiguous(memory_format=torch.channels_last)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.classification.image_sizes import StepSizes
 from common.classification.random_erasing import RandomErasing
 
 POSITIONS = np.arange(4_000)
@@ -11,7 +12,7 @@ IMAGES = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0), dtyp
 
 
 def erasing(seed: int, probability: float, size: tuple[int, int], dtype: torch.dtype = torch.float64) -> RandomErasing:
-    return RandomErasing(seed, probability, size, dtype, torch.device("cpu"))
+    return RandomErasing(seed, probability, StepSizes((size,)), dtype, torch.device("cpu"))
 
 
 def test_draws_belong_to_positions() -> None:

@@ -175,13 +175,13 @@ def test_sizes_of_many_positions_are_those_of_each():
 
 @pytest.mark.parametrize("way", NOT_FILLED)
 def test_masks_lie_on_their_objects_and_boxes_around_the_masks(way):
-    """Where a mask is, more than two pixels from its edge, is the object's colour. No two masks share a pixel."""
+    """Where a mask is, more than three pixels from its edge, is the object's colour. No two masks share a pixel."""
     looked = 0
     for position in range(40):
         result = vary(build(**NOT_FILLED[way]), position, painted((100, 80), 3, seed=position))
         assert (result.masks.sum(0) <= 1).all()
-        outside = torch.nn.functional.pad(1 - result.masks.float(), [2] * 4, value=1.0)
-        inner = torch.nn.functional.max_pool2d(outside, 5, 1) == 0
+        outside = torch.nn.functional.pad(1 - result.masks.float(), [3] * 4, value=1.0)
+        inner = torch.nn.functional.max_pool2d(outside, 7, 1) == 0
         assert ((extents(result.masks) - result.boxes).abs() <= 1.01).all()
         for label, part in zip(result.labels.tolist(), inner, strict=True):
             colours = result.image[0][part]

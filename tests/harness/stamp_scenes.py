@@ -76,7 +76,12 @@ def _ground(name: str) -> Image.Image:
     import sklearn
 
     folders = [Path(package.__file__).parent for package in (skimage, sklearn)]
-    file = next(file for folder in folders for file in (folder / "data" / name, folder / "datasets/images" / name) if file.is_file())
+    file = next(
+        file
+        for folder in folders
+        for file in (folder / "data" / name, folder / "datasets/images" / name)
+        if file.is_file()
+    )
     return Image.open(file).convert("RGB")
 
 

@@ -339,6 +339,13 @@ IN_SETTINGS = {
         ["--model", "test_vit", "--image_size", 33],
         "the model can't make a step: Input height .33. .*; look at --image_size.*",
     ),
+    "sizes of no number": Bad(
+        ["--image_sizes", "160-224"], "--image_sizes 160-224: must be sides of squares in pixels joined by commas, .*"
+    ),
+    "sizes that the model can't take": Bad(
+        ["--model", "test_vit_relpos", "--image_sizes", "32,48"],
+        "--image_sizes: VisionTransformerRelPos can't take images of 48 x 48 pixels: .*; leave out this size, or take .*",
+    ),
     "a batch norm of one": Bad(
         ["--global_batch_size", 2], r"the model can't make a step: Expected more than 1 value per channel .*\[1, .*"
     ),

@@ -70,7 +70,8 @@ CASES = {
         0.7,
     ),
     "resnet-group": Case(
-        f"--model test_resnet --lr 5e-3 {VARIED} --batch_norm group --norm_batch_size 6 --ema_decay 0.9",
+        f"--model test_resnet --lr 5e-3 {VARIED} --batch_norm group --norm_batch_size 6 --ema_decay 0.9 "
+        "--image_sizes 24,32,40",
         ALL,
         0.7,
         "--norm_batch_size 10 --max_micro_batch_size 20",

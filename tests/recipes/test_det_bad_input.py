@@ -119,7 +119,11 @@ SETTINGS = {  # FINE is a folder that can be trained on
     ),
     "outlines that are not there": Bad(
         ["--data", "FINE", "--detector", "mask_rcnn"],
-        "FINE/train.json: none of its 16 objects has an outline .*; add them, or choose a detector of boxes",
+        "FINE/train.json: none of its 16 objects has an outline .*; add them, or choose a detector of boxes .*",
+    ),
+    "nothing to paste": Bad(
+        ["--data", "FINE", "--copy_paste", 0.5],
+        "FINE/train.json: none of its 16 objects has an outline .* for masks or --copy_paste; add them, or .*",
     ),
     "no such part": Bad(
         ["--data", "FINE", "--split", "test"], "--split test: --data FINE has no such part; there is train, val"

@@ -294,6 +294,29 @@ def test_checkpointed_gradients_are_the_same(architecture: str) -> None:
         assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_takes_images_of_several_sizes_or_is_refused(tmp_path: Path) -> None:
+    """A vision transformer resizes its position embeddings, which an export keeps; patches must divide an image."""
+    sizes, config = ((32, 32), (48, 48)), {"input_size": (3, 32, 32)}
+    for name in ("test_vit3", "test_resnet"):
+        model = build_classifier(name, 3, image_size=32, dynamic_size=True)
+        timm_models.check_sizes(model, sizes, config)
+        assert model.training
+    fixed = build_classifier("test_vit3", 3, image_size=32)
+    timm_models.check_sizes(fixed, sizes[:1], config)
+    relative = build_classifier("test_vit_relpos", 3, image_size=32, dynamic_size=True)  # has no such option
+    whole_patches = build_classifier("test_vit3", 3, dynamic_size=True)
+    for model, wrong in ((fixed, sizes), (relative, sizes), (whole_patches, ((41, 41),))):
+        with pytest.raises(
+            Refused, match=rf"--image_sizes: Vision\w+ can't take images of {wrong[-1][0]} x .*; leave out"
+        ):
+            timm_models.check_sizes(model, wrong, config)
+    model = build_classifier("test_vit3", 3, image_size=32, dynamic_size=True).eval()
+    timm_models.export(model, "abc", timm_models.data_config(model, 32), False, {}, tmp_path / "best")
+    again = build_classifier(str(tmp_path / "best"), 3).eval()
+    image = torch.randn(1, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again(image), model(image))
+
+
 def test_what_a_model_wants_to_see_can_be_overruled() -> None:
     model = build_classifier("test_resnet", 3)
     own = timm_models.data_config(model)
