@@ -25,8 +25,11 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
             image.save(folder / f"stuff_{number}" / f"{index}.png")
 
 
-def draw_scenes(folder: Path) -> None:
-    """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it."""
+def draw_scenes(folder: Path, kind: str = "png", enlarged: int = 1) -> None:
+    """Into a folder that is there: train.json, val.json, and the images of each in a folder beside it.
+
+    Images and their boxes are `enlarged` times as large as scenes.
+    """
     train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
@@ -35,10 +38,11 @@ def draw_scenes(folder: Path) -> None:
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
             pixels, boxes, labels = source.scene(number)
             inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
-            Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
-            images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
+            size = width * enlarged, height * enlarged
+            Image.fromarray(pixels[:height, :width]).resize(size).save(folder / part / f"{number}.{kind}")
+            images.append({"id": number, "file_name": f"{part}/{number}.{kind}", "width": size[0], "height": size[1]})
             for (left, top, right, bottom), label in zip(boxes[inside].tolist(), labels[inside].tolist(), strict=True):
-                box = [left, top, right - left, bottom - top]
+                box = [enlarged * edge for edge in (left, top, right - left, bottom - top)]
                 annotations.append(
                     {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1, "bbox": box}
                 )
