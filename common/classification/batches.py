@@ -111,8 +111,7 @@ class TrainingSamples(Dataset):
         images, encoded = device_decoding.stack(images, names, transform)
         draws = [torch.from_numpy(augmentation.draw(positions)) for augmentation in self.augmentations]
         batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), draws, encoded=encoded)
-        if self.drop_path_layers:
-            batch.drop_path = torch.as_tensor(drop_path.draws(positions, self.seed, self.drop_path_layers))
+        batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
     def _read(

@@ -95,6 +95,7 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     timeout = last_resort(patience, os.environ)
     give_up_after(timeout)
+    sys.modules.setdefault("lomo_optim", None)  # not here: Accelerate looks for it on disk twice a step, about 1 ms
     accelerator = Accelerator(
         cpu=on_cpu,
         gradient_accumulation_steps=1,

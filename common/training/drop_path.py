@@ -63,11 +63,13 @@ def layers(model: nn.Module) -> int:
     return sum(isinstance(module, PositionalDropPath) for module in model.modules())
 
 
-def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor:
+def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor | None:
     """Uniform numbers in [0, 1] for the samples at these positions of the stream: int64[n] -> float32[layers, n].
 
-    A pure function of (seed, position, layer): a sample gets the same column in any batch.
+    A pure function of (seed, position, layer): a sample gets the same column in any batch. None without layers.
     """
+    if not layers:
+        return None
     rows = [uniforms(positions, key_of(seed, "drop path", layer)) for layer in range(layers)]
     return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(layers, len(positions)))
 

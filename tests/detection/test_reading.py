@@ -1,0 +1,248 @@
+"""Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily, cached, on the device."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from common.config.parsing import identity, parse
+from common.data.batch_plan import BatchPlan
+from common.data.cache import open_cache
+from common.data.decoding import Picture, pixels_of
+from common.data.images import BrokenImage, open_rgb
+from common.data.loader import Feed, training_loader
+from common.data.stream import Stream
+from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.data import scenes
+from common.detection.data.annotated import FixedImages, Sample
+from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
+from tests.harness.several import load
+
+CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
+FILL = (7, 8, 9)
+GEOMETRY = {"jitter": (0.3, 1.5), "hflip": 0.5, "iou_crop": 0.3, "zoom_out": 0.3}
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
+
+
+def file(width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1) -> bytes:
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if orientation != 1:
+        exif[0x0112] = orientation
+    options = {"quality": 90, "exif": exif} if format == "JPEG" else {}
+    CHINA.resize((width, height)).convert(mode).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+FILES = {
+    "plain": file(120, 90),
+    "odd sides": file(91, 123),
+    "small": file(20, 30),
+    "grey": file(100, 80, mode="L"),
+    "large": file(900, 700),
+    "turned": file(120, 90, orientation=6),
+    "print": file(120, 90, mode="CMYK"),
+    "PNG": file(120, 90, "PNG"),
+}
+BROKEN = {"cut off": file(120, 90)[:1500], "another size": file(60, 45)}
+
+
+class Files(FixedImages):
+    """Files with two boxes each, whose sizes are those of `FILES`."""
+
+    def name(self, index: int) -> str:
+        return [*self.files][index]
+
+    def content(self, index: int) -> bytes:
+        return [*self.files.values()][index]
+
+
+def source(files: dict[str, bytes]) -> Files:
+    sizes = np.array([(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()], np.int32)
+    count = len(files)
+    boxes = np.repeat(sizes, 2, 0)[:, [0, 1, 0, 1]] * np.tile([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]], (count, 1))
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    columns = np.arange(0, 2 * count + 1, 2), boxes.astype(np.float32), np.arange(2 * count) % 2
+    found = Files(("a", "b"), np.arange(2), np.arange(count), sizes, *columns, np.zeros(2 * count, bool), areas)
+    found.__dict__["files"] = files
+    return found
+
+
+def samples_of(data, short_sides=(48, 64), ways=GEOMETRY, cache=None, **options) -> TrainingScenes:
+    augmentation = BoxAugmentation(3, short_sides, 100, **ways, **options)
+    return TrainingScenes(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
+
+
+def batches(samples, workers: int = 0, most: int = 8) -> list:
+    """The micro-batches of four steps on the CPU, and what was broken in them."""
+    plan = BatchPlan(8, 1, most)
+    feed = Feed(training_loader(samples, plan, 0, 4, workers), torch.device("cpu"))
+    return [*[next(feed) for _ in range(4 * plan.micro_steps)], feed.take()[1]]
+
+
+def boxes_off(one: list[dict], other: list[dict]) -> float:
+    """The largest difference of an edge, in pixels of the canvas, of the same objects."""
+    assert [target["labels"].tolist() for target in one] == [target["labels"].tolist() for target in other]
+    return max((a["boxes"] - b["boxes"]).abs().max().item() for a, b in zip(one, other, strict=True) if len(a["boxes"]))
+
+
+def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.int() - other.int()).abs().float()
+
+
+@pytest.mark.parametrize(
+    "size, short_side, most, mean, edge",
+    [  # of 255, of the worst image; in pixels of the canvas
+        ((640, 480), 800, 0, 0, 0),  # nothing is reduced
+        ((333, 501), 480, 0, 0, 0),
+        ((640, 480), 480, 20, 0.3, 0.25),  # zoomed out to a quarter
+        ((640, 480), 120, 50, 3, 0.25),  # always reduced: an edge moves by half a pixel of what is decoded
+        ((1920, 1080), 256, 70, 4, 0.25),
+    ],
+)
+def test_pixels_and_boxes_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
+    data = file(*size)
+    lazy, whole = Picture(data), Picture(pixels_of(open_rgb(data)))
+    draws = np.random.default_rng(0)
+    low = draws.random((6, 2)) * 0.7
+    boxes = (np.concatenate([low, low + 0.05 + 0.25 * draws.random((6, 2))], 1) * np.tile(size, 2)).astype(np.float32)
+    columns = boxes, np.arange(6), np.zeros(6, bool)
+    augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
+    for position in range(24):
+        one, other = (augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole))
+        assert one.image.shape == other.image.shape and one.labels.tolist() == other.labels.tolist()
+        off = pixels_off(one.image, other.image)
+        means.append(off.mean().item())
+        assert off.max() <= most and means[-1] <= mean
+        assert not len(one.boxes) or (one.boxes - other.boxes).abs().max() <= edge
+    assert np.mean(means) <= 1.5 and (most == 0 or max(means) > 0)
+
+
+def test_masks_follow_a_reduced_resolution() -> None:
+    """They end where their boxes do."""
+    picture = Picture(file(1201, 803))
+    boxes = np.array([[100.0, 200.0, 700.0, 620.0]], np.float32)
+    masks = np.zeros((1, 803, 1201), np.uint8)
+    masks[0, 200:620, 100:700] = 1
+    augmentation, seen = BoxAugmentation(0, (128,), 256, **GEOMETRY), 0
+    for position in range(40):
+        sample = augmentation([Sample(picture, boxes, np.zeros(1, int), np.zeros(1, bool), masks)], position, FILL)
+        for box, mask in zip(sample.boxes, sample.masks, strict=True):
+            rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
+            ends = torch.tensor([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
+            assert (ends - box).abs().max() <= 1.25
+            seen += 1
+    assert seen > 20
+
+
+def test_every_kind_of_file_is_upright_and_shows_its_objects() -> None:
+    data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
+    for index, content in enumerate(FILES.values()):
+        image = open_rgb(content)
+        assert image.size == tuple(data.sizes[index])
+        result = shown([data.sample(index, 0)], index, FILL)
+        expected = image.resize(result.image.shape[:0:-1], Image.Resampling.BILINEAR)
+        assert pixels_off(result.image, pixels_of(expected)).mean() <= 3
+        assert torch.allclose(
+            result.boxes, torch.from_numpy(data.sample(index, 0).boxes) * 48 / max(image.size), atol=0.6
+        )
+
+
+def test_an_evaluation_decodes_everything() -> None:
+    """As the script beside an exported detector does, at whatever size."""
+    data = source(FILES)
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (24,), 100), 16, FILL)
+    for index, content in enumerate(FILES.values()):
+        batch = evaluation.__getitems__(np.array([index]))
+        width, height = batch.sizes[0].tolist()
+        expected = pixels_of(open_rgb(content).resize((width, height), Image.Resampling.BILINEAR))
+        assert pixels_off(batch.images[0, :, :height, :width], expected).max() <= 1
+
+
+@pytest.mark.parametrize("decode", ["worker", "device"])
+def test_a_broken_image_is_an_empty_scene_and_named(decode) -> None:
+    """Found in its header, or not before its pixels are decoded. The canvas and the other images stay as they are."""
+    files = FILES | BROKEN
+    *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"])), decode=decode))
+    *seen, broken = batches(samples_of(source(files), decode=decode))
+    reasons = {}
+    for index, name in enumerate(files):
+        try:
+            source(files).sample(index, 0).image.whole()
+        except BrokenImage as error:
+            reasons[index] = f"{name}: {error}"
+    assert [*reasons] == [8, 9] and not none
+    stream, expected = Stream(len(files), 8, 5), []
+    for step, (mine, theirs) in enumerate(zip(seen, whole, strict=True)):
+        for place, index in enumerate(stream.indices(stream.positions(step, (0, 8))).tolist()):
+            if index in reasons:
+                expected.append(reasons[index])
+                target = mine.targets[place]
+                assert not len(target["boxes"]) and not len(target["labels"]) and not target["regions"]
+                assert mine.images[place].unique().tolist() in ([0], [0, *FILL], [*FILL])
+            else:
+                assert torch.equal(mine.images[place], theirs.images[place])
+                assert torch.equal(mine.targets[place]["boxes"], theirs.targets[place]["boxes"])
+        assert torch.equal(mine.sizes, theirs.sizes)
+    assert sorted(broken) == sorted(expected) and len(expected) > 3
+
+
+def test_the_device_shows_what_a_worker_shows() -> None:
+    """The same boxes and ground; pixels differ in rounding, and where the worker decodes at a reduced resolution."""
+    data = source({name: content for name, content in FILES.items() if name != "large"})
+    *by_worker, _ = batches(samples_of(data))
+    *by_device, broken = batches(samples_of(data, decode="device"), workers=1)
+    assert broken == ()
+    for theirs, mine in zip(by_worker, by_device, strict=True):
+        assert mine.encoded is None and mine.images.shape == theirs.images.shape
+        assert boxes_off(mine.targets, theirs.targets) <= 0.25
+        off = pixels_off(mine.images, theirs.images)
+        assert off.max() <= 60 and off.mean((1, 2, 3)).max() <= 1.5
+        assert pixels_off(mine.images, theirs.images.flip(3)).mean() > 5  # another view would be seen
+    *split, _ = batches(samples_of(data, decode="device"), most=3)
+    images = torch.cat([batch.images for batch in split[:3]])
+    assert torch.equal(images, by_device[0].images)
+
+
+def test_a_cache_keeps_boxes_and_canvas() -> None:
+    """Images are kept at a smaller size; edges move by half a pixel of it."""
+    files = {str(number): file(640 - 37 * number, 480 - 11 * number) for number in range(8)}
+    data = source(files)
+    samples = samples_of(data, (160, 200), cache=open_cache(len(data), 200, ""))
+    first, again, plain = (batches(one) for one in (samples, samples, samples_of(data, (160, 200))))
+    for mine, later, theirs in zip(first[:-1], again[:-1], plain[:-1], strict=True):
+        assert torch.equal(mine.images, later.images) and boxes_off(mine.targets, later.targets) == 0
+        assert mine.images.shape == theirs.images.shape and torch.equal(mine.sizes, theirs.sizes)
+        assert boxes_off(mine.targets, theirs.targets) <= 1
+        assert pixels_off(mine.images, theirs.images).mean() <= 6
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    data = source(FILES)
+    for name in ("photometric", "mosaic", "mixup"):
+        with pytest.raises(Refused, match=f"--decode device: {name} work on pixels .*, or take --decode worker"):
+            samples_of(data, ways={name: 0.1}, decode="device")
+    with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
+        samples_of(data, decode="device", cache=open_cache(len(data), 32, ""))
+    with pytest.raises(Refused, match="--cache: every image is drawn anew"):
+        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))
+
+
+def test_a_trial_decodes_too() -> None:
+    """It takes the memory that a step takes."""
+    batch = samples_of(source(FILES), decode="device").blank(3)
+    assert len(batch.encoded.places) == 3
+    done = batch.complete()
+    assert done.images.float().std() > 20 and done.encoded is None
+
+
+def test_how_images_are_read_is_part_of_a_run_and_earlier_runs_resume() -> None:
+    config_class = load(Path("recipes/det.py")).Config
+    before, cached, device = (
+        identity(parse(config_class, words.split())) for words in ("", "--cache 64", "--decode device")
+    )
+    assert not {"cache", "decode"} & before.keys() and cached["cache"] == 64 and device["decode"] == "device"
