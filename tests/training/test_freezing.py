@@ -97,9 +97,7 @@ def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
         now = tuple(layer.mode for layer in model.step_batch_norms)
         assert modes.setdefault(step, now) == now
     assert len(set(modes.values())) == 3
-    assert freezing.describe()["frozen"].endswith(
-        "; from step 6 stage 3 train; from step 11 stem to stage 2 train"
-    )
+    assert freezing.describe()["frozen"].endswith("; from step 6 stage 3 train; from step 11 stem to stage 2 train")
 
 
 @pytest.mark.parametrize(
