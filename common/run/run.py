@@ -285,8 +285,7 @@ class Run:
         self._records.progress.step = step
         if launch.orphaned():
             self._ask("the end of its launcher")
-        if is_main():
-            self._stop_by_flags()
+        self._stop_by_flags()
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
         self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
@@ -368,8 +367,8 @@ class Run:
     # --- inside
 
     def _stop_by_flags(self) -> None:
-        """Let the run end if --patience or --max_hours says so; one rank's word is enough, and the main one's clock counts."""
-        if why := self._records.progress.exhausted(self.config):
+        """Let the run end if --patience or --max_hours says so: the main process decides, since clocks differ."""
+        if is_main() and (why := self._records.progress.exhausted(self.config)):
             self.stop(why)
 
     def _settle(self) -> None:

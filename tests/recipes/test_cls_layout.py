@@ -102,6 +102,12 @@ CASES = {
     "resnet-frozen": Case(
         "--model test_resnet --lr 0.1 --freeze_stages all --mixup 0.2 --repeats 2", (WHOLE, TWO_ACCUMULATED), 0.75
     ),
+    "resnet-thawing": Case(
+        "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 6 --freeze_stages 3 --unfreeze_epochs 1,2,4 "
+        "--backbone_lr_factor 0.5 --head_lr_factor 2 --layer_decay 0.8 --clip 1 --ema_decay 0.9",
+        (WHOLE, TWO_ACCUMULATED, THREE),
+        0.7,
+    ),
 }
 NORMS = {norm: f"--model test_resnet --lr 5e-3 --batch_norm {norm}" for norm in ("local", "node", "global")}
 SINGLE = {"vit": FEW, "convnext": FEW, "resnet-group": FEW, "resnet-global": (WHOLE, TWO, THREE)}
@@ -115,6 +121,7 @@ def is_long(name: str, layout: Layout) -> bool:
         "resnet-group": (WHOLE, TWO_ACCUMULATED, WHOLE_50, THREE_50),
         "resnet-global": (WHOLE, TWO),
         "resnet-frozen": (WHOLE, TWO_ACCUMULATED),
+        "resnet-thawing": (WHOLE, TWO_ACCUMULATED, THREE),
     }
     return layout not in few.get(name, ())
 

@@ -31,6 +31,8 @@ CASES = {
     "retinanet": "--detector retinanet --batch_norm group --norm_batch_size 2 --global_batch_size 8",
     "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
     "mask_rcnn": "--detector mask_rcnn --batch_norm frozen --global_batch_size 7",
+    "thawing": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
+    "--unfreeze_epochs 2,4 --backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
     "rf_detr": "--detector rf_detr --model RF_DETR --width 64 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
     "--short_sides 64,96,128",
@@ -41,7 +43,7 @@ MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one tak
 
 
 def is_long(name: str, processes: int) -> bool:
-    return name in LONG or (processes == 2 and name != "fcos")
+    return name in LONG or (processes == 2 and name not in ("fcos", "thawing"))
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_the_presets_that_are_promised_are_there() -> None:
         },
         "det": {
             *("det_digits", "coco_fcos_r50", "coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc"),
-            *("coco_dfine_s", "coco_rtdetrv2_r18", "det_stamps"),
+            *("coco_dfine_s", "coco_rtdetrv2_r18", "det_own", "det_stamps"),
         },
     }
     for name, presets in promised.items():
@@ -125,7 +125,8 @@ def test_a_preset_can_be_spread_over_the_usual_numbers_of_gpus(path) -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_means_the_same_on_any_data(path) -> None:
     """It says all that would be chosen for photographs: what was published is trained, and runs of before resume."""
-    assert config_of(path, "--data", "x", suit=SUITED[recipe_of(path)]) == config_of(path, "--data", "x")
+    words = ["--data", "x", *(["--init", "x"] if "--init" in commands(path)[0] else [])]
+    assert config_of(path, *words, suit=SUITED[recipe_of(path)]) == config_of(path, *words)
 
 
 def levels_of(path: Path) -> list[str]:
