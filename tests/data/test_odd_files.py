@@ -22,9 +22,7 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import sources as detection
 from common.detection.data.image_headers import headers_of_files
-from common.detection.export import begin_with
-from common.detection.models.detectors import build_detector
-from common.detection.models.spec import DetectorSpec
+from common.detection.weights.sources import read as read_weights
 from common.errors import Refused
 from common.run.folder import RunFolder, read_json
 from common.training import timm_models
@@ -80,9 +78,12 @@ def config_of_a_detector(root: Path, put: Place) -> None:
     put(root / "config.json")
     if not (root / "config.json").is_file():
         raise Refused("no config.json is in it")  # as the recipe says before
-    begin_with(
-        build_detector(DetectorSpec("fcos", "test_resnet", 3, levels=(3, 4), width=32, convolutions=1)), root, "abc"
-    )
+    read_weights(str(root))
+
+
+def weights_of_a_detector(root: Path, put: Place) -> None:
+    put(root / "weights.pth")
+    read_weights(str(root / "weights.pth"))
 
 
 def checkpoint(file: str) -> Callable[[Path, Place], None]:
@@ -152,6 +153,7 @@ READERS = {
     "a CSV file": csv,
     "a saved data set": saved_data_set,
     "weights of a model": weights_of_a_model,
+    "weights of a detector": weights_of_a_detector,
     "config.json of a detector": config_of_a_detector,
     **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
     "metrics.jsonl": rows,

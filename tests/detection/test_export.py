@@ -4,9 +4,11 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from common.data.decoding import Picture
 from common.data.images import open_rgb
 from common.detection.batches import EvaluationScenes
 from common.detection.data import scenes
-from common.detection.export import begin_with, export, load
+from common.detection.export import export
 from common.detection.models.detectors import Matched, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
+from common.detection.weights.begin import begin_with
+from common.detection.weights.sources import read
 from common.errors import Refused
 from common.training import timm_models
 
@@ -33,7 +37,9 @@ TOLERANCE = 0.05  # pixels, as the page says; it prints two digits
 def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     """A detector that finds something, in the state that training leaves."""
     width = {"width": 32, "drop_path": 0.0} | options
-    detector = build_detector(DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width))
+    spec = DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width)
+    detector = build_detector(spec)
+    detector.flags = flags(spec)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -44,6 +50,17 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
             if name.endswith("bbox_reg.bias") and family == "fcos":  # boxes with an area
                 parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
     return detector.eval()
+
+
+def flags(spec):
+    """What the command line says of a detector."""
+    levels = spec.levels and f"{spec.levels[0]}-{spec.levels[1]}"
+    words = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
+    return SimpleNamespace(detector=spec.family, levels=levels, init_classes="", eval_only="", **words)
+
+
+def begin(detector, folder, names, **others):
+    return begin_with(detector, read(str(folder)), SimpleNamespace(**vars(detector.flags) | others), names)
 
 
 def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
@@ -157,7 +174,7 @@ def test_a_folder_is_loaded_bit_by_bit_also_where_the_script_can_not(family, bac
     folder = leave(detector, tmp_path / "best")
     for parameter in other.parameters():
         torch.nn.init.zeros_(parameter)
-    load(other, folder)
+    begin(other, folder, SOURCE.classes)
     mine, theirs = detector.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -171,7 +188,7 @@ def of_two_stages(**options):
     [
         (
             lambda: make("fcos", classes=3),
-            "--detector faster_rcnn there, fcos here; --convolutions None",
+            "--detector faster_rcnn there, fcos here; leave",
         ),
         (
             lambda: of_two_stages(backbone="test_convnext"),
@@ -179,14 +196,14 @@ def of_two_stages(**options):
         ),
         (
             lambda: of_two_stages(levels=(3, 6)),
-            "--levels 3-5 there, 3-6 here; give the flags that made it",
+            "--levels 3-5 there, 3-6 here; leave these flags out",
         ),
-        (lambda: of_two_stages(width=64), "--width 32 there, 64 here; give the flags that made it"),
+        (lambda: of_two_stages(width=64), "--width 32 there, 64 here; leave these flags out"),
     ],
 )
 def test_another_detector_is_refused_with_the_flag_that_differs(make_other, says, best) -> None:
     with pytest.raises(Refused, match=says) as error:
-        load(make_other(), best[1])
+        begin(make_other(), best[1], Three.classes)
     assert "\n" not in str(error.value)
 
 
@@ -201,19 +218,27 @@ def damage(folder, name, content):
     "name, content, says",
     [
         ("config.json", "", "no exported detector, no config.json is in it"),
-        ("model.safetensors", "", "not a whole exported detector .FileNotFoundError"),
-        ("model.safetensors", "torn", "not a whole exported detector .SafetensorError"),
-        ("config.json", "[]", "not a whole exported detector .AttributeError"),
+        ("config.json", "[]", "not a whole exported detector .TypeError"),
         ("config.json", "{", "not a whole exported detector .JSONDecodeError"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_in_one_line(name, content, says, tmp_path) -> None:
     damage(tmp_path / "best", name, content)
     with pytest.raises(Refused, match=says) as error:
-        begin_with(of_two_stages(), tmp_path / "best", Three.classes)
+        read(str(tmp_path / "best"))
     assert "\n" not in str(error.value)
     with pytest.raises(Refused, match="nothing is there"):
-        begin_with(of_two_stages(), tmp_path / "nowhere", Three.classes)
+        read(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("content, says", [("", "FileNotFoundError"), ("torn", "SafetensorError")])
+def test_a_folder_without_whole_weights_is_refused_in_one_line(content, says, best, tmp_path) -> None:
+    shutil.copytree(best[1], tmp_path / "best")
+    (tmp_path / "best/model.safetensors").unlink()
+    if content:
+        (tmp_path / "best/model.safetensors").write_text(content)
+    with pytest.raises(Refused, match=f"not a whole exported detector .{says}"):
+        read(str(tmp_path / "best"))
 
 
 NEW_CLASSES = {
@@ -246,7 +271,7 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
     for names, (count, new) in NEW_CLASSES.items():
         fresh, names = make(family, classes=count, **options), names.split()
         before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-        said = begin_with(fresh, folder, names)
+        said = begin(fresh, folder, names)
         for name, tensor in fresh.state_dict().items():
             if name not in heads:
                 assert torch.equal(tensor, theirs[name]), name
@@ -257,13 +282,17 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
                 wanted = of_class(theirs[name], 3, place) if known else of_class(before[name], count, number)
                 assert torch.equal(of_class(tensor, count, number), wanted), (name, number)
         taken = len(theirs) - len(heads) * bool(new)
-        head = {0: "", count: ", head new for all classes"}.get(new, f", head new for {new} of {count} classes")
+        unknown, known = (
+            ", ".join(name for name in names if (name in Three.classes) == kept) for kept in (False, True)
+        )
+        some = f", head new for {new} of {count} classes ({unknown}), kept for {known}"
+        head = {0: "", count: ", head new for all classes"}.get(new, some)
         assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
 
 
 def test_what_begins_is_of_the_same_architecture(best) -> None:
     with pytest.raises(Refused, match="--width 32 there, 64 here"):
-        begin_with(of_two_stages(width=64), best[1], Three.classes)
+        begin(of_two_stages(width=64), best[1], Three.classes)
 
 
 @pytest.mark.parametrize(
@@ -304,19 +333,25 @@ def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
         build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 10, width=64, seed=seed)) for seed in (1, 2)
     )
     folder = leave(detector, tmp_path / "best")
-    load(other, folder)
+    other.flags = SimpleNamespace(detector="rtdetr_v2", init_classes="", eval_only="")
+    begin(other, folder, SOURCE.classes)
     mine, theirs = detector.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    with pytest.raises(Refused, match="given as --model"):
-        begin_with(other, folder, SOURCE.classes)
-    with pytest.raises(Refused, match="--detector None there, fcos here"):
-        load(make("fcos"), folder)
-    names = [*SOURCE.classes[:2], "cat"]  # as --model: what it knows of classes by name is kept
+    with pytest.raises(Refused, match="--detector rtdetr_v2 there, fcos here"):
+        begin(make("fcos"), folder, SOURCE.classes)
+    names = [*SOURCE.classes[:2], "cat"]  # as --model, and as --init: what it knows of classes by name is kept
     again = build_detector(DetectorSpec("rtdetr_v2", str(folder), 3, names=names))
     head = [name for name in mine if "class_embed" in name or "enc_score_head" in name]
-    said = f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes"
+    said = (
+        f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes (cat), kept for 0, 1"
+    )
     assert (
         again.begins_with == said
         and build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 3, width=64)).begins_with == ""
     )
     assert sum(torch.equal(mine[name], tensor) for name, tensor in again.state_dict().items()) >= len(mine) - len(head)
+    begun = build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 3, names=names, width=64))
+    begun.flags = other.flags
+    assert begin(begun, folder, names) == said
+    for name in head:
+        assert torch.equal(begun.state_dict()[name][:2], mine[name][:2])

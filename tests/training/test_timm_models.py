@@ -118,8 +118,10 @@ def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture:
     check("daisy, rose, 007, tulip & co, no", f"{number} {{}}")
     check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
     check("tulip & co, rose", f"{number} {{}}")
-    check("cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes")  # as many as before
-    check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes")
+    check(
+        "cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no"
+    )  # as many as before
+    check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes (cat), kept for rose")
     check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
     assert build_classifier(architecture, 3).begins_with == ""
 

@@ -1,6 +1,7 @@
 """Sources of weights for `--init` and `--eval_only`: what each says about the detector, and reading it.
 
-A source is `torchvision:NAME`, a file of the authors (.pth, .pt, .safetensors), an exported `best/` of this project, a folder
+A source is `torchvision:NAME`, a file of the authors (.pth, .safetensors; or
+torchvision:NAME=FILE), an exported `best/` of this project, a folder
 of transformers, or owner/name on the hub. Nothing in a file is executed.
 """
 
@@ -38,6 +39,7 @@ _FITTING = (
     f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
     f"({', '.join(OF_TRANSFORMERS)})"
 )
+_CONVERTERS = (torchvision_weights,)  # of authors' files
 _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
@@ -67,15 +69,20 @@ def _read(source: str, peeking: bool) -> Weights:
     path = Path(source.removeprefix(torchvision_weights.PREFIX))
     try:
         if source.startswith(torchvision_weights.PREFIX):
-            name = torchvision_weights.published(source)
+            source_name, _, file = source.partition("=")
+            name = torchvision_weights.published(source_name)
             weights = torchvision_weights.peek(name)
-            if not peeking:
-                weights = _of_file(torchvision_weights.file_of(name))
+            if file or not peeking:
+                weights = _of_file(Path(file) if file else torchvision_weights.file_of(name))
+                if torchvision_weights.lacks_epsilon(name):
+                    weights = torchvision_weights.without_epsilon(weights)
         elif path.is_dir():
             check_regular(path)
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
-        elif path.is_file() or path.exists():
+        elif path.exists():
             weights = _of_file(path)
+            if any(weights.notes) and torchvision_weights.is_published(path):
+                weights = torchvision_weights.without_epsilon(weights)
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)
         else:
@@ -163,13 +170,17 @@ def _text_of(source: str, name: str) -> str:
 def _of_file(path: Path) -> Weights:
     """A file with a state dict, or a training program's checkpoint."""
     state, place = _state_dict(path)
-    if not torchvision_weights.matches(state):
+    converter = next((one for one in _CONVERTERS if one.matches(state)), None)
+    if converter is None:
         raise Refused(
             f"{path}: of no detector that is known here ({len(state)} tensors, first {next(iter(state))}); there are "
             f"{_FITTING}; a backbone is a timm model or folder, given as --model"
         )
-    weights = torchvision_weights.convert(state, path)
-    return replace(weights, notes=(place,)) if place else weights
+    try:
+        weights = converter.convert(state)
+    except Refused as error:
+        raise Refused(f"{path}: {error}") from None
+    return replace(weights, notes=(place, *weights.notes))
 
 
 def _state_dict(path: Path) -> tuple[dict[str, Tensor], str]:

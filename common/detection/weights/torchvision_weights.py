@@ -3,6 +3,7 @@
 import hashlib
 import re
 import urllib.error
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -83,8 +84,7 @@ def file_of(name: str) -> Path:
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            (digits,) = re.findall(r"-([0-9a-f]{8,})\.pth$", path.name)
-            torch.hub.download_url_to_file(url, str(path), hash_prefix=digits, progress=False)
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=_hash_of(name), progress=False)
         except (OSError, RuntimeError, urllib.error.URLError) as error:
             raise Refused(
                 f"{PREFIX}{name}: can't be downloaded ({error}); fetch {url} on a machine with a network, and name the file "
@@ -98,55 +98,69 @@ def matches(state: dict[str, Tensor]) -> bool:
     return any(name.startswith("backbone.body.") for name in state)
 
 
-def convert(state: dict[str, Tensor], path: Path) -> Weights:
+def convert(state: dict[str, Tensor]) -> Weights:
     """The weights in a state dict of torchvision. Raises `Refused` for a detector that none of our families matches."""
     sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
-    if sign is None or "roi_heads.keypoint_predictor.kps_score_lowres.weight" in state:
-        raise Refused(f"{path}: of a model of torchvision that no family of --detector matches; there are {fitting()}")
+    if sign is None or any("keypoint" in name for name in state):
+        raise Refused(f"of a model of torchvision that no family of --detector matches; there are {fitting()}")
     is_second = any(mark in state and kind in sign for mark, kind in _SIGN_OF_SECOND.items())
     name = f"{sign}_v2" if is_second and f"{sign}_v2" in SETTINGS else sign
     logits = next(state[name] for name in _LOGITS if name in state)
     rows = len(logits) // (9 if sign.startswith("retinanet") else 1)
     with torch.device("meta"):
         model = get_model_builder(name)(weights=None, weights_backbone=None, num_classes=rows)
-    state = {key: tensor for key, tensor in state.items() if not key.endswith("num_batches_tracked")}
+    counts = [key for key in state if key.endswith("num_batches_tracked")]  # frozen batch norm has none
     try:  # torchvision's own loading knows the names that its older versions had
-        wrong = model.load_state_dict(state, strict=False, assign=True)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise Refused(
-            f"{path}: not of {name}, which it resembles: {_first_shape(error)}; there are {fitting()}"
-        ) from None
-    missing = [key for key in wrong.missing_keys if not key.endswith("num_batches_tracked")]
-    if missing or wrong.unexpected_keys:
-        differing = [*missing, *wrong.unexpected_keys]
-        raise Refused(
-            f"{path}: not of {name}, which it resembles: {len(differing)} tensors differ, first {differing[0]}; there are "
-            f"{fitting()}"
+        wrong = model.load_state_dict({key: state[key] for key in state if key not in counts}, False, assign=True)
+        found = [
+            key for key in (*wrong.missing_keys, *wrong.unexpected_keys) if not key.endswith("num_batches_tracked")
+        ]
+        differing = f"{len(found)} tensors differ, first {found[0]}" if found else ""
+    except RuntimeError as error:  # shapes
+        differing = " ".join(str(error).splitlines()[1].split())
+    if differing:
+        raise Refused(f"not of {name}, which it resembles: {differing}; there are {fitting()}")
+    tensors = {
+        key.replace("backbone.body.", "backbone.features."): (
+            torch.zeros((), dtype=torch.int64) if key.endswith("num_batches_tracked") else tensor
         )
-    tensors = {}
-    has_epsilon = name not in _WITHOUT_EPSILON or not _is_published(path, name)
-    for key, tensor in model.state_dict().items():
-        if key.endswith("num_batches_tracked"):
-            tensor = torch.zeros((), dtype=torch.int64)
-        elif key.endswith("running_var") and not has_epsilon:
-            tensor = (tensor.double() - _EPSILON).to(tensor.dtype)  # to which our batch norm adds it again
-        tensors[key.replace("backbone.body.", "backbone.features.")] = tensor
+        for key, tensor in model.state_dict().items()
+    }
     classes = _coco(get_model_weights(name).DEFAULT.meta["categories"]) if rows == _CATEGORIES else (None,) * rows
-    return Weights(SETTINGS[name] | _COMMON, tensors, classes)
+    notes = (
+        f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
+        f"which has none, name them {PREFIX}{name}=FILE"
+    )
+    return Weights(
+        SETTINGS[name] | _COMMON, tensors, classes, notes=(notes,) * (name in _WITHOUT_EPSILON and not counts)
+    )
+
+
+def without_epsilon(weights: Weights) -> Weights:
+    """Weights of frozen batch norm without an epsilon, for ours with one: the variances are smaller by it."""
+    tensors = {
+        key: (tensor.double() - _EPSILON).to(tensor.dtype) if key.endswith("running_var") else tensor
+        for key, tensor in weights.tensors.items()
+    }
+    return replace(weights, tensors=tensors, notes=())
+
+
+def lacks_epsilon(name: str) -> bool:
+    """Whether the published weights of `name` have batch norm without an epsilon."""
+    return name in _WITHOUT_EPSILON
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return any(digest.startswith(_hash_of(name)) for name in _WITHOUT_EPSILON)
+
+
+def _hash_of(name: str) -> str:
+    return re.findall(r"-([0-9a-f]{8,})[.]pth$", get_model_weights(name).DEFAULT.url)[0]
 
 
 def _coco(categories: list[str]) -> tuple[str | None, ...]:
     """Names of COCO's 91 ids: None for the background and for ids without a class."""
     return tuple(None if name in ("__background__", "N/A") else name for name in categories)
-
-
-def _is_published(path: Path, name: str) -> bool:
-    """Whether a file is the published one, whose name ends with the beginning of its hash."""
-    (digits,) = re.findall(r"-([0-9a-f]{8,})\.pth$", get_model_weights(name).DEFAULT.url)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().startswith(digits)
-
-
-def _first_shape(error: Exception) -> str:
-    lines = [" ".join(line.split()) for line in str(error).splitlines()]
-    return next((line for line in lines if "shape" in line), lines[0])
