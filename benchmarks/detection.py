@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from common.data.stream import Stream
 from common.detection.batches import DetectionBatch, TrainingScenes
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
-from common.detection.models import detectors, detr_models
+from common.detection.models import detectors
 from common.detection.models.detectors import Detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
@@ -139,13 +139,12 @@ class Size:
         return f"{self.backbone}, {self.image_size} px, batch {self.batch_size}, {self.precision}"
 
 
-def batches_of(size: Size, stride: int, masks: bool) -> list[DetectionBatch]:
+def batches_of(size: Size, stride: int, masks: bool, square: bool) -> list[DetectionBatch]:
     """The first scenes, on the device."""
     train, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=masks))
     stream = Stream(len(train), size.batch_size, seed=0)
-    samples = TrainingScenes(
-        train, stream, BoxAugmentation(0, (size.image_size,), size.image_size), stride, (0,) * 3, 0
-    )
+    resized = BoxAugmentation(0, (size.image_size,), size.image_size, square=square)
+    samples = TrainingScenes(train, stream, resized, stride, (0,) * 3, 0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     positions = np.arange(BATCHES * size.batch_size).reshape(BATCHES, -1)
     return [samples.__getitems__(row).to(device) for row in positions]
@@ -155,7 +154,7 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
     """Milliseconds of forward, backward and optimizer step of one family: median, least and most."""
     spec = DetectorSpec(family, size.backbone, 10, width=size.width, **size.options.get(family, {}))
     model: Detector = detectors.build_detector(spec)
-    batches = batches_of(size, model.stride, masks=family == "mask_rcnn")
+    batches = batches_of(size, model.stride, masks=family == "mask_rcnn", square=family == "rf_detr")
     device = batches[0].images.device
     model.to(device).train()
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
@@ -191,12 +190,13 @@ def report_families(size: Size, seconds: float) -> dict:
     print(f"\n{size}: forward, backward and optimizer step")
     print(f"{'':14}{'parameters':>12}{'step (ms)':>13}{'range':>21}{'steps':>7}{'images/s':>10}")
     rows = []
-    for family in [*detectors.FAMILIES, *detr_models.FAMILIES]:
-        if family in detr_models.FAMILIES and not importlib.util.find_spec("transformers"):
+    for family in detectors.FAMILIES | detectors.OF_TRANSFORMERS:
+        if family in detectors.OF_TRANSFORMERS and not importlib.util.find_spec("transformers"):
             print(f"{family:14}skipped: transformers is not installed")
             continue
         gc.collect()
-        rows.append(row := step_time(family, size, seconds))
+        own = replace(size, backbone="rf_detr_nano") if family == "rf_detr" else size  # it has its own backbone
+        rows.append(row := step_time(family, own, seconds))
         print(
             f"{family:14}{row['parameters'] / 1e6:10.1f} M{row['step_ms']:13.1f}"
             f"{row['least_ms']:12.1f}-{row['most_ms']:<8.1f}{row['steps']:7}{row['images_per_s']:10.2f}",

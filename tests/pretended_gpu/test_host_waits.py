@@ -107,7 +107,10 @@ def check_all(found):
 
 def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
     check_all(
-        count(of_cls("groups", "decoded on the device") | of_det("fcos", "retinanet", "faster_rcnn", "rtdetr_v2"))
+        count(
+            of_cls("groups", "decoded on the device")
+            | of_det("fcos", "retinanet", "faster_rcnn", "rtdetr_v2", "rf_detr")
+        )
     )
 
 

@@ -88,10 +88,9 @@ class RFDETR(nn.Module):
             found, wanted, overlap, generalised = queries.pair(match, found, wanted)
             hit, scores = queries.hits(match, ids, self.classes), logits.sigmoid()
             goal = scores.detach() ** alpha * overlap.detach()[..., None] ** (1 - alpha)
-            positive = goal.clamp(min=0.01) * hit
-            negative = torch.where(hit, 1 - positive, scores**_GAMMA)
-            # -positive log(score) - negative log(1 - score), finite for any logit.
-            classification = negative * logits - F.logsigmoid(logits) * (positive + negative)
+            goal = goal.clamp(min=0.01) * hit
+            weight = torch.where(hit, 1.0, scores**_GAMMA)
+            classification = weight * F.binary_cross_entropy_with_logits(logits, goal, reduction="none")
             sums = {
                 "class": config.class_loss_coefficient * classification.sum(-1) * counted,
                 "box": config.bbox_loss_coefficient * (found - wanted).abs().sum(-1),
