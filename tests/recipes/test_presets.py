@@ -100,7 +100,9 @@ def test_a_preset_says_which_kind_its_figure_is(path) -> None:
     """A reported figure must not pass for a measured one."""
     text = opening(path)
     kinds = re.findall(
-        r"^# (Expected: measured here: |Expected: no figure|Reported by the source, not measured here: )", text, re.MULTILINE
+        r"^# (Expected: measured here: |Expected: no figure|Reported by the source, not measured here: )",
+        text,
+        re.MULTILINE,
     )
     assert len(kinds) == 1
     if "Reported" in text:
