@@ -24,7 +24,7 @@ def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption
     if "names" in values and {"path", "train", "val"} & values.keys():
         return ultralytics_run.read_data(values, file)
     if {"imgsz", "lr0", "close_mosaic"} & values.keys():
-        return ultralytics_run.read(values, file, images, batch)
+        return ultralytics_run.read(values, file, batch)
     if len(values.keys() & timm_train.known().keys()) * 2 > len(values):
         return timm_train.read(values, file, gpus, images)
     raise Refused(
