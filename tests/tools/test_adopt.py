@@ -485,6 +485,11 @@ def test_a_changed_part_of_a_detector_is_named(tmp_path) -> None:
         ("a.yaml", "_BASE_: b.yaml\n", "_BASE_ b.yaml is missing"),
         ("a.yaml", "_BASE_: a.yaml\n", "_BASE_ leads in a circle"),
         ("a.yaml", "MODEL: &x {A: 1}\nB: *x\n", "has aliases"),
+        (
+            "a.yaml",
+            "batch_size: 8\nmodel: resnet50\nlr: [1, 2]\nworld_size: 2\n",
+            "a value of another kind than its tool writes",
+        ),
         ("a.yaml", "what: else\n", "none of timm's args.yaml"),
         ("a.yaml", "- 1\n", "must hold `key: value` lines"),
         ("a.yaml", "a: [\n", "not readable as plain YAML"),
@@ -595,6 +600,8 @@ def test_a_preset_is_not_replaced_and_says_what_it_was_made_from(tmp_path, monke
     command.main([str(file), "--gpus", "8", "--overwrite"])
     assert "global_batch_size: 4092" in (tmp_path / "args.yaml").read_text()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["args.yaml"]
+    with pytest.raises(Refused, match=r"no/such.yaml: can't be written: No such file or directory"):
+        command.main([str(file), "--gpus", "8", "-o", "no/such.yaml"])
 
 
 def test_a_made_preset_trains_on_two_processes(launch, tmp_path) -> None:

@@ -149,10 +149,12 @@ class Adoption:
         if self.preset.setdefault("data", ("FOLDER", "give yours with --data"))[0] == "FOLDER":
             command += " --data FOLDER"
         partial = output.with_name(f".{output.name}.partial.yaml")
-        replace_file(partial, self._text(command).encode())
         try:
+            replace_file(partial, self._text(command).encode())
             parse(self.recipe.Config, ["--config", str(partial)], program=recipe)
             partial.replace(output)
+        except OSError as error:
+            raise Refused(f"{output}: can't be written: {error.strerror}") from None
         except Refused as error:
             raise Refused(str(error).replace(f"--config {partial}", f"{self.file}, as a preset")) from None
         finally:
@@ -170,9 +172,9 @@ class Adoption:
         ]
         lines = [
             *opening,
-            *(line for text in left for line in textwrap.wrap(printable(text), 126, subsequent_indent="  ")),
+            *(line for text in left for line in textwrap.wrap(text, 126, subsequent_indent="  ")),
         ]
-        text = [f"# {line}".rstrip() for line in lines]
+        text = [f"# {printable(line)}".rstrip() for line in lines]
         config, defaults = self.recipe.Config, {}
         for field in dataclasses.fields(config):  # left out: what is the recipe's default for all data
             if field.metadata.get("photographs") is None:
