@@ -13,7 +13,8 @@ from pathlib import Path
 from common.errors import Refused
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     described, _, example = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
         "python -m tools.adopt",
@@ -31,8 +32,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--batch", type=int, default=0, help="Ultralytics: the batch size, where the file says -1 or a share"
     )
-    words = parser.parse_args(argv)
+    return parser
 
+
+def main(argv: list[str] | None = None) -> None:
+    words = arguments().parse_args(argv)
     from tools.adopt.readers import read  # takes seconds, which --help need not
 
     adoption = read(words.file, words.gpus, words.images, words.batch)
@@ -45,4 +49,5 @@ if __name__ == "__main__":
     try:
         main()
     except Refused as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)
