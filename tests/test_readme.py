@@ -24,6 +24,7 @@ from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
 from tests.harness.several import load
+from tools.adopt import __main__ as adopt
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -122,7 +123,7 @@ def test_every_flag_that_a_page_names_exists() -> None:
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {"config", "help"}
     of_launcher = {
         option.lstrip("-")
-        for parser in (launch_command_parser(), get_args_parser())  # of accelerate launch and torchrun
+        for parser in (launch_command_parser(), get_args_parser(), adopt.arguments())  # accelerate launch, torchrun
         for action in parser._actions
         for option in action.option_strings
     }

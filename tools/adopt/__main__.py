@@ -13,19 +13,30 @@ from pathlib import Path
 from common.errors import Refused
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     described, _, example = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        "python -m tools.adopt", description=described, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m tools.adopt",
+        description=described,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="args.yaml, data.yaml, a config of MMDetection or of detectron2")
-    parser.add_argument("-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in the current folder)")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in the current folder)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of the original run, where its batch size is per GPU")
     parser.add_argument("--images", type=int, default=0, help="training images, where lengths are given in iterations")
-    parser.add_argument("--batch", type=int, default=0, help="Ultralytics: the batch size, where the file says -1 or a share")
-    words = parser.parse_args(argv)
+    parser.add_argument(
+        "--batch", type=int, default=0, help="Ultralytics: the batch size, where the file says -1 or a share"
+    )
+    return parser
 
+
+def main(argv: list[str] | None = None) -> None:
+    words = arguments().parse_args(argv)
     from tools.adopt.readers import read  # takes seconds, which --help need not
 
     adoption = read(words.file, words.gpus, words.images, words.batch)
@@ -38,4 +49,5 @@ if __name__ == "__main__":
     try:
         main()
     except Refused as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,7 +1,9 @@
 """Adoption: what becomes of every setting of a file, the table that says so, and the preset."""
 
 import dataclasses
+import functools
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,14 +52,16 @@ class Adoption:
 
     Args:
         tool: name of the other tool, for the table.
+        recipe: which the preset is for.
         values: what the file says.
         defaults: the tool's own values of everything that the file does not say.
     """
 
-    def __init__(self, tool: str, file: Path, values: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
-        self.tool, self.file, self.defaults = tool, file, defaults or {}
+    def __init__(
+        self, tool: str, file: Path, recipe: ModuleType, values: dict[str, Any], defaults: dict[str, Any] | None = None
+    ) -> None:
+        self.tool, self.file, self.recipe, self.defaults = tool, file, recipe, defaults or {}
         self.values = self.defaults | values
-        self.recipe: ModuleType | None = None
         self.preset: dict[str, tuple[Any, str]] = {}  # flag -> value, comment
         self.lines: list[Line] = []
         self.mentioned: set[str] = set()
@@ -68,11 +72,12 @@ class Adoption:
 
     def under(self, *names: str) -> list[str]:
         """Settings with one of these names, or inside one of these groups: under("model.neck") has model.neck.type."""
-        return [key for key in self.values if any(key == name or key.startswith((name + ".", name + "[")) for name in names)]
+        inside = tuple(name + end for name in names for end in ".[")
+        return [key for key in self.values if key in names or key.startswith(inside)]
 
     def carry(self, names: str | Iterable[str], note: str = "", otherwise: str = "", **flags: Any) -> bool:
         """These settings become `flags`. If the recipe lacks one of them, they are not carried, because of `otherwise`."""
-        fields = field_names(self.recipe.Config) if self.recipe else []
+        fields = field_names(self.recipe.Config)
         if missing := [flag for flag in flags if flag not in fields]:
             self.leave(names, otherwise or f"this recipe has no --{missing[0]}")
             return False
@@ -112,8 +117,14 @@ class Adoption:
             kind = kind.removesuffix(" if changed") if any(map(self.changed, keys)) else "default"
         self.lines.append(Line(kind, keys, text, _settings({key: self.values[key] for key in keys}, names)))
 
-    def finish(self) -> None:
-        """Name what no reader has mentioned."""
+    def finish(self, not_carried: dict[str, str] | None = None, no_effect: dict[str, str] | None = None) -> None:
+        """Name what the reader has not mentioned: by tables of names, joined by spaces, and reasons; the rest as unknown."""
+        for names, reason in (not_carried or {}).items():
+            for name in names.split():
+                self.leave(name, reason, always=False)
+        for names, reason in (no_effect or {}).items():
+            for name in names.split():
+                self.skip(name, reason)
         for key in [key for key in self.values if key not in self.mentioned]:
             self.leave(key, f"not known as a setting of {self.tool}", always=key not in self.defaults)
 
@@ -134,13 +145,16 @@ class Adoption:
         recipe = Path(str(self.recipe.__file__)).name
         gpus = "single_gpu" if self.gpus == 1 else "multi_gpu"
         config = f"accelerate_configs/{gpus}{'_' + self.precision if self.precision else ''}.yaml"
-        command = f"accelerate launch --config_file {config} recipes/{recipe} --config {output}"
-        command += "" if "data" in self.preset else " --data FOLDER"
+        command = f"accelerate launch --config_file {config} recipes/{recipe} --config {shlex.quote(str(output))}"
+        if self.preset.setdefault("data", ("FOLDER", "give yours with --data"))[0] == "FOLDER":
+            command += " --data FOLDER"
         partial = output.with_name(f".{output.name}.partial.yaml")
-        replace_file(partial, self._text(command).encode())
         try:
+            replace_file(partial, self._text(command).encode())
             parse(self.recipe.Config, ["--config", str(partial)], program=recipe)
             partial.replace(output)
+        except OSError as error:
+            raise Refused(f"{output}: can't be written: {error.strerror}") from None
         except Refused as error:
             raise Refused(str(error).replace(f"--config {partial}", f"{self.file}, as a preset")) from None
         finally:
@@ -156,14 +170,17 @@ class Adoption:
             "",
             "Not carried:" if left else "Everything was carried.",
         ]
-        lines = [*opening, *(line for text in left for line in textwrap.wrap(printable(text), 126, subsequent_indent="  "))]
-        text = [f"# {line}".rstrip() for line in lines]
+        lines = [
+            *opening,
+            *(line for text in left for line in textwrap.wrap(text, 126, subsequent_indent="  ")),
+        ]
+        text = [f"# {printable(line)}".rstrip() for line in lines]
         config, defaults = self.recipe.Config, {}
         for field in dataclasses.fields(config):  # left out: what is the recipe's default for all data
             if field.metadata.get("photographs") is None:
                 defaults[field.name] = field.default
         stated = {*config.__annotations__} & {name for base in config.__bases__ for name in base.__dataclass_fields__}
-        stated |= {*self.preset} - {*defaults}
+        stated |= {*self.preset} - {*defaults} | {"data", "model", "detector"}
         for flag in field_names(self.recipe.Config):
             if flag in self.preset and (flag in stated or self.preset[flag][0] != defaults[flag]):
                 value, note = self.preset[flag]
@@ -172,6 +189,7 @@ class Adoption:
         return "\n".join(text) + "\n"
 
 
+@functools.cache
 def facts(name: str) -> dict:
     """What is known of a tool: a file of facts/, with numbers as numbers."""
     return yaml.safe_load((FACTS / f"{name}.yaml").read_text())
@@ -231,8 +249,14 @@ def epochs_of(steps: float, batch: int, images: int) -> float | int:
 def _settings(values: dict[str, Any], groups: list[str]) -> str:
     """Settings and their values for a line. Groups of many are named by their own names."""
     if len(values) <= 6:
-        return ", ".join(f"{key} = {_shown(value)}" for key, value in values.items()) or ", ".join(groups) or "(not in the file)"
-    sizes = {group: sum(key == group or key.startswith((f"{group}.", f"{group}[")) for key in values) for group in groups}
+        return (
+            ", ".join(f"{key} = {_shown(value)}" for key, value in values.items())
+            or ", ".join(groups)
+            or "(not in the file)"
+        )
+    sizes = {
+        group: sum(key == group or key.startswith((f"{group}.", f"{group}[")) for key in values) for group in groups
+    }
     return ", ".join(f"{group} ({size} settings)" if size > 1 else group for group, size in sizes.items() if size)
 
 

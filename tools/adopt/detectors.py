@@ -4,7 +4,15 @@ import timm
 
 from tools.adopt.adoption import Adoption, Line
 
-TAGS = ("tv_in1k", "tv2_in1k", "gluon_in1k", "fb_swsl_ig1b_ft_in1k", "pycls_in1k", "ms_in1k", "fb_in1k")  # by preference
+TAGS = (
+    "tv_in1k",
+    "tv2_in1k",
+    "gluon_in1k",
+    "fb_swsl_ig1b_ft_in1k",
+    "pycls_in1k",
+    "ms_in1k",
+    "fb_in1k",
+)  # by preference
 DIFFERENT = {
     "faster_rcnn": (
         "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",

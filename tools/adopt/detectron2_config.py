@@ -15,7 +15,9 @@ from tools.adopt.adoption import IMAGES, Adoption, _equal, epochs_of, facts, fla
 
 TOOL = "detectron2"
 _DEEPEST = 20  # of files that inherit from each other
-_POWERS = "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]"  # what detectron2's own file evaluates
+_POWERS = (
+    "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]"  # what detectron2's own file evaluates
+)
 # What the families' files set, which the families have here, too.
 RCNN = {
     "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
@@ -107,7 +109,7 @@ def load(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         text = _text(file)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise Refused(f"{file}: has aliases (*name), which are not read; write the values out")
-        content = yaml.load(text, Loader=_Loader)  # a SafeLoader  # noqa: S506
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         raise Refused(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -126,16 +128,12 @@ def load(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     """What becomes of a config. Raises `Refused` for other models than the families here."""
-    adoption = Adoption(TOOL, file, load(file), known())
-    adoption.recipe, adoption.gpus = det, gpus
+    adoption = Adoption(TOOL, file, det, load(file), known())
+    adoption.gpus = gpus
     _model(adoption)
     _solver(adoption, images)
     _input(adoption)
-    for table, tell in ((NOT_CARRIED, lambda name, why: adoption.leave(name, why, always=False)), (NO_EFFECT, adoption.skip)):
-        for names, reason in table.items():
-            for name in names.split():
-                tell(name, reason)
-    adoption.finish()
+    adoption.finish(NOT_CARRIED, NO_EFFECT)
     return adoption
 
 
@@ -161,47 +159,58 @@ def _value(value: Any) -> Any:
 def _model(adoption: Adoption) -> None:
     architecture, backbone = adoption["MODEL.META_ARCHITECTURE"], str(adoption["MODEL.BACKBONE.NAME"])
     expected = RETINANET if architecture == "RetinaNet" else RCNN
-    wrong = (
-        adoption["MODEL.KEYPOINT_ON"] and "keypoints"
-        or architecture not in ("GeneralizedRCNN", "RetinaNet") and f"META_ARCHITECTURE {architecture}"
-        or backbone != expected["MODEL.BACKBONE.NAME"] and f"BACKBONE.NAME {backbone} (C4 and DC5 included)"
-        or architecture != "RetinaNet" and adoption["MODEL.ROI_HEADS.NAME"] != "StandardROIHeads"
-        and f"ROI_HEADS.NAME {adoption['MODEL.ROI_HEADS.NAME']}"
-        or adoption["MODEL.PROPOSAL_GENERATOR.NAME"] != "RPN" and f"proposals of {adoption['MODEL.PROPOSAL_GENERATOR.NAME']}"
-        or adoption["MODEL.RESNETS.NORM"] == "GN" and "a backbone with GroupNorm"
-    )
+    heads, proposals = adoption["MODEL.ROI_HEADS.NAME"], adoption["MODEL.PROPOSAL_GENERATOR.NAME"]
+    reasons = {
+        "keypoints": adoption["MODEL.KEYPOINT_ON"],
+        f"META_ARCHITECTURE {architecture}": architecture not in ("GeneralizedRCNN", "RetinaNet"),
+        f"BACKBONE.NAME {backbone} (C4 and DC5 included)": backbone != expected["MODEL.BACKBONE.NAME"],
+        f"ROI_HEADS.NAME {heads}": architecture == "GeneralizedRCNN" and heads != "StandardROIHeads",
+        f"proposals of {proposals}": proposals != "RPN",
+        "a backbone with GroupNorm": adoption["MODEL.RESNETS.NORM"] == "GN",
+    }
     depth, groups, width = (adoption[f"MODEL.RESNETS.{name}"] for name in ("DEPTH", "NUM_GROUPS", "WIDTH_PER_GROUP"))
     name = detectors.resnet(depth, groups, width)
-    if wrong or not name:
+    reasons[f"a backbone of depth {depth} with {groups} groups of {width}"] = not name
+    if wrong := next((reason for reason, holds in reasons.items() if holds), ""):
         raise Refused(
-            f"{adoption.file}: {wrong or f'a backbone of depth {depth} with {groups} groups of {width}'} has no successor here: "
+            f"{adoption.file}: {wrong} has no successor here: "
             "start from recipes/presets/coco_fasterrcnn_r50_1x.yaml or coco_rtdetrv2_r18.yaml"
         )
-    detector = "retinanet" if architecture == "RetinaNet" else "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
+    detector = (
+        "retinanet" if architecture == "RetinaNet" else "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
+    )
     names = ["MODEL.META_ARCHITECTURE", "MODEL.MASK_ON"]
     adoption.carry(names, detector=detector, levels="3-7" if detector == "retinanet" else "2-6")
     adoption.carry([f"MODEL.RESNETS.{name}" for name in ("DEPTH", "NUM_GROUPS", "WIDTH_PER_GROUP")], model=name)
     weights = str(adoption["MODEL.WEIGHTS"] or "")
     if weights and "ImageNetPretrained" not in weights:
-        adoption.leave("MODEL.WEIGHTS", "not read; begin with weights of this family by --init, or with timm's backbone as here")
+        adoption.leave(
+            "MODEL.WEIGHTS", "not read; begin with weights of this family by --init, or with timm's backbone as here"
+        )
         adoption.preset["pretrained"] = (True, "weights of ImageNet")
     else:
         adoption.carry("MODEL.WEIGHTS", "timm's weights of ImageNet" if weights else "", pretrained=bool(weights))
     adoption.carry("MODEL.FPN.OUT_CHANNELS", width=adoption["MODEL.FPN.OUT_CHANNELS"])
     if detector == "retinanet":
         adoption.carry("MODEL.RETINANET.NUM_CONVS", convolutions=adoption["MODEL.RETINANET.NUM_CONVS"])
-    norm = {"FrozenBN": "frozen", "SyncBN": "global", "nnSyncBN": "global"}.get(str(adoption["MODEL.RESNETS.NORM"]), "local")
+    norm = {"FrozenBN": "frozen", "SyncBN": "global", "nnSyncBN": "global"}.get(
+        str(adoption["MODEL.RESNETS.NORM"]), "local"
+    )
     adoption.carry("MODEL.RESNETS.NORM", batch_norm=norm)
     frozen = int(adoption["MODEL.BACKBONE.FREEZE_AT"])
-    stages = {0: "0", 1: "stem"}.get(frozen, str(frozen - 1))  # the stem is detectron2's first stage
-    adoption.carry("MODEL.BACKBONE.FREEZE_AT", otherwise="the whole backbone is trained", freeze_stages=stages)
+    if frozen:
+        stages = str(frozen - 1) if frozen > 1 else "stem"  # the stem is detectron2's first stage
+        adoption.carry("MODEL.BACKBONE.FREEZE_AT", otherwise="the whole backbone is trained", freeze_stages=stages)
+    adoption.skip("MODEL.BACKBONE.FREEZE_AT", "the whole backbone is trained")
     for group in OTHER_MODELS[detector].split():
         adoption.skip(group, f"belongs to other models than {detector}")
     same, tabled = adoption.defaults | expected, {*adoption.under(*_tabled())}
     other = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
     kept = [key for key in other if key in same and _equal(adoption[key], same[key])]
     if kept:
-        adoption.lines.append(detectors.Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
+        adoption.lines.append(
+            detectors.Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family")
+        )
         adoption.mentioned |= {*kept}
     for key in other:
         if key not in kept:
@@ -220,8 +229,8 @@ def _solver(adoption: Adoption, images: int) -> None:
     images = images or (sum(IMAGES[name] for name in names) if names and {*names} <= {*IMAGES} else 0)
     if not images:
         raise Refused(
-            f"{adoption.file}: lengths are in iterations, and the size of {', '.join(map(str, names)) or 'DATASETS.TRAIN'} is not "
-            "known: give --images N, the number of training images"
+            f"{adoption.file}: lengths are in iterations, and the size of {', '.join(map(str, names)) or 'DATASETS.TRAIN'} "
+            "is not known: give --images N, the number of training images"
         )
     adoption.leave("DATASETS.TRAIN", f"{images:,} images; give their folder with --data FOLDER")
     adoption.leave("DATASETS.TEST", "the validation part of --data, or --split")
@@ -246,7 +255,9 @@ def _solver(adoption: Adoption, images: int) -> None:
         flags = {"schedule": "step", "step_epochs": epochs, "step_factor": adoption["SOLVER.GAMMA"]}
         adoption.carry(names, f"steps {', '.join(map(str, drops))}", **(flags if drops else {"schedule": "constant"}))
     else:
-        adoption.leave("SOLVER.LR_SCHEDULER_NAME", "schedules here are cosine, linear, step and constant: choose --schedule")
+        adoption.leave(
+            "SOLVER.LR_SCHEDULER_NAME", "schedules here are cosine, linear, step and constant: choose --schedule"
+        )
     warmup = int(adoption["SOLVER.WARMUP_ITERS"])
     adoption.carry("SOLVER.WARMUP_ITERS", f"{warmup:,} steps", warmup_epochs=epochs_of(warmup, batch, images))
     adoption.leave(["SOLVER.WARMUP_FACTOR", "SOLVER.WARMUP_METHOD"], "the warm-up rises linearly from zero")
@@ -254,7 +265,9 @@ def _solver(adoption: Adoption, images: int) -> None:
     if adoption["SOLVER.CLIP_GRADIENTS.ENABLED"] and adoption["SOLVER.CLIP_GRADIENTS.CLIP_TYPE"] == "full_model":
         adoption.carry("SOLVER.CLIP_GRADIENTS", clip=clip)
     elif adoption["SOLVER.CLIP_GRADIENTS.ENABLED"]:
-        adoption.leave("SOLVER.CLIP_GRADIENTS", "single values or parameters are not clipped here; --clip limits the whole norm")
+        adoption.leave(
+            "SOLVER.CLIP_GRADIENTS", "single values or parameters are not clipped here; --clip limits the whole norm"
+        )
     adoption.skip("SOLVER.CLIP_GRADIENTS", "gradients are not clipped")
     adoption.launch("SOLVER.AMP.ENABLED", "fp16" if adoption["SOLVER.AMP.ENABLED"] else "")
     for name, flag in (("SOLVER.CHECKPOINT_PERIOD", "checkpoint_every"), ("TEST.EVAL_PERIOD", "eval_every")):

@@ -43,9 +43,34 @@ NO_EFFECT = {
     "train_dataloader.num_workers train_dataloader.persistent_workers train_dataloader.pin_memory train_dataloader.sampler "
     "train_dataloader.drop_last train_dataloader.collate_fn train_dataloader.dataset": "the data are those of --data FOLDER",
 }
+RUNNER = """model train_dataloader train_cfg optim_wrapper param_scheduler auto_scale_lr load_from custom_hooks default_hooks
+default_scope env_cfg log_level log_processor visualizer vis_backends work_dir launcher randomness custom_imports resume
+val_dataloader val_evaluator val_cfg test_dataloader test_evaluator test_cfg data_preprocessor experiment_name cfg""".split()
 _NODES = (  # of a config that can be executed without doing anything but to compute values
-    *(ast.Module, ast.Assign, ast.AugAssign, ast.Delete, ast.Expr, ast.Name, ast.Load, ast.Store, ast.Del, ast.Constant),
-    *(ast.Dict, ast.List, ast.Tuple, ast.Set, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Subscript, ast.Slice),
+    *(
+        ast.Module,
+        ast.Assign,
+        ast.AugAssign,
+        ast.Delete,
+        ast.Expr,
+        ast.Name,
+        ast.Load,
+        ast.Store,
+        ast.Del,
+        ast.Constant,
+    ),
+    *(
+        ast.Dict,
+        ast.List,
+        ast.Tuple,
+        ast.Set,
+        ast.BinOp,
+        ast.UnaryOp,
+        ast.operator,
+        ast.unaryop,
+        ast.Subscript,
+        ast.Slice,
+    ),
     *(ast.Call, ast.keyword, ast.Attribute, ast.ListComp, ast.DictComp, ast.comprehension, ast.Starred),
     *(ast.JoinedStr, ast.FormattedValue, ast.Compare, ast.cmpop, ast.IfExp, ast.BoolOp, ast.boolop),
 )
@@ -54,8 +79,7 @@ _FUNCTIONS, _METHODS = {"dict", "len", "range", "enumerate", "list", "tuple"}, {
 
 def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     """What becomes of a config. Raises `Refused` for other models than the families here, and for configs that do more."""
-    adoption = Adoption(TOOL, file, flat(load(file)))
-    adoption.recipe = det
+    adoption = Adoption(TOOL, file, det, flat(load(file)))
     _model(adoption)
     batch = _batch(adoption, gpus)
     images, repeated = _data(adoption, images)
@@ -63,6 +87,8 @@ def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     _pipeline(adoption)
     for names, reason in NO_EFFECT.items():
         adoption.skip(names.split(), reason)
+    variables = dict.fromkeys(re.split(r"[.\[]", key)[0] for key in adoption.values)
+    adoption.skip([name for name in variables if name not in RUNNER], "a variable, which is reported where it is used")
     adoption.finish()
     return adoption
 
@@ -104,8 +130,8 @@ def check(file: Path, above: tuple[Path, ...] = ()) -> None:
     for node in ast.walk(tree):
         if not _harmless(node, assigned):
             raise Refused(
-                f"{file}: line {getattr(node, 'lineno', 0)} does more than assign values, and is not executed; where the file is "
-                'trusted, write its values out: python -c "from mmengine.config import Config; '
+                f"{file}: line {getattr(node, 'lineno', 0)} does more than assign values, and is not executed; where the file "
+                'is trusted, write its values out: python -c "from mmengine.config import Config; '
                 f"Config.fromfile('{file}').dump('plain.py')\""
             )
     for base in _bases(file, tree):
@@ -161,20 +187,24 @@ def _model(adoption: Adoption) -> None:
         parts = {name: adoption[f"model.{name}"] for name in ("type", "neck.type", head or "bbox_head.type")}
         named = ", ".join(f"{name} {value}" for name, value in parts.items() if value) or "a config without a model"
         raise Refused(
-            f"{file}: {named}: no successor here; families are {', '.join(FAMILIES)} with FPN, and --detector rtdetr_v2 or dfine "
-            "(recipes/presets/coco_rtdetrv2_r18.yaml)"
+            f"{file}: {named}: no successor here; families are {', '.join(FAMILIES)} with FPN, and --detector rtdetr_v2 or "
+            "dfine (recipes/presets/coco_rtdetrv2_r18.yaml)"
         )
     name, detector = _backbone(adoption), FAMILIES[kind]
     if not name:
         raise Refused(
-            f"{file}: the backbone {adoption['model.backbone.type']} has no successor here: choose one of timm for "
+            f"{file}: the backbone {adoption['model.backbone.type']}, as it is here, has no successor: choose one of timm for "
             f"--detector {detector} (recipes/presets/coco_fasterrcnn_r50_1x.yaml has ResNet-50)"
         )
     one_stage = detector in ("retinanet", "fcos")
     adoption.carry("model.type", detector=detector, levels="3-7" if one_stage else "2-6")
     keys = "type depth groups base_width arch embed_dims depths".split()
-    adoption.carry([f"model.backbone.{key}" for key in keys if adoption[f"model.backbone.{key}"] is not None], model=name)
-    where_from = [key for key in adoption.under("model.backbone.init_cfg", "model.backbone.pretrained") if adoption[key]]
+    adoption.carry(
+        [f"model.backbone.{key}" for key in keys if adoption[f"model.backbone.{key}"] is not None], model=name
+    )
+    where_from = [
+        key for key in adoption.under("model.backbone.init_cfg", "model.backbone.pretrained") if adoption[key]
+    ]
     adoption.carry(where_from, "timm's weights" if where_from else "", pretrained=bool(where_from))
     adoption.carry("model.neck.out_channels", width=adoption["model.neck.out_channels"])
     if one_stage:
@@ -183,20 +213,20 @@ def _model(adoption: Adoption) -> None:
     if adoption["model.backbone.norm_eval"] or adoption[f"{norm}.requires_grad"] is False:
         adoption.carry([norm, "model.backbone.norm_eval"], batch_norm="frozen")
     elif adoption[f"{norm}.type"] in (None, "BN", "SyncBN", "MMSyncBN"):
-        named = [norm, "model.backbone.norm_eval"] if adoption.under(norm) else []
-        adoption.carry(named, batch_norm="global" if "Sync" in str(adoption[f"{norm}.type"]) else "local")
+        norms = [norm, "model.backbone.norm_eval"] if adoption.under(norm) else []
+        adoption.carry(norms, batch_norm="global" if "Sync" in str(adoption[f"{norm}.type"]) else "local")
     else:
         adoption.leave([norm, "model.backbone.norm_eval"], "the norms are those of timm's model")
     frozen = adoption["model.backbone.frozen_stages"]
-    if frozen is not None:
-        stages = {-1: "0", 0: "stem"}.get(frozen, str(frozen))
+    if frozen is not None and frozen >= 0:
+        stages = str(frozen) if frozen else "stem"
         adoption.carry("model.backbone.frozen_stages", otherwise="the whole backbone is trained", freeze_stages=stages)
     if drop := adoption["model.backbone.drop_path_rate"]:
         adoption.carry("model.backbone.drop_path_rate", drop_path=drop)
-    usual = {"num_stages": 4, "out_indices": [0, 1, 2, 3], "style": "pytorch", "frozen_stages": -1}
+    usual = {"num_stages": 4, "out_indices": [0, 1, 2, 3], "frozen_stages": -1, "init_cfg": None}
     for key in adoption.under("model.backbone"):
         name = key.removeprefix("model.backbone.")
-        if usual.get(name, ()) == adoption[key] or name == "style":
+        if usual.get(name, ()) == adoption[key] or name in ("style", "with_cp", "_scope_"):
             adoption.skip(key, "as in timm's model")
         adoption.leave(key, "the backbone is timm's; choose another one with --model", always=True)
     _family(adoption, kind, detector)
@@ -205,7 +235,22 @@ def _model(adoption: Adoption) -> None:
 def _backbone(adoption: Adoption) -> str:
     """timm's name of the backbone; "" if it has none."""
     settings = {key: adoption[f"model.backbone.{key}"] for key in ("type", "depth", "groups", "base_width", "arch")}
-    plain = not adoption.under("model.backbone.dcn", "model.backbone.plugins", "model.backbone.gen_attention")
+    changes = (
+        "dcn",
+        "plugins",
+        "gen_attention",
+        "conv_cfg",
+        "sac",
+        "deep_stem",
+        "avg_down",
+        "dilations",
+        "strides",
+        "num_stages",
+    )
+    plain = not any(
+        adoption[key] not in (None, 4) for key in adoption.under(*(f"model.backbone.{name}" for name in changes))
+    )
+    plain &= adoption["model.backbone.norm_cfg.type"] in (None, "BN", "SyncBN", "MMSyncBN", "LN")
     kind, depth = str(settings["type"]), settings["depth"]
     if kind in ("ResNet", "ResNeXt") and plain:
         return detectors.resnet(depth, settings["groups"] or 1, settings["base_width"] or 64)
@@ -237,12 +282,16 @@ def _family(adoption: Adoption, kind: str, detector: str) -> None:
 
 def _batch(adoption: Adoption, gpus: int) -> int:
     """Carry the batch size: per GPU times --gpus, or the one that `auto_scale_lr` says the rate is meant for."""
-    per_gpu, base = int(adoption["train_dataloader.batch_size"] or 0), int(adoption["auto_scale_lr.base_batch_size"] or 0)
+    per_gpu, base = (
+        int(adoption["train_dataloader.batch_size"] or 0),
+        int(adoption["auto_scale_lr.base_batch_size"] or 0),
+    )
     per_gpu = per_gpu or (base // GPUS if base else 0)
     accumulated = int(adoption["optim_wrapper.accumulative_counts"] or 1)
     if not per_gpu or not (gpus or base):
         raise Refused(
-            f"{adoption.file}: batch_size {per_gpu or 'missing'} is per GPU, and nothing says how many there were: give --gpus N"
+            f"{adoption.file}: batch_size {per_gpu or 'missing'} is per GPU, and nothing says how many there were: "
+            "give --gpus N"
         )
     batch = per_gpu * gpus * accumulated if gpus else base
     adoption.gpus = gpus or max(1, base // (per_gpu * accumulated))
@@ -250,7 +299,7 @@ def _batch(adoption: Adoption, gpus: int) -> int:
     note = f"{per_gpu} x {adoption.gpus} GPUs" + (f" x {accumulated} accumulated" if accumulated > 1 else "")
     named = [name for name in names if adoption.under(name)]
     scaled = not gpus or adoption["auto_scale_lr.enable"]  # else MMDetection leaves the rate as it is
-    flags = {"lr_batch_size": base if base and scaled else batch, "lr_scaling": "linear"}
+    flags: dict[str, Any] = {"lr_batch_size": base if base and scaled else batch, "lr_scaling": "linear"}
     adoption.carry(named, note, global_batch_size=batch, max_micro_batch_size=per_gpu, **flags)
     if adoption.preset.get("batch_norm", ("",))[0] == "global" and accumulated > 1:
         adoption.preset["batch_norm"] = ("local", "--batch_norm global can't accumulate")
@@ -272,7 +321,9 @@ def _data(adoption: Adoption, images: int) -> tuple[int, int]:
         names = [f"voc_{year}_{Path(file).stem}" for file in files for year in re.findall(r"VOC(20\d\d)", file)[:1]]
     images = images or (sum(IMAGES[name] for name in names) if names and {*names} <= {*IMAGES} else 0)
     known = f"{images:,} images" if images else "their number is not known"
-    adoption.leave([key for key in adoption.under(place) if key.endswith("ann_file")], f"{known}; give them with --data FOLDER")
+    adoption.leave(
+        [key for key in adoption.under(place) if key.endswith("ann_file")], f"{known}; give them with --data FOLDER"
+    )
     if adoption["train_dataloader.batch_sampler.type"] == "AspectRatioBatchSampler":
         adoption.carry("train_dataloader.batch_sampler", group_window=16)
     filters = [key for key in adoption.under(place) if ".filter_cfg." in key]
@@ -308,7 +359,9 @@ def _solver(adoption: Adoption, batch: int, images: int, repeated: int) -> None:
         adoption.leave("train_cfg.val_interval", "--eval_every counts steps: give --images N")
     elif adoption.under("train_cfg.val_interval"):
         adoption.carry("train_cfg.val_interval", eval_every=between)
-    adoption.leave([key for key in adoption.under("train_cfg") if "dynamic" in key], "evaluations are equally far apart")
+    adoption.leave(
+        [key for key in adoption.under("train_cfg") if "dynamic" in key], "evaluations are equally far apart"
+    )
     adoption.skip("train_cfg", "the loop of the recipe")
     _optimizer(adoption)
     _schedule(adoption, batch, images, repeated)
@@ -348,7 +401,14 @@ def _optimizer(adoption: Adoption) -> None:
     factor = "optim_wrapper.paramwise_cfg.custom_keys.backbone.lr_mult"
     if adoption[factor] is not None:
         adoption.carry(factor, backbone_lr_factor=adoption[factor])
-    same = ("norm_decay_mult", "bias_decay_mult", "absolute_pos_embed", "relative_position_bias_table", ".norm.", "bypass_dup")
+    same = (
+        "norm_decay_mult",
+        "bias_decay_mult",
+        "absolute_pos_embed",
+        "relative_position_bias_table",
+        ".norm.",
+        "bypass_dup",
+    )
     for key in adoption.under("optim_wrapper.paramwise_cfg"):
         if any(part in key for part in same) and (adoption[key] in (0, True)):
             adoption.skip(key, "norms, biases and what the model exempts have no weight decay")
@@ -369,8 +429,10 @@ def _schedule(adoption: Adoption, batch: int, images: int, repeated: int) -> Non
     schedule = warmup = None
     for place in places:
         kind, end = adoption[f"{place}.type"], adoption[f"{place}.end"]
-        epochs = (lambda x: x * repeated) if adoption[f"{place}.by_epoch"] is not False else (
-            lambda x: _epochs(adoption, x, batch, images)
+        epochs = (
+            (lambda x: x * repeated)
+            if adoption[f"{place}.by_epoch"] is not False
+            else (lambda x: _epochs(adoption, x, batch, images))
         )
         begin = adoption[f"{place}.begin"] or 0
         if kind == "LinearLR" and not begin and not warmup and (adoption[f"{place}.end_factor"] or 1) == 1:
@@ -384,9 +446,13 @@ def _schedule(adoption: Adoption, batch: int, images: int, repeated: int) -> Non
         elif kind == "CosineAnnealingLR" and not schedule:
             schedule, peak = "cosine", adoption["optim_wrapper.optimizer.lr"] or 1
             ratio = adoption[f"{place}.eta_min_ratio"] or (adoption[f"{place}.eta_min"] or 0) / peak
-            adoption.carry(place, "from the end of the warm-up to the end of the run", schedule="cosine", min_lr_ratio=ratio)
+            adoption.carry(
+                place, "from the end of the warm-up to the end of the run", schedule="cosine", min_lr_ratio=ratio
+            )
         else:
-            adoption.leave(place, "a warm-up and one of the schedules cosine, linear, step and constant: choose --schedule")
+            adoption.leave(
+                place, "a warm-up and one of the schedules cosine, linear, step and constant: choose --schedule"
+            )
         adoption.skip(place, "the schedule's place in the run")
     if not warmup:
         adoption.carry([], "no linear warm-up in the file", warmup_epochs=0.0)
@@ -410,9 +476,17 @@ def _pipeline(adoption: Adoption) -> None:
 def _transform(adoption: Adoption, place: str, kind: str) -> None:
     scale, probability = adoption[f"{place}.scale"], adoption[f"{place}.prob"]
     keeps = adoption[f"{place}.keep_ratio"] is not False
+    flags: dict[str, Any] = {}
     sides = adoption[f"{place}.scales"] or ([scale] if scale and not isinstance(scale[0], list) else scale)
     factors = adoption[f"{place}.ratio_range"]
-    if kind in ("LoadImageFromFile", "PackDetInputs", "LoadAnnotations", "Pad", "FilterAnnotations", "DefaultFormatBundle"):
+    if kind in (
+        "LoadImageFromFile",
+        "PackDetInputs",
+        "LoadAnnotations",
+        "Pad",
+        "FilterAnnotations",
+        "DefaultFormatBundle",
+    ):
         adoption.skip(place, "what the recipe does with images")
     elif kind in ("Resize", "RandomChoiceResize", "RandomResize") and sides and keeps and not factors:
         shorts, long = sorted({min(side) for side in sides}), max(max(side) for side in sides)
@@ -429,9 +503,11 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
         adoption.carry(place, hflip=0.5 if probability is None else probability)
     elif kind in ("PhotoMetricDistortion", "Expand", "MinIoURandomCrop"):
         flag = {"PhotoMetricDistortion": "photometric", "Expand": "zoom_out", "MinIoURandomCrop": "iou_crop"}[kind]
-        adoption.carry(place, **{flag: {"photometric": 0.5, "zoom_out": probability or 0.5, "iou_crop": 1.0}[flag]})
+        flags = {flag: {"photometric": 0.5, "zoom_out": probability or 0.5, "iou_crop": 1.0}[flag]}
+        adoption.carry(place, **flags)
     elif kind in ("Mosaic", "MixUp"):
-        adoption.carry(place, **{kind.lower(): 1.0 if probability is None else probability})
+        flags = {kind.lower(): 1.0 if probability is None else probability}
+        adoption.carry(place, **flags)
     elif kind == "CopyPaste":
         adoption.carry(place, otherwise="does not exist here", copy_paste=1.0)
     else:

@@ -14,6 +14,13 @@ def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption
     Args:
         gpus, images, batch: what the file does not say (0: unknown).
     """
+    try:
+        return _read(file, gpus, images, batch)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise Refused(f"{file}: a setting has a value of another kind than its tool writes ({error})") from None
+
+
+def _read(file: Path, gpus: int, images: int, batch: int) -> Adoption:
     if not file.is_file():
         raise Refused(f"{file}: {'a folder, not a' if file.is_dir() else 'no such'} file{nearest_path(file)}")
     if file.suffix == ".py":
@@ -24,7 +31,7 @@ def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption
     if "names" in values and {"path", "train", "val"} & values.keys():
         return ultralytics_run.read_data(values, file)
     if {"imgsz", "lr0", "close_mosaic"} & values.keys():
-        return ultralytics_run.read(values, file, images, batch)
+        return ultralytics_run.read(values, file, batch)
     if len(values.keys() & timm_train.known().keys()) * 2 > len(values):
         return timm_train.read(values, file, gpus, images)
     raise Refused(

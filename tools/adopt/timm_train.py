@@ -26,7 +26,12 @@ SAME = {  # same meaning, another name
     "seed": "seed",
 }
 IF_CHANGED = {"log_interval": "log_every", "checkpoint_hist": "keep_checkpoints"}
-IF_SET = {"layer_decay": "layer_decay", "input_key": "image_column", "target_key": "label_column", "drop_path": "drop_path"}
+IF_SET = {
+    "layer_decay": "layer_decay",
+    "input_key": "image_column",
+    "target_key": "label_column",
+    "drop_path": "drop_path",
+}
 NOT_CARRIED = {  # only where they differ from timm's defaults
     "train_split": "the training part of --data is used; give --data a folder with the wanted part as train/",
     "train_num_samples val_num_samples": "streams are not read; download the data, and give the folder with --data",
@@ -101,8 +106,7 @@ def known() -> dict:
 
 def read(values: dict, file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     """What becomes of an args.yaml. Raises `Refused` if nothing says on how many GPUs `batch_size` was used."""
-    adoption = Adoption(TOOL, file, values, known())
-    adoption.recipe = cls
+    adoption = Adoption(TOOL, file, cls, values, known())
     _data_and_model(adoption)
     batch, peak = _batch(adoption, gpus)
     _optimization(adoption, batch, peak, images)
@@ -115,13 +119,7 @@ def read(values: dict, file: Path, gpus: int = 0, images: int = 0) -> Adoption:
             adoption.carry(theirs, **{ours: adoption[theirs]})
         else:
             adoption.skip(theirs, "not set")
-    for names, reason in NOT_CARRIED.items():
-        for name in names.split():
-            adoption.leave(name, reason, always=False)
-    for names, reason in NO_EFFECT.items():
-        for name in names.split():
-            adoption.skip(name, reason)
-    adoption.finish()
+    adoption.finish(NOT_CARRIED, NO_EFFECT)
     return adoption
 
 
@@ -144,7 +142,9 @@ def _data_and_model(adoption: Adoption) -> None:
     name = str(adoption["model"])
     where_from = name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
     if not where_from and not timm.is_model(name.split("/")[-1].split(".")[0]):
-        raise Refused(f"{adoption.file}: model {name:.100} is not one of timm {timm.__version__}: put another name there")
+        raise Refused(
+            f"{adoption.file}: model {name:.100} is not one of timm {timm.__version__}: put another name there"
+        )
     adoption.carry("model", model=name.replace("hf_hub:", "hf-hub:"))
     size, shape = adoption["img_size"], adoption["input_size"]
     if not size and shape and len(shape) == 3 and shape[0] == 3 and shape[1] == shape[2]:
@@ -172,7 +172,9 @@ def _batch(adoption: Adoption, gpus: int) -> tuple[int, float]:
     note = f"{per_gpu} x {gpus} GPUs x {accumulated} accumulated" + (
         f"; {batch:,} is no multiple of {unit}, for repeats and pairs that mix" if ours != batch else ""
     )
-    adoption.carry(["batch_size", "grad_accum_steps", "world_size"], note, global_batch_size=ours, max_micro_batch_size=per_gpu)
+    adoption.carry(
+        ["batch_size", "grad_accum_steps", "world_size"], note, global_batch_size=ours, max_micro_batch_size=per_gpu
+    )
     adoption.carry("aug_repeats", repeats=repeats)
     if adoption["lr"] is not None:
         adoption.carry("lr", lr=float(adoption["lr"]), lr_batch_size=batch, lr_scaling="none")
@@ -193,7 +195,9 @@ def _optimization(adoption: Adoption, batch: int, peak: float, images: int) -> N
         adoption.leave("opt", f"no optimizer of timm {timm.__version__} that fits here; choose --opt and its --lr")
     clip, mode = adoption["clip_grad"], adoption["clip_mode"]
     if clip and mode == "value":
-        adoption.leave(["clip_grad", "clip_mode"], "single values are not clipped here; --clip 1 limits the gradient's norm")
+        adoption.leave(
+            ["clip_grad", "clip_mode"], "single values are not clipped here; --clip 1 limits the gradient's norm"
+        )
     else:
         adoption.carry(["clip_grad", "clip_mode"], clip=float(clip or 0), clip_mode=mode)
     sched = str(adoption["sched"] or "none")
@@ -209,7 +213,9 @@ def _optimization(adoption: Adoption, batch: int, peak: float, images: int) -> N
     elif sched == "poly" and adoption["decay_rate"] == 1:
         adoption.carry(["sched", "decay_rate"], schedule="linear")
     else:
-        adoption.leave("sched", "no schedule here: cosine, linear, step or constant; the preset leaves the default, cosine")
+        adoption.leave(
+            "sched", "no schedule here: cosine, linear, step or constant; the preset leaves the default, cosine"
+        )
     if sched in ("cosine", "poly"):
         least = float(adoption["min_lr"] or 0)
         note = f"{least:g} of the peak, {peak:g}"
@@ -233,7 +239,9 @@ def _optimization(adoption: Adoption, batch: int, peak: float, images: int) -> N
     precision = {"bfloat16": "bf16"}.get(str(adoption["amp_dtype"]), "fp16") if adoption["amp"] else ""
     adoption.launch(["amp", "amp_dtype"], precision)
     if adoption["sync_bn"] and int(adoption["grad_accum_steps"] or 1) > 1:
-        adoption.leave("sync_bn", "--batch_norm global can't accumulate: raise --max_micro_batch_size with it; local is set")
+        adoption.leave(
+            "sync_bn", "--batch_norm global can't accumulate: raise --max_micro_batch_size with it; local is set"
+        )
     else:
         adoption.carry("sync_bn", batch_norm="global" if adoption["sync_bn"] else "local")
     if adoption["torchcompile"]:
@@ -257,7 +265,9 @@ def _optimization(adoption: Adoption, batch: int, peak: float, images: int) -> N
 
 def _augmentation(adoption: Adoption) -> None:
     if adoption["no_aug"]:
-        adoption.carry("no_aug", "the ratio of crops still varies", crop_scale=1.0, hflip=0.0, vflip=0.0, color_jitter=0.0)
+        adoption.carry(
+            "no_aug", "the ratio of crops still varies", crop_scale=1.0, hflip=0.0, vflip=0.0, color_jitter=0.0
+        )
         adoption.skip("scale ratio hflip vflip color_jitter aa reprob".split(), "no_aug turns it off")
     else:
         low, high = (adoption["scale"] or [0.08, 1.0])[:2]

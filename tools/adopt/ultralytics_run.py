@@ -5,6 +5,7 @@ optimization of a preset of this project.
 """
 
 from pathlib import Path
+from typing import Any
 
 import timm
 
@@ -16,7 +17,9 @@ TOOL = "Ultralytics"
 PRESETS = Path(det.__file__).parent / "presets"
 OPTIMIZERS = "SGD Adam AdamW Adamax NAdam RAdam RMSProp".split()
 RT_DETR = {"rtdetr-resnet101": "PekingU/rtdetr_v2_r101vd"}  # the others: r50vd
-MODEL = "detector model pretrained width batch_norm drop_path label_smoothing".split()  # what a preset gives to a proposed model
+MODEL = (
+    "detector model pretrained width batch_norm drop_path label_smoothing".split()
+)  # what a preset gives to a proposed model
 RATES = """opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip
 ema_decay""".split()
 OPTIMIZATION = """optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr""".split()
@@ -57,10 +60,9 @@ def known() -> dict:
     return facts("ultralytics")["arguments"]
 
 
-def read(values: dict, file: Path, images: int = 0, batch: int = 0) -> Adoption:
+def read(values: dict, file: Path, batch: int = 0) -> Adoption:
     """What becomes of an args.yaml. Raises `Refused` for tasks without a recipe, and for an automatic batch size."""
-    adoption = Adoption(TOOL, file, values, known())
-    task = adoption["task"]
+    task = values.get("task", known()["task"])
     if task not in ("detect", "classify"):
         way = (
             "mask_rcnn reads outlines from COCO's JSON: convert the data and take --detector mask_rcnn, or put task: detect"
@@ -68,7 +70,7 @@ def read(values: dict, file: Path, images: int = 0, batch: int = 0) -> Adoption:
             else "recipes classify images and detect boxes"
         )
         raise Refused(f"{file}: task {task!s:.50} has no successor for these data; {way}")
-    adoption.recipe = det if task == "detect" else cls
+    adoption = Adoption(TOOL, file, det if task == "detect" else cls, values, known())
     adoption.skip("task", "the recipe")
     _model(adoption, Path(str(adoption["model"] or "")).stem, _batch(adoption, batch))
     _lengths(adoption)
@@ -76,13 +78,7 @@ def read(values: dict, file: Path, images: int = 0, batch: int = 0) -> Adoption:
         _boxes(adoption)
     else:
         _images(adoption)
-    for names, reason in NOT_CARRIED.items():
-        for name in names.split():
-            adoption.leave(name, reason, always=False)
-    for names, reason in NO_EFFECT.items():
-        for name in names.split():
-            adoption.skip(name, reason)
-    adoption.finish()
+    adoption.finish(NOT_CARRIED, NO_EFFECT)
     return adoption
 
 
@@ -90,13 +86,13 @@ def read_data(values: dict, file: Path) -> Adoption:
     """A preset for the data that a data.yaml describes, with the proposed detector."""
     if "kpt_shape" in values:
         raise Refused(f"{file}: keypoints (kpt_shape) have no recipe here; without them the boxes train")
-    adoption = Adoption(f"{TOOL} (data)", file, values)
-    adoption.recipe = det
+    adoption = Adoption(f"{TOOL} (data)", file, det, values)
     adoption.carry(["path", "train", "val", "test"], "all parts", data=str(file.parent))
     adoption.skip(["names", "nc"], "the data give the classes")
     adoption.leave("download", "nothing is downloaded by a script: get the data first")
     adoption.gpus = 1
-    adoption.carry([], "a proposal", short_sides="640", global_batch_size=16, max_micro_batch_size=16, epochs=50)
+    sizes: dict[str, Any] = {"global_batch_size": 16, "max_micro_batch_size": 16}
+    adoption.carry([], "a proposal", short_sides="640", hflip=0.5, epochs=50, **sizes)
     _propose(adoption, [], "coco_dfine_s", MODEL + RATES, model="ustc-community/dfine-small-coco")
     adoption.finish()
     return adoption
@@ -114,7 +110,12 @@ def _propose(adoption: Adoption, names: list[str], preset: str, flags: list[str]
 
 def _model(adoption: Adoption, stem: str, batch: int) -> None:
     """Carry the model, if it has a successor, and then its optimization; else propose one."""
-    names, preset, changes, same = ["model", "pretrained"], "coco_dfine_s", {"model": "ustc-community/dfine-small-coco"}, False
+    names, preset, changes, same = (
+        ["model", "pretrained"],
+        "coco_dfine_s",
+        {"model": "ustc-community/dfine-small-coco"},
+        False,
+    )
     if adoption["task"] == "classify":
         preset, changes, same = "finetune", {}, timm.is_model(stem)
     elif stem.startswith("rtdetr"):
@@ -124,7 +125,9 @@ def _model(adoption: Adoption, stem: str, batch: int) -> None:
     elif same:
         _propose(adoption, names, preset, MODEL, **changes)
     else:
-        adoption.leave(names, f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's")
+        adoption.leave(
+            names, f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
+        )
         _propose(adoption, [], preset, MODEL, **changes)
     if same and str(adoption["optimizer"]).lower() in map(str.lower, OPTIMIZERS):
         _optimization(adoption, batch)
@@ -138,7 +141,9 @@ def _model(adoption: Adoption, stem: str, batch: int) -> None:
 def _batch(adoption: Adoption, batch: int) -> int:
     size = batch or adoption["batch"]
     if not isinstance(size, int) or size < 1:
-        raise Refused(f"{adoption.file}: batch {size} is a choice of the moment: give the batch size of a step with --batch N")
+        raise Refused(
+            f"{adoption.file}: batch {size} is a choice of the moment: give the batch size of a step with --batch N"
+        )
     devices = adoption["device"]
     devices = devices if isinstance(devices, list) else str("" if devices is None else devices).split(",")
     adoption.gpus = len(devices)
@@ -177,7 +182,9 @@ def _optimization(adoption: Adoption, batch: int) -> None:
     opt, lr = str(adoption["optimizer"]), float(adoption["lr0"])
     adoption.carry("optimizer", "SGD with Nesterov momentum" if opt == "SGD" else "", opt=opt.lower())
     adoption.carry("lr0", lr=lr, lr_batch_size=batch, lr_scaling="none")
-    adoption.carry(["lrf", "cos_lr"], schedule="cosine" if adoption["cos_lr"] else "linear", min_lr_ratio=adoption["lrf"])
+    adoption.carry(
+        ["lrf", "cos_lr"], schedule="cosine" if adoption["cos_lr"] else "linear", min_lr_ratio=adoption["lrf"]
+    )
     adoption.carry("momentum", "not the first beta of Adam" if opt != "SGD" else "", momentum=adoption["momentum"])
     decay = float(adoption["weight_decay"]) * batch / adoption["nbs"]
     adoption.carry("weight_decay", f"x batch {batch} / nbs {adoption['nbs']}", weight_decay=rounded(decay))
@@ -189,10 +196,16 @@ def _optimization(adoption: Adoption, batch: int) -> None:
 def _boxes(adoption: Adoption) -> None:
     """Augmentation of images with boxes; images become squares of `imgsz`."""
     side, share = int(adoption["imgsz"]), float(adoption["multi_scale"] or 0)
-    ours = -(-side // 32) * 32
-    sides = range(ours - round(ours * share / 32) * 32, ours + round(ours * share / 32) * 32 + 1, 32)
-    note = "squares, as a multiple of 32" if ours != side else "squares; one side is drawn for each step" if share else "squares"
-    adoption.carry(["imgsz", "multi_scale"], note, short_sides=",".join(map(str, sides)), eval_short_side=ours)
+    square = -(-side // 32) * 32
+    sides = range(square - round(square * share / 32) * 32, square + round(square * share / 32) * 32 + 1, 32)
+    note = (
+        "squares, as a multiple of 32"
+        if square != side
+        else "squares; one side is drawn for each step"
+        if share
+        else "squares"
+    )
+    adoption.carry(["imgsz", "multi_scale"], note, short_sides=",".join(map(str, sides)), eval_short_side=square)
     adoption.carry("fliplr", hflip=adoption["fliplr"])
     adoption.carry("mosaic", mosaic=adoption["mosaic"])
     adoption.carry("mixup", mixup=adoption["mixup"])
@@ -212,7 +225,9 @@ def _boxes(adoption: Adoption) -> None:
         adoption.leave("copy_paste", "needs outlines, which are read from COCO's JSON: --copy_paste")
     adoption.skip("copy_paste", "off")
     off = int(adoption["close_mosaic"] or 0)
-    adoption.carry("close_mosaic", "strong augmentation ends", strong_epochs=max(0, adoption["epochs"] - off) if off else 0)
+    adoption.carry(
+        "close_mosaic", "strong augmentation ends", strong_epochs=max(0, adoption["epochs"] - off) if off else 0
+    )
 
 
 def _images(adoption: Adoption) -> None:
@@ -220,7 +235,10 @@ def _images(adoption: Adoption) -> None:
     adoption.carry("imgsz", image_size=int(adoption["imgsz"]), crop_pct=1.0)
     adoption.carry("fliplr", hflip=adoption["fliplr"])
     adoption.carry("flipud", vflip=adoption["flipud"])
-    adoption.carry("scale", "1 - scale", crop_scale=rounded(1 - float(adoption["scale"] or 0)))
+    scale = adoption["scale"]
+    adoption.carry(
+        "scale", "1 - scale", crop_scale=scale[0] if isinstance(scale, list) else rounded(1 - float(scale or 0))
+    )
     policy = {
         "randaugment": ("rand-m3-n2", "torchvision's magnitude 9 of 30 is about 3 of timm's 10"),
         "autoaugment": ("original", ""),

@@ -1,0 +1,656 @@
+"""Adopting configurations of other tools: no setting is dropped silently, what is carried means the same, nothing is executed.
+
+The configs of MMDetection come from its wheel, which the long test downloads.
+"""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config.parsing import parse
+from common.detection import defaults as detection
+from common.errors import Refused
+from common.training import defaults
+from recipes import cls, det
+from tools.adopt import __main__ as command
+from tools.adopt import detectron2_config, mmengine_config, timm_train, ultralytics_run
+from tools.adopt.adoption import Adoption, facts
+from tools.adopt.readers import read
+
+ROOT = Path(__file__).parents[2]
+PRESETS = ROOT / "recipes" / "presets"
+SUITED = {cls: defaults.suited, det: detection.suited}
+
+A2 = """
+data_dir: /data/imagenet
+model: resnet50
+img_size: 224
+crop_pct: 0.95
+batch_size: 512
+epochs: 300
+opt: lamb
+lr: 5e-3
+warmup_epochs: 5
+weight_decay: 0.02
+aa: rand-m7-mstd0.5-inc1
+mixup: 0.1
+cutmix: 1.0
+aug_repeats: 3
+bce_loss: true
+bce_target_thresh: 0.2
+smoothing: 0.0
+drop_path: 0.05
+channels_last: true
+amp: true
+amp_dtype: bfloat16
+"""
+FASTER_RCNN_1X = """
+_BASE_: ../base.yaml
+MODEL:
+  WEIGHTS: detectron2://ImageNetPretrained/MSRA/R-50.pkl
+  MASK_ON: False
+"""
+RCNN_FPN = """
+DATASETS: {TRAIN: "('coco_2017_train',)", TEST: "('coco_2017_val',)"}
+SOLVER: {IMS_PER_BATCH: 16, BASE_LR: 0.02, STEPS: "(60000, 80000)", MAX_ITER: 90000}
+INPUT: {MIN_SIZE_TRAIN: "(640, 672, 704, 736, 768, 800)"}
+"""
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+    return path
+
+
+def nested(values: Mapping[str, Any]) -> dict:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    found: dict = {}
+    for key, value in values.items():
+        *groups, last = key.split(".")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return found
+
+
+def detectron2(
+    folder: Path, base: str = RCNN_FPN, top: str = FASTER_RCNN_1X, family: Mapping = detectron2_config.RCNN
+) -> Path:
+    """A config with its base, as detectron2 has them."""
+    written(
+        folder / "base.yaml",
+        yaml.safe_dump(nested(family) | {"VERSION": 2}) + base if not base.startswith("MODEL") else base,
+    )
+    return written(folder / "COCO" / "model.yaml", top)
+
+
+def mmdetection(folder: Path, kind: str, model: Mapping | None = None, more: str = "", start_level: int = 0) -> Path:
+    """A config of a published detector on ResNet-50 in 12 epochs, as MMDetection has them; `more` stands behind it."""
+    published = facts("mmdet_models")[kind]
+    backbone = {"type": "ResNet", "depth": 50, "num_stages": 4, "out_indices": (0, 1, 2, 3), "frozen_stages": 1}
+    backbone |= {"norm_cfg": {"type": "BN", "requires_grad": True}, "norm_eval": True, "style": "pytorch"}
+    backbone |= {"init_cfg": {"type": "Pretrained", "checkpoint": "torchvision://resnet50"}}
+    model = {"type": kind, "backbone": backbone, **published} | dict(model or {})
+    return written(
+        folder / "config.py",
+        f"model = {model!r}\n"
+        "pipeline = [dict(type='LoadImageFromFile'), dict(type='Resize', scale=(1333, 800), keep_ratio=True),\n"
+        "            dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')]\n"
+        "train_dataloader = dict(batch_size=2, batch_sampler=dict(type='AspectRatioBatchSampler'), dataset=dict(\n"
+        "    type='CocoDataset', ann_file='annotations/instances_train2017.json', pipeline=pipeline))\n"
+        "train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=12, val_interval=1)\n"
+        "param_scheduler = [dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=500),\n"
+        "                   dict(type='MultiStepLR', begin=0, end=12, by_epoch=True, milestones=[8, 11], gamma=0.1)]\n"
+        "optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02, momentum=0.9, weight_decay=0.0001))\n"
+        "auto_scale_lr = dict(enable=False, base_batch_size=16)\n" + more,
+    )
+
+
+def kinds(adoption: Adoption) -> dict[str, tuple[str, str]]:
+    """What became of each setting: kind and text."""
+    return {key: (line.kind, line.text) for line in reversed(adoption.lines) for key in line.keys}
+
+
+def made(adoption: Adoption, folder: Path) -> dict[str, str]:
+    """The preset that is written, checked as all presets are, as texts."""
+    path = folder / "made.yaml"
+    words = shlex.split(adoption.write(path, overwrite=True))
+    assert (ROOT / words[3]).is_file()
+    assert Path(words[words.index("--config") + 1]) == path
+    config = adoption.recipe.Config
+    given = ["--config", str(path), "--data", "x"]
+    assert parse(config, given, suit=SUITED[adoption.recipe]) == parse(config, given), "the same on any data"
+    return {key: str(value) for key, value in yaml.safe_load(path.read_text()).items()}
+
+
+def differences(made: dict[str, str], preset: str) -> dict[str, tuple[str | None, str | None]]:
+    """Where a made preset differs from one of this project: {flag: (made, this project's)}, less their own freezing."""
+    ours = {key: str(value) for key, value in yaml.safe_load((PRESETS / f"{preset}.yaml").read_text()).items()}
+    flags = (made.keys() | ours.keys()) - {"freeze_stages"}
+    return {key: (made.get(key), ours.get(key)) for key in flags if made.get(key) != ours.get(key)}
+
+
+@pytest.fixture(scope="session")
+def mmengine(tmp_path_factory) -> None:
+    """mmengine, from the environment or a folder of its own: its parser needs none of the packages that it requires."""
+    try:
+        import mmengine  # noqa: F401
+    except ImportError:
+        folder = tmp_path_factory.mktemp("mmengine")
+        packages = ["mmengine==0.10.7", "addict==2.4.0", "yapf==0.43.0", "termcolor==3.3.0"]
+        pip(["install", "--no-deps", "--target", folder, *packages], "mmengine can't be installed")
+        sys.path.append(str(folder))
+
+
+def pip(words: list, reason: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "pip", "--quiet", *map(str, words)], capture_output=True, timeout=300)
+    if ended.returncode:
+        pytest.skip(f"{reason}: {ended.stderr.decode()[-200:]}")
+
+
+# --- every setting
+
+
+SPECIAL = {  # values that differ from the default and are possible, where no rule gives one
+    "model": "resnet18",
+    "opt": "adamw",
+    "sched": "step",
+    "dataset": "hfds/owner/name",
+    "input_size": [3, 96, 96],
+    "amp_dtype": "bfloat16",
+    "lr_base_scale": "sqrt",
+    "clip_mode": "agc",
+    "aa": "original",
+    "mixup_mode": "elem",
+    "scale": [0.2, 1.0],  # Ultralytics' may be a range, too
+    "optimizer": "SGD",
+    "mode": "val",
+    "device": "0,1",
+    "split": "test",
+    "auto_augment": "augmix",
+    "task": "classify",
+}
+D2_SPECIAL = {
+    "MODEL.META_ARCHITECTURE": "RetinaNet",
+    "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
+    "MODEL.RESNETS.DEPTH": 101,
+    "MODEL.RESNETS.NORM": "SyncBN",
+    "SOLVER.LR_SCHEDULER_NAME": "WarmupCosineLR",
+    "DATASETS.TRAIN": ["mine_train"],
+    "DATALOADER.SAMPLER_TRAIN": "RepeatFactorTrainingSampler",
+    "INPUT.RANDOM_FLIP": "none",
+}
+REFUSED = ("keypoints", "no successor", "META_ARCHITECTURE")
+
+
+def other(value: Any) -> Any:
+    """A value that differs from a default."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1 if value in (0, 1, -1) else value * 2
+    if isinstance(value, list):
+        return [*value, 0.5] if value else [1]
+    return "else" if isinstance(value, str) else {"a": 1} if isinstance(value, dict) else 1
+
+
+def test_every_argument_of_timm_is_carried_or_named() -> None:
+    known = timm_train.known()
+    assert len(known) > 160
+    for key, default in known.items():
+        value = SPECIAL.get(key, other(default))
+        if key == "task":
+            value = "multilabel"
+        values = {"batch_size": 8, "mixup": 0.1, "amp": True, "warmup_epochs": 5, "model_ema": True} | {key: value}
+        kind, text = kinds(timm_train.read(values, Path("args.yaml"), gpus=2, images=100))[key]
+        assert kind != "default" and "not known" not in text, (key, kind, text)
+
+
+def test_every_setting_of_ultralytics_is_carried_or_named() -> None:
+    known = ultralytics_run.known()
+    assert len(known) > 100
+    for task in ("detect", "classify"):
+        for key, default in known.items():
+            if key == "task":
+                continue
+            values = {"task": task, "model": "yolo11n.pt", "data": "/data/x", key: SPECIAL.get(key, other(default))}
+            if key == "batch":
+                values["batch"] = 32
+            kind, text = kinds(ultralytics_run.read(values, Path("args.yaml")))[key]
+            assert kind != "default" and "not known" not in text, (task, key, kind, text)
+
+
+def test_every_setting_of_detectron2_is_carried_or_named(tmp_path) -> None:
+    known = detectron2_config.known()
+    assert len(known) > 180
+    family = dict(detectron2_config.RCNN)
+    refused = []
+    for key, default in known.items():
+        value = D2_SPECIAL.get(key, other(default))
+        values = family | {"DATASETS.TRAIN": ["coco_2017_train"], key: value}
+        if key == "MODEL.META_ARCHITECTURE":
+            values = dict(detectron2_config.RETINANET) | {"DATASETS.TRAIN": ["coco_2017_train"]}
+        file = written(tmp_path / "config.yaml", yaml.safe_dump(nested(values)))
+        try:
+            kind, text = kinds(detectron2_config.read(file, images=1000 if key == "DATASETS.TRAIN" else 0))[key]
+        except Refused as error:
+            assert any(part in str(error) for part in REFUSED), error
+            refused.append(key)
+            continue
+        changed = values[key] != default
+        assert (kind != "default" or not changed) and "not known" not in text, (key, kind, text)
+    assert {*refused} <= {
+        *("MODEL.KEYPOINT_ON", "MODEL.ROI_HEADS.NAME", "MODEL.PROPOSAL_GENERATOR.NAME", "MODEL.RESNETS.NUM_GROUPS"),
+        "MODEL.RESNETS.WIDTH_PER_GROUP",
+    }
+
+
+def test_a_setting_that_no_table_has_is_named() -> None:
+    adoption = timm_train.read({"batch_size": 8, "of_tomorrow": 3}, Path("args.yaml"), gpus=1)
+    assert kinds(adoption)["of_tomorrow"] == ("not carried", "not known as a setting of timm's train.py")
+    assert "  of_tomorrow = 3 -> not carried: not known" in adoption.table()
+    assert {key for line in adoption.lines for key in line.keys} == {*adoption.values}
+
+
+def test_a_flag_that_the_recipe_lacks_is_not_carried_and_is_carried_once_it_is_there(tmp_path, monkeypatch) -> None:
+    adoption = Adoption("a tool", Path("x"), det, {"freeze": 3})
+    assert not adoption.carry("freeze", otherwise="all of it is trained", no_such_flag=3)
+    assert kinds(adoption)["freeze"] == ("not carried", "all of it is trained") and not adoption.preset
+
+    field = dataclasses.field(default="0", metadata={})
+    later = dataclasses.make_dataclass("Config", [("freeze_stages", str, field)], bases=(det.Config,))
+    monkeypatch.setattr(detectron2_config, "det", SimpleNamespace(Config=later, __file__="recipes/det.py"))
+    adoption = detectron2_config.read(detectron2(tmp_path))
+    assert adoption.preset["freeze_stages"][0] == "1"  # FREEZE_AT 2: the stem is detectron2's first stage
+
+
+# --- meaning
+
+
+def test_what_a_timm_file_leaves_out_is_timms_default_and_not_ours(tmp_path) -> None:
+    """timm's factory of schedules and optimizers gets the same numbers."""
+    adoption = timm_train.read({"batch_size": 64, "grad_accum_steps": 2, "min_lr": 1e-4}, Path("args.yaml"), gpus=4)
+    preset = made(adoption, tmp_path)
+    wanted = {
+        "model": "resnet50",
+        "opt": "sgd",
+        "schedule": "cosine",
+        "epochs": "300",
+        "weight_decay": "2e-05",
+        "hflip": "0.5",
+    }
+    wanted |= {
+        "crop_scale": "0.08",
+        "color_jitter": "0.4",
+        "label_smoothing": "0.1",
+        "warmup_epochs": "5",
+        "seed": "42",
+    }
+    wanted |= {"global_batch_size": "512", "max_micro_batch_size": "64", "lr": "0.1", "lr_batch_size": "256"}
+    wanted |= {"lr_scaling": "linear", "min_lr_ratio": "0.0005"}  # of the peak, 0.1 * 512 / 256
+    assert {key: preset.get(key) for key in wanted} == wanted
+    adaptive = timm_train.read({"batch_size": 64, "opt": "adamw"}, Path("args.yaml"), gpus=4)
+    assert adaptive.preset["lr_scaling"][0] == "sqrt"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        (
+            {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.97},
+            {"schedule": "step", "step_epochs": "2.4", "step_factor": 0.97},
+        ),
+        ({"sched": "multistep", "decay_milestones": [30, 60]}, {"step_epochs": "30,60", "step_factor": 0.1}),
+        ({"sync_bn": True}, {"batch_norm": "global"}),
+        ({"no_aug": True, "reprob": 0.5}, {"crop_scale": 1.0, "hflip": 0.0, "color_jitter": 0.0}),
+        ({"aa": "rand-m9", "color_jitter": 0.3}, {"augment": "rand-m9"}),
+        ({"model_ema": True, "model_ema_decay": 0.999}, {"ema_decay": 0.999}),
+        ({"clip_grad": 2.0, "clip_mode": "agc"}, {"clip": 2.0, "clip_mode": "agc"}),
+        ({"drop_connect": 0.2}, {"drop_path": 0.2}),
+        ({"input_size": [3, 96, 96]}, {"image_size": 96}),
+        ({"dataset": "hfds/owner/name"}, {"data": "owner/name"}),
+        ({"val_interval": 3}, {"eval_every": 38}),  # 3 x 100 images, 8 at a time
+        ({"mixup": 0.2, "aug_repeats": 3, "batch_size": 16}, {"global_batch_size": 12, "repeats": 3}),
+    ],
+    ids=str,
+)
+def test_settings_of_timm_keep_their_meaning(theirs, ours) -> None:
+    adoption = timm_train.read({"batch_size": 8} | theirs, Path("args.yaml"), gpus=1, images=100)
+    assert {key: adoption.preset[key][0] for key in ours} == ours
+    assert "random_erasing" not in adoption.preset or adoption["reprob"] == 0
+    if "aa" in theirs:
+        assert "color_jitter" not in adoption.preset, "timm turns it off beside aa"
+
+
+def test_settings_of_ultralytics_keep_their_meaning(tmp_path) -> None:
+    file = tmp_path / "args.yaml"
+    values = {"task": "detect", "model": "rtdetr-l.pt", "data": "/data/x/data.yaml", "batch": 16, "device": "0,1"}
+    values |= {"optimizer": "AdamW", "lr0": 1e-4, "weight_decay": 1e-3, "nbs": 32, "multi_scale": 0.1, "epochs": 72}
+    adoption = ultralytics_run.read(values, file)
+    preset = made(adoption, tmp_path)
+    wanted = {"detector": "rtdetr_v2", "model": "PekingU/rtdetr_v2_r50vd", "data": "/data/x", "global_batch_size": "32"}
+    wanted |= {
+        "max_micro_batch_size": "8",
+        "opt": "adamw",
+        "lr": "0.0001",
+        "weight_decay": "0.001",
+        "schedule": "linear",
+    }
+    wanted |= {
+        "min_lr_ratio": "0.01",
+        "short_sides": "576,608,640,672,704",
+        "eval_short_side": "640",
+        "strong_epochs": "62",
+    }
+    wanted |= {"scale_jitter": "0.5-1.5", "clip": "10.0", "ema_decay": "0.9999", "mosaic": "1.0"}
+    assert {key: preset.get(key) for key in wanted} == wanted
+
+    yolo = made(ultralytics_run.read(values | {"model": "yolo11n.pt"}, file), tmp_path)
+    assert (yolo["detector"], yolo["lr"], yolo["opt"]) == ("dfine", "0.00025", "adamw"), (
+        "not YOLO's rate for another model"
+    )
+    assert yolo.get("batch_norm") != "global", "which can't accumulate"
+    data = made(read(written(tmp_path / "data.yaml", "path: x\ntrain: a\nval: b\nnames: [cat, dog]\n")), tmp_path)
+    assert (data["data"], data["detector"]) == (str(tmp_path), "dfine")
+    classifier = made(ultralytics_run.read({"task": "classify", "model": "resnet50.pt", "imgsz": 224}, file), tmp_path)
+    assert (classifier["model"], classifier["crop_scale"]) == ("resnet50", "0.5")
+
+
+# --- the same sources as this project's presets
+
+
+def test_resnet50_a2_of_timm_becomes_our_preset(tmp_path) -> None:
+    preset = made(read(written(tmp_path / "args.yaml", A2), gpus=4), tmp_path)
+    assert differences(preset, "imagenet_resnet50_a2") == {"seed": ("42", None)}  # timm's default
+
+
+def test_faster_rcnn_of_detectron2_becomes_our_preset(tmp_path) -> None:
+    adoption = read(detectron2(tmp_path))
+    assert differences(made(adoption, tmp_path), "coco_fasterrcnn_r50_1x") == {
+        "data": ("FOLDER", "/data/coco"),  # detectron2 knows its data by name
+        "short_sides": ("640,672,704,736,768,800", "800"),  # ours is of MMDetection, which has one size
+        "eval_short_side": ("800", None),  # the largest of one size
+        "group_window": ("16", None),  # ours does not group shapes
+        "epochs": (None, "12"),  # detectron2 counts iterations
+        "max_steps": ("90000", None),
+        "step_epochs": ("8.11585,10.8211", "8,11"),  # of 60,000 and 80,000 iterations
+        "warmup_epochs": ("0.135263", "0.0677"),  # 1,000 iterations, MMDetection 500
+        "max_micro_batch_size": ("2", "4"),  # on 8 GPUs
+    }
+    stream = cls.Stream(118_287, 16, 0)
+    assert [stream.steps(float(epochs)) for epochs in ("8.11585", "10.8211", "0.135263")] == [60_000, 80_000, 1_000]
+
+
+@pytest.mark.usefixtures("mmengine")
+@pytest.mark.parametrize(
+    "kind, preset, changed",
+    [
+        ("FasterRCNN", "coco_fasterrcnn_r50_1x", {}),
+        # Ours are torchvision's: 26 epochs and half the rate, with a longer warm-up.
+        (
+            "RetinaNet",
+            "coco_retinanet_r50",
+            {"epochs": ("12", "26"), "step_epochs": ("8,11", "16,22"), "lr": ("0.02", "0.01")},
+        ),
+        ("FCOS", "coco_fcos_r50", {"epochs": ("12", "26"), "step_epochs": ("8,11", "16,22"), "lr": ("0.02", "0.01")}),
+    ],
+)
+def test_detectors_of_mmdetection_become_our_presets(kind, preset, changed, tmp_path) -> None:
+    adoption = read(mmdetection(tmp_path, kind))
+    unlike = differences(made(adoption, tmp_path), preset)
+    assert unlike == changed | {
+        "data": ("FOLDER", "/data/coco"),
+        "group_window": ("16", None),  # ours does not group shapes
+        "max_micro_batch_size": ("2", "4"),
+        "warmup_epochs": ("0.0676308", "0.0677" if kind == "FasterRCNN" else "0.135"),
+    }
+    assert not [line for line in adoption.lines if "not known" in line.text]
+
+
+@pytest.mark.usefixtures("mmengine")
+def test_settings_of_mmdetection_keep_their_meaning(tmp_path) -> None:
+    more = (
+        "optim_wrapper.update(type='AmpOptimWrapper', clip_grad=dict(max_norm=35, norm_type=2), accumulative_counts=2)\n"
+        "optim_wrapper.update(paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1)), norm_decay_mult=0.))\n"
+        "custom_hooks = [dict(type='EMAHook', momentum=0.001), dict(type='Other')]\n"
+        "train_dataloader = dict(batch_size=2, dataset=dict(type='RepeatDataset', times=3, dataset=dict(\n"
+        "    ann_file='mine.json', pipeline=[dict(type='RandomResize', scale=[(1333, 640), (1333, 800)], keep_ratio=True),\n"
+        "    dict(type='PhotoMetricDistortion'), dict(type='Strange', p=1)])))\n"
+    )
+    file = mmdetection(tmp_path, "MaskRCNN", more=more)
+    with pytest.raises(Refused, match=r"500 iterations are how many epochs\? Give --images N"):
+        read(file, gpus=4)
+    adoption = read(file, gpus=4, images=1000)
+    preset = made(adoption, tmp_path)
+    wanted = {
+        "detector": "mask_rcnn",
+        "global_batch_size": "16",
+        "clip": "35",
+        "backbone_lr_factor": "0.1",
+        "epochs": "36",
+    }
+    wanted |= {
+        "step_epochs": "24,33",
+        "ema_decay": "0.999",
+        "short_sides": "640,672,704,736,768,800",
+        "photometric": "0.5",
+    }
+    wanted |= {"warmup_epochs": "7.99984"}
+    assert {key: preset.get(key) for key in wanted} == wanted
+    became = kinds(adoption)
+    assert (
+        became["train_dataloader.dataset.dataset.pipeline[2].type"][0]
+        == became["custom_hooks[1].type"][0]
+        == "not carried"
+    )
+    assert adoption.precision == "fp16"
+
+
+@pytest.mark.usefixtures("mmengine")
+def test_a_changed_part_of_a_detector_is_named(tmp_path) -> None:
+    head = facts("mmdet_models")["FasterRCNN"]["rpn_head"]
+    changed = head | {"anchor_generator": head["anchor_generator"] | {"scales": [4]}, "loss_bbox": {"type": "IoULoss"}}
+    adoption = read(mmdetection(tmp_path, "FasterRCNN", {"rpn_head": changed}))
+    said = adoption.table()
+    assert "model.rpn_head.anchor_generator.scales = [4] -> not carried: the family has [8]" in said
+    assert "model.rpn_head.loss_bbox.type = IoULoss -> not carried: the family has L1Loss" in said
+    assert "model.rpn_head.loss_bbox.loss_weight -> not carried: the family has 1.0, the file has none" in said
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.yaml", "batch_size: 8\nmodel: resnet50\nopt: sgd\n", "batch_size 8 is per GPU.*give --gpus N"),
+        ("a.yaml", "batch_size: 8\nmodel: resnext1\nopt: sgd\nworld_size: 2\n", "model resnext1 is not one of timm"),
+        ("a.yaml", "task: pose\nimgsz: 640\nlr0: 0.1\n", "task pose has no successor"),
+        ("a.yaml", "task: segment\nimgsz: 640\nlr0: 0.1\n", "task segment .*mask_rcnn reads outlines from COCO's JSON"),
+        ("a.yaml", "task: detect\nimgsz: 640\nbatch: -1\n", "batch -1 is a choice of the moment: give .* --batch N"),
+        ("a.yaml", "path: x\ntrain: y\nnames: [a]\nkpt_shape: [3, 2]\n", "keypoints"),
+        ("a.yaml", "MODEL: {META_ARCHITECTURE: PanopticFPN}\n", "META_ARCHITECTURE PanopticFPN has no successor"),
+        ("a.yaml", "MODEL: {MASK_ON: true}\n", "BACKBONE.NAME build_resnet_backbone .* has no successor"),
+        ("a.yaml", "_BASE_: b.yaml\n", "_BASE_ b.yaml is missing"),
+        ("a.yaml", "_BASE_: a.yaml\n", "_BASE_ leads in a circle"),
+        ("a.yaml", "MODEL: &x {A: 1}\nB: *x\n", "has aliases"),
+        (
+            "a.yaml",
+            "batch_size: 8\nmodel: resnet50\nlr: [1, 2]\nworld_size: 2\n",
+            "a value of another kind than its tool writes",
+        ),
+        ("a.yaml", "what: else\n", "none of timm's args.yaml"),
+        ("a.yaml", "- 1\n", "must hold `key: value` lines"),
+        ("a.yaml", "a: [\n", "not readable as plain YAML"),
+        ("b.yaml", None, "no such file"),
+    ],
+    ids=str,
+)
+def test_what_can_t_become_a_preset_is_refused_in_one_line(name, text, said, tmp_path) -> None:
+    if text is not None:
+        written(tmp_path / name, text)
+    with pytest.raises(Refused, match=said) as raised:
+        read(tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
+def test_iterations_of_unknown_data_are_refused_and_a_number_is_enough(tmp_path) -> None:
+    file = detectron2(tmp_path, RCNN_FPN.replace("coco_2017_train", "mine_train"))
+    with pytest.raises(Refused, match="the size of mine_train is not known: give --images N"):
+        read(file)
+    assert read(file, images=1600).preset["step_epochs"][0] == "600,800"
+
+
+ATTACKS = [
+    "import os\nos.system('touch {mark}')",
+    "x = __import__('os').system('touch {mark}')",
+    "dict = eval\nx = dict('open({mark!r}, \"w\")')",
+    "x = [c for c in ().__class__.__base__.__subclasses__()]",
+    "x = (lambda: open({mark!r}, 'w'))()",
+    "def f():\n    open({mark!r}, 'w')",
+    "x = open({mark!r}, 'w')",
+    "e = open\nx = [len(e) for len in [0]]",
+    "x = '{{{{ $HOME:x }}}}'",
+    "_base_ = ['b.yaml']",
+    "_base_ = 'mmdet::_base_/default_runtime.py'",
+    "_base_ = 'bad.py'",
+    "_base_ = [open({mark!r}, 'w')]",
+    "with read_base():\n    from .b import *",
+    "a = {{}}\na.update.__globals__",
+    "f'{{open}}'",
+    "for x in range(3): pass",
+    "custom_imports = dict(imports=['bad'])\nopen({mark!r}, 'w')",
+]
+
+
+@pytest.mark.usefixtures("mmengine")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_config_that_does_more_than_assign_values_is_refused_and_not_executed(attack, tmp_path) -> None:
+    mark = tmp_path / "mark"
+    written(tmp_path / "bad.py", f"open({str(mark)!r}, 'w')")
+    written(tmp_path / "b.yaml", f"x: !!python/object/apply:os.system ['touch {mark}']")
+    with pytest.raises(Refused):
+        read(written(tmp_path / "config.py", attack.format(mark=str(mark))))
+    assert not mark.exists()
+
+
+@pytest.mark.usefixtures("mmengine")
+def test_values_of_a_base_are_computed(tmp_path) -> None:
+    """As MMDetection's configs do it: variables, lists, products, comprehensions, changes of a base, and deletions."""
+    mmdetection(tmp_path, "FasterRCNN")
+    text = (
+        "_base_ = ['config.py']\nepochs = 4 * 3\nsizes = [(1333, side) for side in range(640, 801, 80)]\n"
+        "train_cfg = dict(max_epochs=2 * epochs)\ncustom_imports = dict(imports=['no.such.module'])\n"
+        "model = dict(backbone=dict(depth=101, init_cfg=dict(checkpoint='torchvision://resnet101')))\ndel sizes\n"
+    )
+    adoption = read(written(tmp_path / "top.py", text))
+    assert adoption.preset["epochs"][0] == 24
+    assert adoption.preset["model"][0].startswith("resnet101")
+    assert kinds(adoption)["epochs"] == ("no effect here", "a variable, which is reported where it is used")
+
+
+def test_no_tag_in_yaml_is_executed(tmp_path) -> None:
+    mark = tmp_path / "mark"
+    attack = f"!!python/object/apply:os.system ['touch {mark}']"
+    with pytest.raises(Refused, match="not readable as plain YAML"):
+        read(written(tmp_path / "args.yaml", f"batch_size: 8\nmodel: {attack}\nopt: sgd\n"))
+    # detectron2's own RetinaNet has such a tag, for its anchors: it is read as a text, and known.
+    anchors = f"!!python/object/apply:eval [ {detectron2_config._POWERS!r} ]"
+    text = yaml.safe_dump(nested(detectron2_config.RETINANET))
+    text = re.sub(r"SIZES:\n.*?(?=\n  [A-Z])", f"SIZES: {anchors}", text, flags=re.DOTALL)
+    base = text + RCNN_FPN
+    adoption = read(detectron2(tmp_path, base, FASTER_RCNN_1X.replace("  MASK_ON: False\n", "")))
+    assert kinds(adoption)["MODEL.ANCHOR_GENERATOR.SIZES"] == ("carried", "-> detector = retinanet")
+    adoption = read(detectron2(tmp_path, base.replace(anchors, attack)))
+    assert kinds(adoption)["MODEL.ANCHOR_GENERATOR.SIZES"][0] == "not carried"
+    assert not mark.exists()
+
+
+# --- the command
+
+
+def test_a_preset_is_not_replaced_and_says_what_it_was_made_from(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path / "run" / "args.yaml", A2)
+    command.main([str(file), "--gpus", "4"])
+    said = capsys.readouterr().out
+    assert "  opt = lamb -> opt = lamb\n" in said
+    assert "  bce_target_thresh = 0.2 -> not carried: change build_loss in a copy of the recipe\n" in said
+    text = (tmp_path / "args.yaml").read_text()
+    assert text.startswith("# Made from args.yaml of timm's train.py by tools/adopt.")
+    assert (
+        "#   accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --config args.yaml\n"
+        in text
+    )
+    assert "# - bce_target_thresh = 0.2: change build_loss in a copy of the recipe\n" in text
+    with pytest.raises(Refused, match=r"args.yaml exists: give another name with -o, or --overwrite"):
+        command.main([str(file), "--gpus", "8"])
+    assert (tmp_path / "args.yaml").read_text() == text
+    command.main([str(file), "--gpus", "8", "--overwrite"])
+    assert "global_batch_size: 4092" in (tmp_path / "args.yaml").read_text()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["args.yaml"]
+    with pytest.raises(Refused, match=r"no/such.yaml: can't be written: No such file or directory"):
+        command.main([str(file), "--gpus", "8", "-o", "no/such.yaml"])
+
+
+def test_a_made_preset_trains_on_two_processes(launch, tmp_path) -> None:
+    """The command makes it, and a launch takes three steps with its mixing, repeats, averaging and schedule."""
+    text = A2.replace("resnet50", "test_resnet").replace("224", "32").replace("512", "16") + "model_ema: true\n"
+    file = written(tmp_path / "args.yaml", text)
+    preset = tmp_path / "made.yaml"
+    ended = launch.start_python("-m", "tools.adopt", file, "-o", preset, "--gpus", 2).finish()
+    assert ended.returncode == 0, ended.stderr
+    words = ["--data", "digits", "--max_steps", 3, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
+    ended = launch("multi_cpu", "recipes/cls.py", "--config", preset, *words, "--workers", 1)
+    assert ended.returncode == 0, ended.stderr
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["global_batch_size"], config["repeats"], config["opt"], config["ema_decay"]) == (
+        30,
+        3,
+        "lamb",
+        0.9998,
+    )
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+# --- all of MMDetection's
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("mmengine")
+def test_every_config_of_mmdetection_becomes_a_preset_or_is_refused_in_one_line(tmp_path) -> None:
+    """docs/from_other_systems.md has these figures."""
+    pip(["download", "--no-deps", "-d", tmp_path, "mmdet==3.3.0"], "MMDetection's package can't be downloaded")
+    folder = tmp_path / "mmdet"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", next(tmp_path.glob("*.whl")), folder], check=True)
+    files = sorted((folder / "mmdet" / ".mim" / "configs").rglob("*.py"))
+    assert len(files) == 869
+    counts: dict[str, int] = {}
+    for file in files:
+        try:
+            adoption = read(file, gpus=8, images=20_000)
+            made(adoption, tmp_path)
+            assert {key for line in adoption.lines for key in line.keys} == {*adoption.values}, file
+            result = "preset"
+        except Refused as error:
+            assert "\n" not in str(error)
+            result = "no successor" if "no successor" in str(error) else "not readable"
+        counts[result] = counts.get(result, 0) + 1
+    assert counts == {"preset": 215, "no successor": 639, "not readable": 15}
+
+
+def test_the_reader_needs_mmengine_and_says_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mmengine.config", None)
+    with pytest.raises(Refused, match="need its parser: pip install mmengine"):
+        mmengine_config.read(written(tmp_path / "config.py", "x = 1\n"))
