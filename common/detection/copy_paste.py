@@ -24,7 +24,7 @@ def pasted(sample: Sample, other: Sample) -> tuple[Sample, torch.Tensor]:
     after = extents(below)
     boxes = torch.where(after == before, sample.boxes, after.to(sample.boxes.dtype))
     shares = torch.cat([shares_left(below, sample.masks), torch.ones(len(other.boxes))])
-    boxes, masks = tv_tensors.wrap(boxes, like=sample.boxes), tv_tensors.Mask(below)
+    boxes, masks = (tv_tensors.wrap(new, like=old) for new, old in ((boxes, sample.boxes), (below, sample.masks)))
     return joined(image, [sample._replace(boxes=boxes, masks=masks), other]), shares
 
 
