@@ -13,7 +13,6 @@ from common.detection import transforms
 from common.detection.affine import moved
 from common.detection.copy_paste import extents, pasted
 from common.detection.data.annotated import Sample
-from common.detection.samples import crop, mirrored
 from common.detection.transforms import BoxAugmentation, read_range
 from common.errors import Refused
 
@@ -71,18 +70,13 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
 
 
 def boxed(size, boxes, crowd=()) -> Sample:
-    """A black image whose masks fill `boxes`."""
-    masks = np.zeros((len(boxes), size[1], size[0]), np.uint8)
+    """A sample of tensors: a black image, and masks that fill `boxes`."""
+    width, height = size
+    masks = torch.zeros(len(boxes), height, width, dtype=torch.uint8)
     for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True):
         mask[top:bottom, left:right] = 1
-    pixels, numbers = np.zeros((size[1], size[0], 3), np.uint8), np.arange(len(boxes))
-    return Sample(Picture(pixels_of(pixels)), np.array(boxes, np.float32), numbers, np.isin(numbers, crowd), masks)
-
-
-def to_tensors(sample: Sample) -> Sample:
-    """The whole sample."""
-    width, height = sample.image.width, sample.image.height
-    return crop(sample, np.array([0, 0, width, height]), (height, width), np.arange(len(sample.boxes)), "worker")
+    pixels, numbers = torch.zeros(3, height, width, dtype=torch.uint8), torch.arange(len(boxes))
+    return Sample(pixels, torch.tensor(boxes).float(), numbers, torch.isin(numbers, torch.tensor(crowd)), masks)
 
 
 def vary(augmentation, position, own, others=None) -> Sample:
@@ -193,8 +187,8 @@ def test_masks_lie_on_their_objects_and_boxes_around_the_masks(way):
 
 def test_pasting_covers_what_is_below_and_boxes_shrink_to_what_is_seen():
     """An object below a pasted one loses its pixels. It is left out with less than a tenth visible; a crowd region stays."""
-    sample = lambda *boxes, crowd=(): mirrored(to_tensors(boxed((40, 20), boxes, crowd)))  # noqa: E731
-    below, above = sample((0, 0, 10, 10), (20, 0, 40, 20), (0, 12, 10, 20), crowd=[2]), sample((0, 0, 10, 19))
+    below = boxed((40, 20), [(30, 0, 40, 10), (0, 0, 20, 20), (30, 12, 40, 20)], crowd=[2])
+    above, narrow = boxed((40, 20), [(30, 0, 40, 19)]), boxed((40, 20), [(30, 0, 38, 19)])
     below.image[:], above.image[:] = 50, 200
     result, shares = pasted(below, above)
     assert shares.tolist() == pytest.approx([0, 1, 1 / 8, 1])
@@ -202,9 +196,9 @@ def test_pasting_covers_what_is_below_and_boxes_shrink_to_what_is_seen():
     assert result.labels.tolist() == [0, 1, 2, 0] and result.masks[2].sum() == 10
     assert torch.equal(result.image[0] == 200, above.masks[0].bool()) and (result.masks.sum(0) <= 1).all()
     assert transforms._visible(result, shares).labels.tolist() == [1, 2, 0]
-    result, shares = pasted(below, sample((2, 0, 10, 19)))  # two columns of the first object are left: a fifth
+    result, shares = pasted(below, narrow)  # two columns of the first object are left: a fifth
     assert shares[0] == pytest.approx(0.2) and result.boxes[0].tolist() == [38, 0, 40, 10]
-    assert torch.equal(below.masks[0], sample((0, 0, 10, 10)).masks[0])  # the arguments stay as they are
+    assert below.masks.flatten(1).sum(1).tolist() == [100, 400, 80]  # the arguments stay as they are
 
 
 def test_some_objects_are_pasted_but_never_crowd_regions():
@@ -225,34 +219,36 @@ def test_masks_that_only_help_to_vary_are_dropped():
 
 
 @settings(max_examples=200)
-@given(st.floats(-180, 180), st.floats(-30, 30), st.floats(-30, 30), st.integers(0, 100))
-def test_a_turned_box_is_between_the_ellipse_and_the_corners_and_with_a_mask_it_holds_the_mask(
-    angle, right, down, seed
-):
-    """Each point of an object moves by the matrix of the rotation: the box is around those of a mask, or of an ellipse."""
-    sample = to_tensors(painted((90, 70), 2, seed))
-    middle, angle_, shift = np.array([45, 35]), np.deg2rad(angle), np.array([right, down])
-    turn = np.array([[np.cos(angle_), -np.sin(angle_)], [np.sin(angle_), np.cos(angle_)]])
-    go = lambda points: (points - middle) @ turn.T + middle + shift  # noqa: E731
-    exact, _ = moved(sample, angle, (right, down), FILL)
-    round_, shares = moved(sample._replace(masks=None), angle, (right, down), FILL)
+@given(st.floats(-180, 180), st.floats(-30, 30), st.floats(-30, 30), st.integers(3, 40), st.integers(3, 60))
+def test_a_turned_box_is_that_of_its_mask_or_of_its_ellipse(degrees, right, down, wide, high):
+    """The points of an object move by the matrix of the rotation. No ellipse's box exceeds that of the turned corners."""
+    size, angle = np.array([90, 70]), np.deg2rad(degrees)
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
+    def around(points: np.ndarray) -> np.ndarray:
+        """The box of the moved points [n, 2]."""
+        points = (points - size / 2) @ turn.T + size / 2 + (right, down)
+        return np.concatenate([points.min(0), points.max(0)])
+
+    def area(box: np.ndarray) -> float:
+        return np.prod(np.maximum(box[2:] - box[:2], 0))
+
+    sample = boxed((90, 70), [(5, 4, 5 + wide, 4 + high), (80 - wide, 68 - high, 80, 68)])
+    exact, _ = moved(sample, degrees, (right, down), FILL)
+    loose, shares = moved(sample._replace(masks=None), degrees, (right, down), FILL)
+    circle = np.stack([np.cos(np.linspace(0, 7, 500)), np.sin(np.linspace(0, 7, 500))], 1)
     for place, (left, top, end, bottom) in enumerate(sample.boxes.tolist()):
-        corners = go(np.array([[left, top], [end, top], [left, bottom], [end, bottom]]))
-        circle = np.stack([np.cos(np.linspace(0, 7, 200)), np.sin(np.linspace(0, 7, 200))], 1)
-        ellipse = go(circle * [(end - left) / 2, (bottom - top) / 2] + [(left + end) / 2, (top + bottom) / 2])
-        limits = lambda points: np.concatenate([points.min(0), points.max(0)])  # noqa: E731
-        clip = lambda box: np.clip(box, 0, [90, 70, 90, 70])  # noqa: E731
-        assert np.abs(round_.boxes[place].numpy() - clip(limits(ellipse))).max() < 0.05
-        low, high = np.minimum(limits(ellipse)[:2], limits(ellipse)[2:]), limits(ellipse)[2:]
-        area = lambda box: np.prod(np.maximum(box[2:] - box[:2], 0))  # noqa: E731
-        assert shares[place] == pytest.approx(area(clip(limits(ellipse))) / np.prod(high - low), abs=0.02)
+        corners = around(np.array([[left, top], [end, top], [left, bottom], [end, bottom]]))
+        ellipse = around(circle * [(end - left) / 2, (bottom - top) / 2] + [(left + end) / 2, (top + bottom) / 2])
+        seen = ellipse.clip(0, [*size, *size])
+        assert np.abs(loose.boxes[place].numpy() - seen).max() < 0.05
+        assert shares[place] == pytest.approx(area(seen) / area(ellipse), abs=0.02)
+        assert (ellipse[:2] >= corners[:2]).all() and (ellipse[2:] <= corners[2:]).all()
         y, x = exact.masks[place].numpy().nonzero()
-        if len(x):  # the object fills its box, so the box of its mask is that of the corners
+        if len(x):
             assert exact.boxes[place].tolist() == [x.min(), y.min(), x.max() + 1, y.max() + 1]
-            if (corners >= 0).all() and (corners <= [90, 70]).all():
-                assert np.abs(exact.boxes[place].numpy() - limits(corners)).max() <= 1.01
-                box = round_.boxes[place].numpy()
-                assert (box[:2] >= limits(corners)[:2] - 0.01).all() and (box[2:] <= limits(corners)[2:] + 0.01).all()
+        if (corners >= 0).all() and (corners <= [*size, *size]).all():  # the mask fills the original box
+            assert np.abs(exact.boxes[place].numpy() - corners).max() <= 1.01
 
 
 def test_an_object_that_is_turned_out_of_view_is_left_out_and_a_crowd_region_stays():
