@@ -64,8 +64,8 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     masks = None
     if sample.masks is not None:
         left, top, right, bottom = np.rint(shown).astype(int).tolist()
-        part = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
-        masks = F.interpolate(part[None], size, mode="nearest")[0] if len(rows) else part.new_zeros(0, *size)
+        cut = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
+        masks = F.interpolate(cut[None], size, mode="nearest")[0] if len(rows) else cut.new_zeros(0, *size)
     labels, crowd = torch.from_numpy(sample.labels[rows]), torch.from_numpy(sample.crowd[rows])
     return Sample(image, torch.from_numpy(boxes), labels, crowd, masks)
 
