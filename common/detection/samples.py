@@ -48,18 +48,15 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     kept = whole / size_of(sample)  # 1, or less in a cache
     left, top, right, bottom = inside.tolist()
     jpeg = for_device(picture, View((top, left, bottom - top, right - left), size)) if decode == "device" else None
-    wanted = ((inside[2:] - inside[:2]) * kept)[::-1].tolist()
-    reduction = 1 if jpeg else picture.reduction(*wanted, size)
+    width, height = ((inside[2:] - inside[:2]) * kept).tolist()
+    reduction = 1 if jpeg else picture.reduction(height, width, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)
     edges = np.rint(inside * factors).astype(int)
     edges[:2] = np.minimum(edges[:2], limits - 1)
     edges[2:] = edges[2:].clip(edges[:2] + 1, limits)
     left, top, right, bottom = edges.tolist()
-    if jpeg:
-        image = Laid(jpeg, (3, *size))
-    else:
-        part = picture.part(reduction, top, left, bottom, right)
-        image = resized(part, size, "bilinear")
+    part = reduction, top, left, bottom, right
+    image = Laid(jpeg, (3, *size)) if jpeg else resized(picture.part(*part), size, "bilinear")
 
     shown = (edges / factors).astype(np.float32)
     scale = (size[::-1] / (shown[2:] - shown[:2])).astype(np.float32)
@@ -67,24 +64,25 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     masks = None
     if sample.masks is not None:
         left, top, right, bottom = np.rint(shown).astype(int).tolist()
-        part = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
-        masks = F.interpolate(part[None], size, mode="nearest")[0] if len(rows) else part.new_zeros(0, *size)
-    return Sample(image, *map(torch.from_numpy, (boxes, sample.labels[rows], sample.crowd[rows])), masks)
+        cut = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
+        masks = F.interpolate(cut[None], size, mode="nearest")[0] if len(rows) else cut.new_zeros(0, *size)
+    labels, crowd = torch.from_numpy(sample.labels[rows]), torch.from_numpy(sample.crowd[rows])
+    return Sample(image, torch.from_numpy(boxes), labels, crowd, masks)
 
 
 def select(sample: Sample, rows: np.ndarray | torch.Tensor) -> Sample:
     """Only the objects `rows`: numbers int[n], or bool for each."""
-    image, *columns, masks, _ = sample
-    return Sample(image, *(column[rows] for column in columns), None if masks is None else masks[rows])
+    image, boxes, labels, crowd, masks, _ = sample
+    return Sample(image, boxes[rows], labels[rows], crowd[rows], None if masks is None else masks[rows])
 
 
 def mirrored(sample: Sample) -> Sample:
     """The left-right mirror image."""
-    image, boxes, *others, masks, _ = sample
+    image, boxes, labels, crowd, masks, _ = sample
     left, top, right, bottom = boxes.unbind(1)
     width = image.shape[2]
     boxes = torch.stack([width - right, top, width - left, bottom], 1)
-    return Sample(image.flip(2), boxes, *others, None if masks is None else masks.flip(2))
+    return Sample(image.flip(2), boxes, labels, crowd, None if masks is None else masks.flip(2))
 
 
 def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
@@ -92,6 +90,7 @@ def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: t
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
+    canvas: Laid | torch.Tensor
     if isinstance(sample.image, Laid):
         canvas = sample.image.padded(left, top, width, height)
     else:
@@ -105,8 +104,9 @@ def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: t
 
 def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
     """The boxes of several samples on one image."""
-    _, *columns, masks, _ = zip(*samples, strict=True)
-    return Sample(image, *map(torch.cat, columns), None if masks[0] is None else torch.cat(masks))
+    _, boxes, labels, crowd, masks, _ = zip(*samples, strict=True)
+    whole = None if masks[0] is None else torch.cat(masks)
+    return Sample(image, torch.cat(boxes), torch.cat(labels), torch.cat(crowd), whole)
 
 
 def finished(sample: Sample) -> Sample:

@@ -95,7 +95,8 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     patience, store = settings.collective_timeout, _meet(os.environ, config)
     timeout = last_resort(patience, os.environ)
     give_up_after(timeout)
-    sys.modules.setdefault("lomo_optim", None)  # not here: Accelerate looks for it on disk twice a step, about 1 ms
+    # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
+    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     accelerator = Accelerator(
         cpu=on_cpu,
         gradient_accumulation_steps=1,

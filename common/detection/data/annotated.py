@@ -6,7 +6,7 @@ pages every data worker would copy.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +20,14 @@ from common.detection.data.outlines import Outlines, decode
 
 
 class Sample(NamedTuple):
-    """An image with its n boxes."""
+    """An image with its n boxes: a `Picture` and arrays from a source, tensors once a part of it is shown."""
 
-    image: Picture
-    boxes: np.ndarray  # float32[n, 4] left, top, right, bottom in pixels
-    labels: np.ndarray  # int64[n]
-    crowd: np.ndarray  # bool[n]
-    masks: np.ndarray | None = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
-    size: np.ndarray | None = None  # int[2] width and height that boxes are of; None: those of the picture
+    image: Any  # Picture; once shown uint8[3, H, W], or `device_decoding.Laid`
+    boxes: Any  # float32[n, 4] left, top, right, bottom in pixels
+    labels: Any  # int64[n]
+    crowd: Any  # bool[n]
+    masks: Any = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
+    size: np.ndarray | None = None  # of a source: int[2] width and height that boxes are of; None: the picture's
 
 
 @dataclass(frozen=True, eq=False)
