@@ -111,9 +111,8 @@ class Freezing:
             _joined(names) + f" of {self._model.stages}" * bool(self._model.stages) + f", {share:.0%} of the parameters"
         )
         text += f", {layers} batch norms with their statistics" * bool(layers)
-        for first, part in self._parts:
-            text += f"; from step {first + 1:,} {_joined([stage.name for stage in part])} train"
-        return {"frozen": text}
+        later = [f"{_joined([stage.name for stage in part])} from step {first + 1:,}" for first, part in self._parts]
+        return {"frozen": text + f"; train later: {', '.join(later)}" * bool(later)}
 
 
 def _joined(names: list[str]) -> str:

@@ -97,7 +97,7 @@ def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
         now = tuple(layer.mode for layer in model.step_batch_norms)
         assert modes.setdefault(step, now) == now
     assert len(set(modes.values())) == 3
-    assert freezing.describe()["frozen"].endswith("; from step 6 stage 3 train; from step 11 stem to stage 2 train")
+    assert freezing.describe()["frozen"].endswith("; train later: stage 3 from step 6, stem to stage 2 from step 11")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
     for name, parameter in model.named_parameters():
         factor = 3.0 if name.startswith("fc.") else 0.1
         assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name
-    assert describe(config) == (
-        "0.01, cosine, adamw; backbone 0.001, neck 0.01, head 0.03; times 0.5 per layer from the head down"
+    assert describe(config, model) == (
+        "0.01, cosine, adamw; backbone 0.001, head 0.03; times 0.5 per layer from the head down"
     )
-    assert describe(Config(lr=0.01)) == "0.01, cosine, adamw"
+    assert describe(Config(lr=0.01), model) == "0.01, cosine, adamw"
     with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
         build_optimizer(Config(neck_lr_factor=2.0), model)
