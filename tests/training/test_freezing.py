@@ -82,6 +82,16 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     assert "; 8 of 15 layers are frozen" in text
 
 
+@pytest.mark.parametrize("name, stages", [("test_convnext", 4), ("test_vit", 6), ("test_efficientnet", 5)])
+def test_other_families_freeze_in_the_same_way(name: str, stages: int) -> None:
+    config = Config(model=name, freeze_stages="2")
+    model = built(config)
+    kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    below = "stem conv_stem bn1 cls_token pos_embed patch_embed stages.0. stages.1. blocks.0. blocks.1."
+    assert kept == {name for name, _ in model.named_parameters() if name.startswith(tuple(below.split()))}
+    assert f"stem to stage 2 of {stages}, " in Freezing(config, model, STREAM).describe()["frozen"]
+
+
 def test_the_stem_alone_can_be_frozen() -> None:
     config = Config(freeze_stages="stem", ema_decay=0.9)
     assert moved(built(config), config, 1) == [{"layer1", "layer2", "layer3", "layer4", "fc"}]
