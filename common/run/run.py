@@ -383,7 +383,7 @@ class Run:
         return {
             "layout": launch.describe(self.accelerator, self.config.dtype),
             "batch": str(self.plan),
-            "learning rate": optimization.describe(self.config),
+            "learning rate": optimization.describe(self.config, self.model),
             "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
             "run folder": str(self.path),
         }

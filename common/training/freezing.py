@@ -48,7 +48,7 @@ def freeze(config: Any, model: nn.Module) -> None:
         raise Refused(f"--freeze_stages {frozen}: {title} has {last} stages here; take at most {last}, or all")
     names = ["stem", *(f"stage {number}" for number in range(1, last + 1))] if last else ["backbone"]
     layers = [layer for layer in model.modules() if isinstance(layer, StepBatchNorm)]
-    model.frozen_stages, model.stages = [], last
+    model.frozen_stages, model.stage_count = [], last
     for name, tensors in zip(names[: frozen + 1], found, strict=False):
         ids = set(map(id, tensors))
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
@@ -103,17 +103,15 @@ class Freezing:
         """A row of the start table."""
         if not self._frozen:
             return {}
+        count = self._model.stage_count
         frozen = sum(parameter.numel() for stage in self._frozen for parameter in stage.parameters)
         names = [stage.name for stage in self._frozen]
         share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
         layers = sum(len(stage.batch_norms) for stage in self._frozen)
-        text = (
-            _joined(names) + f" of {self._model.stages}" * bool(self._model.stages) + f", {share:.0%} of the parameters"
-        )
+        text = _joined(names) + f" of {count}" * bool(count) + f", {share:.0%} of the parameters"
         text += f", {layers} batch norms with their statistics" * bool(layers)
-        for first, part in self._parts:
-            text += f"; from step {first + 1:,} {_joined([stage.name for stage in part])} train"
-        return {"frozen": text}
+        later = [f"{_joined([stage.name for stage in part])} from step {first + 1:,}" for first, part in self._parts]
+        return {"frozen": text + f"; train later: {', '.join(later)}" * bool(later)}
 
 
 def _joined(names: list[str]) -> str:

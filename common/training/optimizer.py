@@ -98,12 +98,14 @@ def lr_factors(config: OptimizationConfig) -> dict[str, float]:
     return {"backbone": config.backbone_lr_factor, "neck": config.neck_lr_factor, "head": config.head_lr_factor}
 
 
-def describe(config: OptimizationConfig) -> str:
+def describe(config: OptimizationConfig, model: torch.nn.Module) -> str:
     """Learning rate and optimizer for the start table, with the rate of each part if they differ."""
     peak, factors = peak_learning_rate(config), lr_factors(config)
     text = f"{peak:.4g}, {config.schedule}, {config.opt}"
     if len(set(factors.values())) > 1:
-        text += "; " + ", ".join(f"{part} {peak * factor:.4g}" for part, factor in factors.items())
+        text += "; " + ", ".join(
+            f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part
+        )
     return text + f"; times {config.layer_decay:g} per layer from the head down" * (config.layer_decay < 1)
 
 

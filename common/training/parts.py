@@ -45,8 +45,9 @@ def stages(model: nn.Module) -> list[list[torch.Tensor]]:
 
 def _trunk(model: nn.Module) -> nn.Module:
     """The network that has stages: a classifier itself, or the network in a detector's backbone."""
-    backbone = getattr(model, "backbone", model)
-    return getattr(model, "trunk", None) or getattr(backbone, "trunk", backbone)
+    if not hasattr(model, "backbone"):
+        return model
+    return getattr(model, "trunk", None) or getattr(model.backbone, "trunk", model.backbone)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -235,3 +235,15 @@ def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(size: int, batch: 
 def test_what_no_stream_can_be_is_refused(arguments: tuple, told: str) -> None:
     with pytest.raises(Refused, match=told):
         Stream(*arguments)
+
+
+def test_an_epoch_of_few_steps_counts_as_more_and_draws_the_same_samples() -> None:
+    plain, longer = Stream(20, 8, seed=3), Stream(20, 8, seed=3, min_epoch_steps=10)
+    assert [longer.steps(epochs) for epochs in (0.5, 1, 3)] == [5, 10, 30] != [plain.steps(e) for e in (0.5, 1, 3)]
+    assert [step for step in range(1, 31) if longer.ends_epoch(step)] == [10, 20, 30]
+    assert longer.extends_epochs and not plain.extends_epochs and longer.epoch(10) == plain.epoch(10) == 4
+    positions = np.arange(100)
+    assert (longer.indices(positions) == plain.indices(positions)).all()
+    much, same = Stream(1000, 8, seed=3, min_epoch_steps=10), Stream(1000, 8, seed=3)
+    assert not much.extends_epochs and much.steps(1.5) == same.steps(1.5)
+    assert [step for step in range(1, 300) if much.ends_epoch(step)] == [125, 250]

@@ -31,7 +31,7 @@ CASES = {
     "retinanet": "--detector retinanet --batch_norm group --norm_batch_size 2 --global_batch_size 8",
     "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
     "mask_rcnn": "--detector mask_rcnn --batch_norm frozen --global_batch_size 7",
-    "thawing": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
+    "thawing": "--detector fcos --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
     "--unfreeze_epochs 2,4 --backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
     "rf_detr": "--detector rf_detr --model RF_DETR --width 64 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "

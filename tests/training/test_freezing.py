@@ -82,6 +82,16 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     assert "; 8 of 15 layers are frozen" in text
 
 
+@pytest.mark.parametrize("name, stages", [("test_convnext", 4), ("test_vit", 6), ("test_efficientnet", 5)])
+def test_other_families_freeze_in_the_same_way(name: str, stages: int) -> None:
+    config = Config(model=name, freeze_stages="2")
+    model = built(config)
+    kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    below = "stem conv_stem bn1 cls_token pos_embed patch_embed stages.0. stages.1. blocks.0. blocks.1."
+    assert kept == {name for name, _ in model.named_parameters() if name.startswith(tuple(below.split()))}
+    assert f"stem to stage 2 of {stages}, " in Freezing(config, model, STREAM).describe()["frozen"]
+
+
 def test_the_stem_alone_can_be_frozen() -> None:
     config = Config(freeze_stages="stem", ema_decay=0.9)
     assert moved(built(config), config, 1) == [{"layer1", "layer2", "layer3", "layer4", "fc"}]
@@ -97,7 +107,7 @@ def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
         now = tuple(layer.mode for layer in model.step_batch_norms)
         assert modes.setdefault(step, now) == now
     assert len(set(modes.values())) == 3
-    assert freezing.describe()["frozen"].endswith("; from step 6 stage 3 train; from step 11 stem to stage 2 train")
+    assert freezing.describe()["frozen"].endswith("; train later: stage 3 from step 6, stem to stage 2 from step 11")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +165,9 @@ def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
     for name, parameter in model.named_parameters():
         factor = 3.0 if name.startswith("fc.") else 0.1
         assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name
-    assert describe(config) == (
-        "0.01, cosine, adamw; backbone 0.001, neck 0.01, head 0.03; times 0.5 per layer from the head down"
+    assert describe(config, model) == (
+        "0.01, cosine, adamw; backbone 0.001, head 0.03; times 0.5 per layer from the head down"
     )
-    assert describe(Config(lr=0.01)) == "0.01, cosine, adamw"
+    assert describe(Config(lr=0.01), model) == "0.01, cosine, adamw"
     with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
         build_optimizer(Config(neck_lr_factor=2.0), model)
