@@ -82,14 +82,14 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
     ended = forks(*words.split(), recipe="det")
     assert ended.code == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
-    truth = COCO(next(data.glob("**/*val*.json")))
-    theirs.transform.min_size, theirs.transform.max_size, theirs.score_thresh = (SIDE,), 1000, 0.05
+    truth = COCO(data / "val.json")
+    theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
     for number in truth.getImgIds():
         image = F.to_image(Image.open(data / "val" / f"{number}.jpg").convert("RGB"))
         with torch.no_grad():
             found = theirs([image / 255])[0]
-        for box, label, score in zip(found["boxes"].tolist(), found["labels"].tolist(), found["scores"].tolist()):
+        for box, label, score in zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")), strict=True):
             if label in (1, 47):  # COCO's person and cup
                 sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
                 rows.append({"image_id": number, "category_id": 1 + (label == 47), "bbox": sides, "score": score})
