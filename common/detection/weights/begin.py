@@ -62,6 +62,8 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
             f"{weights.source} has {len(known)} classes without names, the data have {len(names)}: evaluate it on data of its "
             "own classes"
         )
+    if config.eval_only and weights.score_threshold is not None:
+        detector.score_threshold = weights.score_threshold  # as they are, they have their authors' results
     said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
     unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""
     return "".join([said, unnamed, *weights.notes])

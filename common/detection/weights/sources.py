@@ -81,7 +81,7 @@ def _read(source: str, peeking: bool) -> Weights:
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
         elif path.exists():
             weights = _of_file(path)
-            if any(weights.notes) and torchvision_weights.is_published(path):
+            if weights.notes[1:] and torchvision_weights.is_published(path):
                 weights = torchvision_weights.without_epsilon(weights)
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)

@@ -131,9 +131,9 @@ def convert(state: dict[str, Tensor]) -> Weights:
         f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
         f"which has none, name them {PREFIX}{name}=FILE"
     )
-    return Weights(
-        SETTINGS[name] | _COMMON, tensors, classes, notes=(notes,) * (name in _WITHOUT_EPSILON and not counts)
-    )
+    threshold = 0.2 if name.startswith("fcos") else None
+    told = (notes,) * (name in _WITHOUT_EPSILON and not counts)
+    return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=told, score_threshold=threshold)
 
 
 def without_epsilon(weights: Weights) -> Weights:
@@ -142,7 +142,7 @@ def without_epsilon(weights: Weights) -> Weights:
         key: (tensor.double() - _EPSILON).to(tensor.dtype) if key.endswith("running_var") else tensor
         for key, tensor in weights.tensors.items()
     }
-    return replace(weights, tensors=tensors, notes=())
+    return replace(weights, tensors=tensors, notes=weights.notes[:1])  # without that on the epsilon
 
 
 def lacks_epsilon(name: str) -> bool:

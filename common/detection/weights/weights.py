@@ -22,6 +22,7 @@ class Weights:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # that images of pixels in 0..1 were normalised with
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
+    score_threshold: float | None = None  # of their authors' own evaluation, if it is another than our family's
     notes: tuple[str, ...] = ()  # what the start table says about them
 
     @property

@@ -3,6 +3,7 @@
 torchvision's own models get random weights, ours their file. Both then see the same photographs.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.config.parsing import parse
 from common.detection import defaults
 from common.detection.batches import DetectionBatch
 from common.detection.weights import sources, torchvision_weights
+from common.errors import Refused
 from tests.harness.several import load
 
 RECIPE = load(Path("recipes/det.py"))
@@ -107,3 +109,121 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
             assert (pasted > 0.5).any()
         found += len(boxes)
     assert found >= 40
+
+
+@pytest.fixture(scope="module")
+def fcos() -> torch.nn.Module:
+    return random_model("fcos_resnet50_fpn")
+
+
+def test_classes_keep_their_rows_by_name_and_others_are_a_function_of_the_seed(fcos, tmp_path: Path) -> None:
+    torch.save(fcos.state_dict(), tmp_path / "x.pth")
+    names = ("mug", "Traffic_Light", "gnu", "pedestrian")
+    words = ["--init_classes", "mug=cup,pedestrian=person"]
+    _, ours, said = begun(tmp_path / "x.pth", names, *words)
+    assert said.endswith(", head new for 1 of 4 classes (gnu), kept for mug, Traffic_Light, pedestrian")
+    trained, head = fcos.head.classification_head.cls_logits, ours.head.classification_head.cls_logits
+    for row, number in ((0, 47), (1, 10), (3, 1)):  # their ids in COCO
+        assert torch.equal(head.weight[row], trained.weight[number]) and head.bias[row] == trained.bias[number]
+    _, again, _ = begun(tmp_path / "x.pth", names, *words)
+    _, other, _ = begun(tmp_path / "x.pth", names, *words, "--seed", "1")
+    fresh = [model.head.classification_head.cls_logits.weight[2] for model in (ours, again, other)]
+    assert torch.equal(fresh[0], fresh[1]) and not torch.equal(fresh[0], fresh[2])
+    assert not any(torch.equal(fresh[0], row) for row in trained.weight)
+    with pytest.raises(Refused, match="must be OWN=THEIRS"):
+        begun(tmp_path / "x.pth", names, "--init_classes", "mug")
+    with pytest.raises(Refused, match="the data have no class cup, but mug"):
+        begun(tmp_path / "x.pth", names, "--init_classes", "cup=mug")
+
+
+def test_checkpoints_of_training_programs_are_read_with_their_moving_average_first(fcos, tmp_path: Path) -> None:
+    """torchvision's references keep the command line in a checkpoint; others have names with module. before them."""
+    state, older = fcos.state_dict(), {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
+    for content, words in (
+        (program | {"model": wrapped}, ""),
+        ({"model": older, "ema": {"module": state, "updates": 7}}, ", its moving average"),
+        ({"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}}, ", its moving average"),
+        ({"state_dict": state}, ""),
+    ):
+        torch.save(content, tmp_path / "x.pth")
+        weights = sources.read(str(tmp_path / "x.pth"))
+        assert "".join(weights.notes) == words
+        assert torch.equal(weights.tensors["backbone.features.conv1.weight"], state["backbone.body.conv1.weight"])
+
+
+def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> None:
+    """A row without an epsilon is told by the file's hash, or by the user; else one is assumed, and that is said."""
+    theirs = random_model("retinanet_resnet50_fpn", frozen=True)
+    with torch.no_grad():
+        for module in theirs.modules():
+            if isinstance(module, FrozenBatchNorm2d):
+                module.eps = 0.0
+                module.weight.mul_(0.003)
+                module.running_var.mul_(1e-5)  # where an epsilon of 1e-5 makes a difference
+    file = tmp_path / "x.pth"
+    torch.save(theirs.state_dict(), file)
+    names = sources.peek("torchvision:retinanet_resnet50_fpn").row_names
+    config, unsure, said = begun(file, names)
+    assert said.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
+    _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
+    assert "epsilon" not in said
+    monkeypatch.setattr(torchvision_weights, "is_published", lambda path: True)
+    _, known, said = begun(file, names)
+    assert "epsilon" not in said and all(
+        torch.equal(a, b) for a, b in zip(known.parameters(), told.parameters(), strict=True)
+    )
+    photo = photographs()[2]
+    for ours, same in ((told, True), (known, True), (unsure, False)):
+        wanted, mine = both(theirs, config, ours, photo)
+        near = len(mine["boxes"]) == len(wanted["boxes"]) > 10
+        assert same == (near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5))
+
+
+def test_what_is_no_detector_of_torchvision_is_refused_in_one_line(fcos, tmp_path: Path, monkeypatch) -> None:
+    state, file = fcos.state_dict(), tmp_path / "x.pth"
+    head = {name: tensor for name, tensor in state.items() if "bbox_ctrness" not in name}
+    small = state | {"head.classification_head.conv.0.weight": torch.zeros(64, 256, 3, 3)}
+    for content, says in (
+        ({"conv1.weight": torch.zeros(1), "fc.weight": torch.zeros(2)}, "of no detector that is known here .2 tensors"),
+        (
+            {"state": {0: {"step": torch.ones(())}}, "param_groups": []},
+            "no weights of a model, it has state, param_groups",
+        ),
+        ([1, 2], "no weights of a model, a list"),
+        (torch.nn.Linear(1, 1), "would execute code to be read .torch.nn.modules.linear.Linear"),
+        (state | {"roi_heads.keypoint_predictor.x": torch.ones(1)}, "no family of --detector matches"),
+        ({"backbone.body.0.0.weight": torch.ones(1)}, "no family of --detector matches; there are torchvision:fcos"),
+        (head, "not of retinanet_resnet50_fpn, which it resembles: .* tensors differ|size mismatch"),
+        (small, "not of fcos_resnet50_fpn, which it resembles: size mismatch for head"),
+    ):
+        torch.save(content, file)
+        with pytest.raises(Refused, match=says) as error:
+            sources.read(str(file))
+        assert "\n" not in str(error.value) and str(file) in str(error.value)
+    torch.save(state, file)
+    file.write_bytes(file.read_bytes()[:100_000])
+    with pytest.raises(Refused, match="not a whole file of torch"):
+        sources.read(str(file))
+    file.write_text("weights")
+    with pytest.raises(Refused, match="not a whole file of torch"):
+        sources.read(str(file))
+    torch.save(state, file)
+    for words, says in (
+        ("--width 128", "--width 256 there, 128 here; leave these flags out"),
+        ("--detector retinanet", "--detector fcos there, retinanet here"),
+        ("--model resnet18", "--model resnet50 there, resnet18 here"),
+    ):
+        with pytest.raises(Refused, match=says):
+            begun(file, ("mug",), *words.split())
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    for source, says in (
+        ("torchvision:fcos_resnet50_fpn", "can't be downloaded .*; fetch https://.* on a machine with a network"),
+        ("torchvision:fcos_resnet50", "no detector of torchvision; did you mean fcos_resnet50_fpn"),
+        ("torchvision:ssd300_vgg16", "differs from all families of --detector; there are torchvision:fcos"),
+        (str(tmp_path / "nothing.pth"), "nothing is there; there are torchvision:fcos"),
+    ):
+        with pytest.raises(Refused, match=says) as error:
+            sources.read(source)
+        assert "\n" not in str(error.value)

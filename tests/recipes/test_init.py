@@ -1,0 +1,108 @@
+"""A run that begins with torchvision's weights is the same on any layout and resumes; without a step it has their numbers.
+
+The weights are random ones of torchvision's FCOS, the data have one class that they know and one that they don't.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from safetensors.torch import load_file
+from sklearn.datasets import load_sample_images
+from torchvision.transforms.v2 import functional as F
+
+from tests.detection.weights.test_torchvision_weights import random_model
+from tests.harness.annotations import annotation, coco
+from tests.harness.outcomes import distance, parameters
+
+SIDE = 96  # of the images, which are evaluated at scale 1
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return random_model("fcos_resnet50_fpn")
+
+
+@pytest.fixture(scope="module")
+def file(theirs, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "x.pth"
+    torch.save(theirs.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Eight images to train on and four to evaluate on, pieces of photographs with boxes of `Person` and `mug`."""
+    root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    photo = load_sample_images().images[0]
+    for part, numbers in (("train", range(1, 9)), ("val", range(9, 13))):
+        boxes = [
+            annotation(n, [*random.uniform(0, 40, 2), *random.uniform(20, 50, 2)], 1 + k, id=10 * n + k, area=900)
+            for n in numbers
+            for k in range(2)
+        ]
+        size = {"width": SIDE + 16, "height": SIDE}
+        coco(root, part, [*numbers], boxes, [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}], **size)
+        for n in numbers:
+            top, left = random.integers(0, 300, 2)
+            Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16]).save(
+                root / part / f"{n}.jpg", quality=100
+            )
+    return root
+
+
+def test_a_run_that_begins_with_a_file_is_the_same_on_any_layout_and_resumes(run_several, data, file, tmp_path) -> None:
+    common = (
+        f"--data {data} --init {file} --output_dir {tmp_path} --dtype float64 --short_sides 64 --opt sgd --momentum 0"
+    )
+    common += " --max_steps 4 --checkpoint_every 2 --keep_checkpoints 9 --global_batch_size 3 --lr 0.01 --log_every 1"
+    one = run_several(1, {"one": common.split()}, recipe="recipes/det.py", as_typed=True)["one"]
+    half = tmp_path / "one/checkpoints/step_00000002"
+    cases = {"two": [*common.split(), "--workers", 1], "resumed": [*common.split(), "--resume", half]}
+    others = run_several(2, cases, recipe="recipes/det.py", as_typed=True)
+    losses, start = one.column("train/loss"), load_file(half / "model.safetensors")
+    assert len(losses) == 4
+    np.testing.assert_allclose(others["two"].column("train/loss"), losses, rtol=1e-8)
+    np.testing.assert_allclose(others["resumed"].column("train/loss"), losses[2:], rtol=1e-8)
+    for other in others.values():
+        assert distance(parameters(one.tensors()), parameters(other.tensors()), parameters(start)) < 1e-8
+    assert "head new for 1 of 2 classes (mug), kept for Person" in one.stdout
+    assert "detector fcos, variant torchvision, levels 3-7, convolutions 4, model resnet50, width 256" in one.stdout
+
+
+def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycocotools(
+    forks, data, file, theirs
+) -> None:
+    words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000 --workers 0"
+    ended = forks(*words.split(), recipe="det")
+    assert ended.code == 0, ended.stderr
+    results = json.loads(ended.stdout.splitlines()[-1])
+    truth = COCO(data / "val.json")
+    theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
+    rows = []
+    for number in truth.getImgIds():
+        image = F.to_image(Image.open(data / "val" / f"{number}.jpg").convert("RGB"))
+        with torch.no_grad():
+            found = theirs([image / 255])[0]
+        for box, label, score in zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")), strict=True):
+            if label in (1, 47):  # COCO's person and cup
+                sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+                rows.append({"image_id": number, "category_id": 1 + (label == 47), "bbox": sides, "score": score})
+    evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    assert rows and evaluation.stats[8] > 0  # some recall
+    for place, name in enumerate(("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")):
+        wanted = evaluation.stats[place]
+        assert results[name] == (None if wanted == -1 else pytest.approx(wanted, abs=1e-4)), name
+
+
+def test_no_numbers_for_other_classes(forks, data, file) -> None:
+    ended = forks("--eval_only", file, "--data", data, "--workers", 0, recipe="det")
+    assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr and ended.stderr.count("\n") == 1
