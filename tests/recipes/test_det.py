@@ -50,7 +50,7 @@ def is_long(name: str, processes: int) -> bool:
 def outcomes(run_several, scenes, rf_detr, tmp_path_factory, thorough):
     """Each case on every world, as far as the tests that run look at it.
 
-    On three processes FCOS is resumed half-way from the two-process run's checkpoint as well.
+    On three processes FCOS is resumed half-way from the two-process run's checkpoint as well, RF-DETR from one process's.
     """
     runs, results = tmp_path_factory.mktemp("runs"), {}
     for processes, most in MICRO_BATCHES.items():
@@ -64,11 +64,14 @@ def outcomes(run_several, scenes, rf_detr, tmp_path_factory, thorough):
             for name, flags in CASES.items()
             if thorough or not is_long(name, processes)
         }
+        if processes == 1:
+            cases["rf_detr-1"] += ["--checkpoint_every", STEPS // 2, "--keep_checkpoints", 9]
         if processes == 2:
             cases["half"] = [*cases["fcos-2"], "--checkpoint_every", STEPS // 2, "--keep_checkpoints", 9]
         if processes == 3:
-            half = runs / "half/checkpoints" / f"step_{STEPS // 2:08d}"
-            cases["resumed"] = [*cases["fcos-3"], "--resume", half]
+            for name, half in (("fcos", "half"), ("rf_detr", "rf_detr-1")):
+                checkpoint = runs / half / "checkpoints" / f"step_{STEPS // 2:08d}"
+                cases[f"{name}-resumed"] = [*cases[f"{name}-3"], "--resume", checkpoint]
         results |= run_several(processes, cases, recipe="recipes/det.py", timeout=600)
     assert {outcome.outcome for outcome in results.values()} == {"ok"}
     return results
@@ -112,10 +115,11 @@ def test_losses_weights_and_results_do_not_depend_on_the_layout(name, processes,
     assert other.rows[-1]["eval/count"] == one.rows[-1]["eval/count"] == 7
 
 
-def test_a_run_goes_on_on_another_layout(outcomes, start) -> None:
-    whole, resumed = outcomes["fcos-1"], outcomes["resumed"]
+@pytest.mark.parametrize("name", ["fcos", "rf_detr"])
+def test_a_run_goes_on_on_another_layout(name, outcomes, start) -> None:
+    whole, resumed = outcomes[f"{name}-1"], outcomes[f"{name}-resumed"]
     np.testing.assert_allclose(resumed.column("train/loss"), whole.column("train/loss")[STEPS // 2 :], rtol=1e-8)
-    assert distance(parameters(whole.tensors()), parameters(resumed.tensors()), start("fcos")) < 1e-8
+    assert distance(parameters(whole.tensors()), parameters(resumed.tensors()), start(name)) < 1e-8
 
 
 @pytest.mark.long

@@ -154,6 +154,13 @@ SETTINGS = {  # FINE is a folder that can be trained on
         ["--detector", "dfine", "--long_side", "640"],
         "--long_side 640: --detector dfine stretches images to squares; leave it out",
     ),
+    "a backbone under one that has its own": Bad(
+        ["--detector", "rf_detr"], "--model test_resnet: --detector rf_detr has a backbone of its own; there are .*"
+    ),
+    "width of one that has its own": Bad(
+        ["--detector", "rf_detr", "--model", "rf_detr_nano", "--width", 32],
+        "--width 32: --detector rf_detr has its own width; leave it out",
+    ),
     "short side of nothing": Bad(["--short_sides", "640,0"], "--short_sides 640,0: must be lengths in pixels .*"),
     "falls of the rate": Bad(
         ["--schedule", "step", "--step_epochs", "8,x"], "--step_epochs 8,x: must be epochs above 0, .*"

@@ -45,11 +45,8 @@ class RFDETR(nn.Module):
         super().__init__()
         self.model, self.pretrained_cfg = build_model(spec)
         self.config, self.begins_with = self.model.config, self.model.begins_with
-        self.classes, self.groups, self.patch = (
-            spec.classes,
-            self.config.group_detr,
-            self.config.backbone_config.patch_size,
-        )
+        self.classes, self.groups = spec.classes, self.config.group_detr
+        self.patch = self.config.backbone_config.patch_size
         self.stride = self.patch * self.config.backbone_config.num_windows
         self.train()
 
@@ -138,13 +135,8 @@ class RFDETR(nn.Module):
         """
         from transformers.models.rf_detr.modeling_rf_detr import refine_bboxes
 
-        whole, model, count, groups, shape = (
-            self.model,
-            self.model.model,
-            len(maps),
-            self._groups,
-            tuple(maps.shape[2:]),
-        )
+        whole, model, groups = self.model, self.model.model, self._groups
+        count, shape = len(maps), tuple(maps.shape[2:])
         number = min(self.config.num_queries, shape[0] * shape[1])
         memory = maps.flatten(2).transpose(1, 2)  # [B, places, C]
         padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
@@ -167,11 +159,12 @@ class RFDETR(nn.Module):
             level_start_index=sizes[1, :1],
             valid_ratios=memory.new_ones(count, 1, 2),
             encoder_hidden_states=memory,
-        ).intermediate_hidden_states  # [layers, B, groups x Q, C]
-        decoded = whole.predict_class_and_boxes(hidden, references)
+        ).intermediate_hidden_states
+        # [layers, B, groups x Q, _] -> [layers x groups, B, Q, _]
         decoded = (
-            x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1) for x in decoded
-        )  # [layers x groups, B, Q, _]
+            x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
+            for x in whole.predict_class_and_boxes(hidden, references)
+        )
         logits, found = (
             torch.cat([x, torch.stack(own)]).transpose(0, 1) for x, own in zip(decoded, (scores, boxes), strict=True)
         )

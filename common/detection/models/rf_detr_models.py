@@ -27,8 +27,8 @@ ARCHITECTURES = {
     "rf_detr_medium": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 576}, "decoder_layers": 4},
     "rf_detr_base": {"backbone_config": _DINOV2 | _PATCHES_14 | {"image_size": 518}, "decoder_layers": 3},
 }
-# The authors train without dropout. transformers' default, also in folders on the hub, is 0.1 in the decoder: a mask drawn
-# from a generator's state, which is another one on each layout.
+# The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
+# is another one on each layout.
 _SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 _IMAGENET = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 _KNOWN = f"there are {', '.join(ARCHITECTURES)}, and owner/name on the hub, as Roboflow/rf-detr-nano"
