@@ -34,6 +34,7 @@ FAMILIES = {
     "faster_rcnn": "--long_side 160 --levels 2-5",
     "rtdetr_v2": "--short_sides 96",
     "dfine": "--short_sides 96",
+    "deimv2": "--short_sides 96",
 }
 FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
 COUNT = 14
@@ -205,7 +206,7 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
     results, _ = case.evaluate(8)
     assert 0.1 < results["AP"] < 0.95
     export(case.model, case.val, case.plain, results, tmp_path / "best")
-    if family in ("rtdetr_v2", "dfine"):
+    if family in ("rtdetr_v2", "dfine", "deimv2"):
         found = by_pipeline(tmp_path / "best", photos, case.val)
     else:
         found = by_script(tmp_path / "best", photos, case.val, monkeypatch, capsys)

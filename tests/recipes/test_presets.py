@@ -56,7 +56,7 @@ def test_the_presets_that_are_promised_are_there() -> None:
         "cls": {"digits", "cifar10", "imagenet_resnet50", "imagenet_resnet50_a2", "imagenet_vit_small", "finetune"},
         "det": {
             *("det_digits", "coco_fcos_r50", "coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc"),
-            *("coco_dfine_s", "coco_rtdetrv2_r18"),
+            *("coco_deimv2_n", "coco_dfine_s", "coco_rtdetrv2_r18"),
         },
     }
     for name, presets in promised.items():

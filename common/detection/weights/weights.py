@@ -15,7 +15,9 @@ class Weights:
     """
 
     settings: dict[str, object]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
-    tensors: dict[str, Tensor]  # by the names that our module's state dict has; class heads have a row per item of `classes`
+    tensors: dict[
+        str, Tensor
+    ]  # by the names that our module's state dict has; class heads have a row per item of `classes`
     classes: tuple[str | None, ...]  # name of each row of the class heads; None: background, or an id without a class
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # that images of pixels in 0..1 were normalised with
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
