@@ -61,6 +61,7 @@ DET = {
     "mask_rcnn": ("no", "", _SUPPRESSION | {place: 2 * often for place, often in _ROI_LEVELS.items()}),  # a second pool
     "rtdetr_v2": ("fp16", "--width 32", _MATCHER),
     "dfine": ("no", "--width 32", _MATCHER),
+    "deimv2": ("bf16", "--width 32", _MATCHER),
     "rf_detr": ("bf16", "--model rf_detr_nano --short_sides 64,96", _MATCHER),  # interpolates its position embeddings
 }
 _WORDS = "--tracker none --log_every 1 --max_steps 100 --eval_every 100 --checkpoint_every 100 --workers 0"

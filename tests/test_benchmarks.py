@@ -75,7 +75,7 @@ def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Lau
     assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results["loops"], [4, 2, 6])
     families = ["fcos", "retinanet", "faster_rcnn", "mask_rcnn"]
-    families += ["rtdetr_v2", "dfine", "rf_detr"] if importlib.util.find_spec("transformers") else []
+    families += ["rtdetr_v2", "dfine", "deimv2", "rf_detr"] if importlib.util.find_spec("transformers") else []
     assert [row["family"] for row in results["families"]["rows"]] == families
     for row in results["families"]["rows"]:
         assert 0 < row["least_ms"] <= row["step_ms"] <= row["most_ms"] < 60_000 and row["parameters"] > 0

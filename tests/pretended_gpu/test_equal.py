@@ -41,6 +41,7 @@ FLOAT64 = {
     "retinanet": f"{DET} --lr 2e-3 --detector retinanet --batch_norm group --norm_batch_size 2 --max_micro_batch_size 2",
     "rtdetr_v2": f"{DET} --lr 2e-4 --detector rtdetr_v2 --batch_norm frozen --max_micro_batch_size 2",
     "dfine": f"{DET} --lr 2e-4 --detector dfine --batch_norm frozen --max_micro_batch_size 2",
+    "deimv2": f"{DET} --lr 2e-4 --detector deimv2 --batch_norm frozen --max_micro_batch_size 2",
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[6:])
@@ -77,7 +78,7 @@ def words(data, tmp_path_factory):
 
     def of(name: str, flags: str, place: str) -> list[object]:
         is_det = "--detector" in flags
-        flags = [*flags.split(), *(("--long_side", 96) if is_det and name not in ("rtdetr_v2", "dfine") else ())]
+        flags = [*flags.split(), *(("--long_side", 96) if is_det and name not in ("rtdetr_v2", "dfine", "deimv2") else ())]
         own = data["det"] if is_det else data.get(name)
         flags += [*(("--data", own) if own else ()), "--output_dir", runs / place]
         return [f"recipes/{'det' if is_det else 'cls'}.py", *flags]

@@ -35,6 +35,7 @@ FAMILIES = {
     "faster_rcnn": "--long_side 160 --levels 2-5",
     "rtdetr_v2": "--short_sides 96",
     "dfine": "--short_sides 96",
+    "deimv2": "--short_sides 96",
     "rf_detr": "--short_sides 128 --model RF_DETR",
 }
 FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"

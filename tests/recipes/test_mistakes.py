@@ -104,7 +104,7 @@ cls --opt adammw
 cls --augment randaugment
     --augment randaugment: not a policy of timm (...); examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a
 det --detector yolo
-    --detector yolo: must be one of fcos, retinanet, faster_rcnn, mask_rcnn, rtdetr_v2, dfine, rf_detr
+    --detector yolo: must be one of fcos, retinanet, faster_rcnn, mask_rcnn, rtdetr_v2, dfine, deimv2, rf_detr
 det --levels 3
     --levels 3: must be two numbers joined by a dash, such as 3-7
 det --short_sides 640x640

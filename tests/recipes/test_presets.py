@@ -59,7 +59,7 @@ def test_the_presets_that_are_promised_are_there() -> None:
         },
         "det": {
             *("det_digits", "coco_fcos_r50", "coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc"),
-            *("coco_dfine_s", "coco_rfdetr_nano", "coco_rtdetrv2_r18", "det_own", "det_stamps"),
+            *("coco_deimv2_n", "coco_dfine_s", "coco_rfdetr_nano", "coco_rtdetrv2_r18", "det_own", "det_stamps"),
         },
     }
     for name, presets in promised.items():

@@ -78,7 +78,7 @@ def test_proposals_without_a_side_are_left_out(bad):
     assert torch.equal(boxes, decoded[keep]) and torch.equal(which, order[keep])
 
 
-@pytest.mark.parametrize("family", ["rtdetr_v2", "dfine"])
+@pytest.mark.parametrize("family", ["rtdetr_v2", "dfine", "deimv2"])
 def test_queries_and_boxes_are_matched_as_transformers_matches_them(family):
     """Images with any number of boxes, also none or more than queries; with predictions that are not finite."""
     matching = pytest.importorskip("transformers.loss.loss_rt_detr")
