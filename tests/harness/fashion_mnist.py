@@ -1,7 +1,7 @@
 """Fashion-MNIST of the Debian package dataset-fashion-mnist as a Hugging Face data set: 60,000 + 10,000 images of 28 x 28.
 
     apt-get install dataset-fashion-mnist
-    python -m tests.harness.fashion_mnist /data/fashion_mnist
+    python -m tests.harness.fashion_mnist /data/fashion_mnist [IMAGES OF EACH SPLIT]
 
 It holds what `zalando-datasets/fashion_mnist` of the Hub does: splits train and test, columns image and label.
 """
@@ -35,4 +35,4 @@ def save_fashion_mnist(folder: Path, most: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    save_fashion_mnist(Path(sys.argv[1]))
+    save_fashion_mnist(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -41,7 +41,7 @@ HELD_OUT = 4  # every fourth stamp of a class is for validation
 LEAST_SEEN = 0.4  # share of a stamp that later ones leave visible; fewer, and the later one is left out
 
 
-def save_stamp_scenes(folder: Path, scenes: int = 1200, val_scenes: int = 200, seed: int = 0) -> None:
+def save_stamp_scenes(folder: Path, scenes: int = 800, val_scenes: int = 100, seed: int = 0) -> None:
     """Write train.json and val.json with boxes and masks, and the scenes of each in a folder beside it."""
     for part, count in (("train", scenes), ("val", val_scenes)):
         (folder / part).mkdir(parents=True)

@@ -47,7 +47,7 @@ def stamps(tmp_path_factory) -> Path:
     """800 + 100 scenes of stamps."""
     require_package(stamp_scenes.PACKAGE)
     folder = tmp_path_factory.mktemp("stamps") / "scenes"
-    stamp_scenes.save_stamp_scenes(folder, 800, 100)
+    stamp_scenes.save_stamp_scenes(folder)
     return folder
 
 
