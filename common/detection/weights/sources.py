@@ -23,7 +23,7 @@ from common.config.origin import RUN_FILE, Origin, read_origin
 from common.config.parsing import nearest_path
 from common.detection.models.detectors import OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
-from common.detection.weights import torchvision_weights
+from common.detection.weights import detr_checkpoints, torchvision_weights
 from common.detection.weights.weights import Weights
 from common.errors import Refused
 from common.files import SMALL, OddFile, check_regular, open_regular, read_text
@@ -39,7 +39,7 @@ _FITTING = (
     f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
     f"({', '.join(OF_TRANSFORMERS)})"
 )
-_CONVERTERS = (torchvision_weights,)  # of authors' files
+_CONVERTERS = (torchvision_weights, detr_checkpoints)  # of authors' files
 _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
