@@ -403,7 +403,7 @@ def check_sizes(model: torch.nn.Module, sizes: Sequence[tuple[int, int]], config
             model(torch.zeros(1, 3, height, width))
         except Exception as error:
             raise Refused(
-                f"--image_sizes: {type(model).__name__} can't take images of {height} x {width} pixels: {_first_line(error)}; "
+                f"--image_sizes: {type(model).__name__} can't take images of {height} x {width} pixels: {_first_line(error).rstrip('.')}; "
                 "leave out this size, or take a model for images of any size"
             ) from None
     model.train(was_training)
