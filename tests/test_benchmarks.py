@@ -111,9 +111,10 @@ def test_augmentations_of_boxes_cost_time_and_one_size_for_a_step_saves_padding(
     launch: Launcher, tmp_path: Path
 ) -> None:
     printed, result = run(launch, "box_augmentation.py", tmp_path / "box_augmentation.json")
-    assert printed.count("\n") == len(result["costs"]) + len(result["padding"]) == 13
+    assert printed.count("\n") == sum(map(len, result.values())) == 18
     cost = {row["way"]: row["ms"] for row in result["costs"]}
     assert 0 < cost["decoding"] < cost["plain"] < cost["copy_paste"]
+    assert all(row["corners"] < row["ellipse"] < 1 for row in result["fit"])
     for each, alike in (result["padding"][:2], result["padding"][2:]):
         assert alike["padding"] < each["padding"] and alike["pixels"] < each["pixels"]
 

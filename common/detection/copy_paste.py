@@ -1,17 +1,20 @@
 """Copy-paste: objects of one image, cut out by their masks, over another image.
 
 Source: Ghiasi et al. 2021, "Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation". Edges are hard:
-the paper found that blending them makes no difference.
+in the paper, blending them made no notable difference.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
 
-from common.detection.data.annotated import Sample
 from common.detection.samples import joined
 
+SampleOfTensors = Any  # a `Sample`, which is annotated with the arrays of a source
 
-def pasted(sample: Sample, other: Sample) -> tuple[Sample, torch.Tensor]:
+
+def pasted(sample: SampleOfTensors, other: SampleOfTensors) -> tuple[SampleOfTensors, torch.Tensor]:
     """All objects of `other` over a sample of the same size, and float32[n + m]: share of each object that is still visible.
 
     Both are of tensors, with masks [n, h, w] and [m, h, w]. Masks of the sample lose the pixels that are now covered. Sides of

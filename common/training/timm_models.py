@@ -402,8 +402,9 @@ def check_sizes(model: torch.nn.Module, sizes: Sequence[tuple[int, int]], config
         try:
             model(torch.zeros(1, 3, height, width))
         except Exception as error:
+            reason = _first_line(error).rstrip(".")
             raise Refused(
-                f"--image_sizes: {type(model).__name__} can't take images of {height} x {width} pixels: {_first_line(error)}; "
+                f"--image_sizes: {type(model).__name__} can't take images of {height} x {width} pixels: {reason}; "
                 "leave out this size, or take a model for images of any size"
             ) from None
     model.train(was_training)

@@ -30,7 +30,6 @@ CASES = {
     "fcos": "--detector fcos --batch_norm frozen --drop_path 0.1 --global_batch_size 7",
     "retinanet": "--detector retinanet --batch_norm group --norm_batch_size 2 --global_batch_size 8",
     "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
-    "mask_rcnn": "--detector mask_rcnn --batch_norm frozen --global_batch_size 7",
     "thawing": "--detector fcos --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
     "--unfreeze_epochs 2,4 --backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
@@ -39,7 +38,7 @@ CASES = {
     "--short_sides 64,96,128",
 }
 CLASSES = tuple("0123456789")
-LONG = {"retinanet", "mask_rcnn", "rtdetr_v2", "deimv2"}  # left to the long tests, as all but FCOS on two processes
+LONG = {"retinanet", "rtdetr_v2", "deimv2"}  # left to the long tests, as all but FCOS on two processes
 MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one takes at once
 
 
