@@ -74,6 +74,8 @@ def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Lau
     printed, results = run(launch, "detection.py", tmp_path / "detection.json")
     assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results["loops"], [4, 2, 6])
+    assert [row["short_side"] for row in results["reading"]] == [480, 800]
+    assert all(min(row["medians"].values()) > 0 and len(row["ratios"]) == 4 for row in results["reading"])
     families = ["fcos", "retinanet", "faster_rcnn", "mask_rcnn"]
     families += ["rtdetr_v2", "dfine", "deimv2", "rf_detr"] if importlib.util.find_spec("transformers") else []
     assert [row["family"] for row in results["families"]["rows"]] == families
