@@ -22,9 +22,9 @@ def split_targets(targets: list[dict], extent: Tensor) -> tuple[list[Tensor], li
         regions.append([rows[row] for row in crowd])
         objects.append(sorted({*rows} - {*regions[-1]}))
     order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
-    order = to_device(torch.tensor(order, dtype=torch.int64), extent.device)
-    labels = torch.cat([target["labels"] for target in targets])[order].split(sizes)[: len(targets)]
-    parts = corners[order].split(sizes)
+    index = to_device(torch.tensor(order, dtype=torch.int64), extent.device)
+    labels = torch.cat([target["labels"] for target in targets])[index].split(sizes)[: len(targets)]
+    parts = corners[index].split(sizes)
     boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
     return boxes, labels, padded(parts[len(targets) :], -1)
 

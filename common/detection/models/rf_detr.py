@@ -143,7 +143,7 @@ class RFDETR(nn.Module):
         proposals = model.gen_encoder_output_proposals(memory, padding, [shape])
         selected = [model.generate_topk_proposals(group, *proposals, number) for group in range(groups)]
         features, references, boxes = zip(*selected, strict=True)  # of each group [B, Q, C], [B, Q, 4] and [B, Q, 4]
-        scores = [head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False)]
+        scores = tuple(head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False))
 
         offsets, content = (
             embedding.weight.unflatten(0, (self.groups, -1))[:groups, :number].flatten(0, 1)
