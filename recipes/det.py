@@ -65,7 +65,7 @@ class Config(BoxAugmentationConfig, OptimizationConfig, RunConfig):
     data: str = path_option("digits")
     """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
     detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2"] = "fcos"
-    """Family of the detector; the last two need `pip install transformers`."""
+    """Family of the detector; the last three need `pip install transformers`."""
     model: str = path_option("test_resnet", photographs="convnext_atto")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine
     also: a model of transformers."""
