@@ -78,7 +78,10 @@ def words(data, tmp_path_factory):
 
     def of(name: str, flags: str, place: str) -> list[object]:
         is_det = "--detector" in flags
-        flags = [*flags.split(), *(("--long_side", 96) if is_det and name not in ("rtdetr_v2", "dfine", "deimv2") else ())]
+        flags = [
+            *flags.split(),
+            *(("--long_side", 96) if is_det and name not in ("rtdetr_v2", "dfine", "deimv2") else ()),
+        ]
         own = data["det"] if is_det else data.get(name)
         flags += [*(("--data", own) if own else ()), "--output_dir", runs / place]
         return [f"recipes/{'det' if is_det else 'cls'}.py", *flags]
