@@ -25,7 +25,10 @@ SIDE = 96  # of the images, which are evaluated at scale 1
 
 @pytest.fixture(scope="module")
 def theirs():
-    return random_model("fcos_resnet50_fpn")
+    model = random_model("fcos_resnet50_fpn")
+    with torch.no_grad():
+        model.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,6 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
     forks, data, file, theirs
 ) -> None:
     words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000 --workers 0"
-    ended = forks(*words.split(), recipe="det")
-    assert ended.code == 0, ended.stderr
-    results = json.loads(ended.stdout.splitlines()[-1])
     truth = COCO(data / "val.json")
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
@@ -93,6 +93,17 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
             if label in (1, 47):  # COCO's person and cup
                 sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
                 rows.append({"image_id": number, "category_id": 1 + (label == 47), "bbox": sides, "score": score})
+    content = json.loads((data / "val.json").read_text())  # objects where it finds some, a little narrower
+    for one in content["annotations"]:
+        best = [row for row in rows if (row["image_id"], row["category_id"]) == (one["image_id"], one["category_id"])]
+        if best:
+            left, top, width, height = best[0]["bbox"]
+            one["bbox"] = [left + 0.1 * width, top, 0.9 * width, height]
+    (data / "val.json").write_text(json.dumps(content))
+    truth = COCO(data / "val.json")
+    ended = forks(*words.split(), recipe="det")
+    assert ended.code == 0, ended.stderr
+    results = json.loads(ended.stdout.splitlines()[-1])
     evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
