@@ -78,6 +78,17 @@ class _Shared(nn.ModuleList):
         return super().__getitem__(0)
 
 
+class _RMSNorm(nn.Module):
+    """Root mean square normalisation in the precision of its input. Source: Zhang & Sennrich 2019 (arXiv:1910.07467)."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+
+
 def features_of(model: nn.Module) -> nn.Module:
     """The backbone of a DETR of transformers, without what adapts its maps to the neck."""
     if not hasattr(model, "conv_encoder"):
@@ -90,9 +101,7 @@ def _mend_deimv2(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Deimv2RMSNorm":  # rounds to float32, under float64 too
-                norm = nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(module, name, norm)
+                setattr(module, name, _RMSNorm(child.weight, child.variance_epsilon))
     if _is_dinov3(model.config):
         embeddings = features_of(model).embeddings
         embeddings.mask_token.requires_grad_(False)  # of DINO's own training
