@@ -11,7 +11,7 @@ from torch import nn
 
 from common.training.timm_models import classifier
 
-_OF_TRANSFORMERS = {"stem": "^embed", "blocks": r"^(?:encoder\.)?(?:stages|layers?|blocks)\.(\d+)"}
+_OF_TRANSFORMERS = {"stem": "^embed", "blocks": r"^(?:encoder\.|model\.)?(?:stages|layers?|blocks)\.(\d+)"}
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -29,6 +29,17 @@ DETECTORS = {  # family and backbone -> the number of stages
     ("rtdetr_v2", "rtdetr_v2_r18vd"): 4,
     ("rtdetr_v2", "test_resnet"): 4,
     ("dfine", "dfine_s"): 4,
+    ("deimv2", "deimv2_atto"): 3,
+    ("deimv2", "deimv2_s"): 12,
+    ("rf_detr", "rf_detr_nano"): 12,
+}
+# Where families of transformers have the backbone, and what their neck is.
+DETR = ("model.backbone.", ("model.encoder.", "model.encoder_input_proj.", "model.decoder_input_proj."))
+NAMES = {
+    "rtdetr_v2": DETR,
+    "dfine": DETR,
+    "deimv2": ("model.conv_encoder.", ("model.encoder.", "model.conv_encoder.", "model.decoder_input_proj.")),
+    "rf_detr": ("model.model.backbone.backbone.", ("model.model.backbone.projector.",)),
 }
 
 
@@ -65,14 +76,10 @@ def test_stages_of_a_detector_hold_its_backbone_alone(family: str, model: str) -
     of_parts = {part: {names[id(parameter)] for parameter in of} for part, of in parts(detector).items()}
     assert sum(map(len, of_parts.values())) == len([*detector.parameters()]) and all(of_parts.values())
     assert of_parts["backbone"] == {name for name in backbone if name in dict(detector.named_parameters())}
-    if family in ("rtdetr_v2", "dfine"):
-        inside = ("model.encoder.", "model.encoder_input_proj.", "model.decoder_input_proj.")
-        assert all(name.startswith("model.backbone.") for name in backbone)
-    else:
-        inside = ("backbone.fpn.", "backbone.features.resample.")
-        assert all(name.startswith("backbone.features.") for name in backbone)
+    prefix, inside = NAMES.get(family, ("backbone.features.", ("backbone.fpn.", "backbone.features.resample.")))
+    assert all(name.startswith(prefix) for name in backbone)
     assert all(name.startswith(inside) for name in of_parts["neck"])
-    assert not any(name.startswith((*inside, "backbone.", "model.backbone.")) for name in of_parts["head"])
+    assert not any(name.startswith((*inside, prefix)) for name in of_parts["head"])
 
 
 def test_a_module_that_does_not_tell_its_stages_has_one_part_below_the_head() -> None:

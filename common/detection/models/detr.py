@@ -63,14 +63,13 @@ class DETR(nn.Module):
     @property
     def trunk(self) -> nn.Module:
         """The network in the backbone, whose stages can be frozen."""
-        network = next(self.backbone.children())
-        return getattr(network, "_backbone", network)  # of timm
+        return getattr(self.backbone, "_backbone", self.backbone)  # of timm
 
     @property
     def neck(self) -> list[nn.Module]:
-        """What stands between backbone and decoder: projections and encoder."""
+        """What stands between backbone and decoder: adapters of the backbone's maps, projections and encoder."""
         parts = self.model.named_children()
-        return [part for name, part in parts if name.startswith("encoder") or name.endswith("input_proj")]
+        return [part for name, part in parts if "encoder" in name or name.endswith("input_proj")]
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
         """int64[4]: boxes, queries with a box, queries, and positives of the denoising of these images."""

@@ -54,6 +54,11 @@ class RFDETR(nn.Module):
     def backbone(self) -> nn.Module:
         return self.model.model.backbone.backbone
 
+    @property
+    def neck(self) -> list[nn.Module]:
+        """The projection of the backbone's maps."""
+        return [self.model.model.backbone.projector]
+
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that the authors exclude from weight decay, besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
