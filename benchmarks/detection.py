@@ -1,14 +1,15 @@
 """Measures what `recipes/det.py` adds to the detector's own step, how fast it reads, and the step of every family of detectors.
 
-    python benchmarks/detection.py [--quick] [--brief] [--output FILE]
+    python benchmarks/detection.py [--quick] [--brief] [--published] [--output FILE]
 
 First the recipe's own `main` is compared with a loop written by hand around the same detector: the same scenes in the same
 order, resizing, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in
 the training process (workers 0), so that no part of the input pipeline is hidden. `paired.py` explains the comparison. Then the
 CPU time of one data worker per image, from JPEGs of 640 x 480 to batches handed over, is compared with torchvision's pipeline;
 CPU time, so that other work on the machine counts less. Last
-forward, backward and optimizer step of every family on batches in memory, without a loop around them. On the CPU torch uses one
-thread, so that waiting is not hidden by other threads' work.
+forward, backward and optimizer step of every family on batches in memory, without a loop around them; with --published only
+these, of published models at their sizes. On the CPU torch uses one thread, so that waiting is not hidden by other threads'
+work, and steps are counted in CPU time.
 """
 
 import argparse
@@ -56,6 +57,14 @@ BATCHES = 4  # in memory, for the step times
 READ_BATCH, QUALITY = 8, 92  # images per batch when reading; of their JPEGs
 READING = 2.5  # goal of the ratio to torchvision
 WARM_UP = 1  # steps that are not measured
+# Published models and the side of their images in pixels.
+PUBLISHED = (
+    *((family, "resnet50", 800) for family in ("fcos", "retinanet", "faster_rcnn", "mask_rcnn")),
+    *(("rtdetr_v2", "rtdetr_v2_r18vd", 640), ("rtdetr_v2", "rtdetr_v2_r50vd", 640)),
+    *(("dfine", "dfine_n", 640), ("dfine", "dfine_s", 640), ("dfine", "dfine_m", 640)),
+    *(("deimv2", "deimv2_atto", 320), ("deimv2", "deimv2_n", 640), ("deimv2", "deimv2_s", 640)),
+    *(("rf_detr", "rf_detr_nano", 384), ("rf_detr", "rf_detr_small", 512), ("rf_detr", "rf_detr_medium", 576)),
+)
 LEAST, MOST, SECONDS = 3, 20, 6.0  # steps of a family: at least, at most; in between until these seconds have passed
 
 
@@ -272,13 +281,14 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
     device = batches[0].images.device
     model.to(device).train()
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     half = torch.autocast(device.type, torch.bfloat16) if size.precision == "bf16" else contextlib.nullcontext()
     times = []
     while len(times) < WARM_UP + LEAST or (len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds):
         batch = batches[len(times) % BATCHES]
         images = batch.images.to(torch.float32).sub_(128).div_(64)
         _finish(device)
-        began = time.perf_counter()
+        began = clock()
         totals = model.counts(batch.targets, images.shape[2:])
         with half:
             losses, _ = model(images, batch.targets, totals)
@@ -286,7 +296,7 @@ def step_time(family: str, size: Size, seconds: float) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         _finish(device)
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     times = [1e3 * value for value in times[WARM_UP:]]
     return {
         "family": family,
@@ -319,6 +329,23 @@ def report_families(size: Size, seconds: float) -> dict:
     return {"size": asdict(size), "rows": rows}
 
 
+def report_published() -> list[dict]:
+    """Prints and returns the step times of `PUBLISHED`."""
+    print(f"{'':18}{'pixels':>8}{'parameters':>13}{'batch 1 (s)':>13}{'range':>15}")
+    rows = []
+    for family, model, side in PUBLISHED:
+        gc.collect()
+        # R-CNNs have levels of their own.
+        row = step_time(family, Size(model, side, 1, "fp32", options={family: {"levels": None}}), 0.0)
+        rows.append(row | {"model": model, "side": side})
+        print(
+            f"{family if model == 'resnet50' else model:18}{side:8}{row['parameters'] / 1e6:11.1f} M"
+            f"{row['step_ms'] / 1e3:13.2f}{row['least_ms'] / 1e3:10.2f}-{row['most_ms'] / 1e3:.2f}",
+            flush=True,
+        )
+    return rows
+
+
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -342,6 +369,7 @@ def main() -> None:
     parser.add_argument(
         "--brief", action="store_true", help="fewer repetitions, as for `make bench`; leaves the families out"
     )
+    parser.add_argument("--published", action="store_true", help="only the steps of published models at their sizes")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -361,6 +389,11 @@ def main() -> None:
 
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
     print(f"{device}; torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}")
+    if arguments.published:
+        results = {"published": report_published()}
+        if arguments.output:
+            arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+        return
     results = {"loops": report(recipe("det", flags), bare, settings, quartets)}
     count, batches, turns = (16, 4, 1) if arguments.quick else (64, 40, 3 if arguments.brief else 7)
     results["reading"] = report_reading(count, batches, turns)
