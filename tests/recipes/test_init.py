@@ -59,6 +59,7 @@ def data(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_a_run_that_begins_with_a_file_is_the_same_on_any_layout_and_resumes(run_several, data, file, tmp_path) -> None:
     common = f"--data {data} --init {file} --output_dir {tmp_path} --dtype float64 --short_sides 64 --opt sgd"
     common += " --max_steps 4 --checkpoint_every 2 --keep_checkpoints 9 --global_batch_size 3 --lr 0.01 --log_every 1"
