@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,11 @@ class Detector(Protocol):
 
     stride: int  # sides of the canvas are multiples of this, in pixels
     backbone: nn.Module  # the part that can be compiled; the rest breaks graphs
+    pretrained_cfg: dict[str, Any]  # mean and std of its images, for pixels in 0..1
+    begins_with: str  # in words, which weights were loaded
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As every module has it."""
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
         """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward."""

@@ -122,15 +122,15 @@ _NANO |= {"backbone_config": _HGNET_B0 | {"out_indices": [3, 4]}}
 _NANO |= {"hidden_expansion": 0.34, "depth_mult": 0.5, "decoder_layers": 3}
 
 # Neck and decoder of the smallest published models with three levels, which also stand on timm's backbones.
-_SMALL = {"hidden_expansion": 0.5, "decoder_layers": 3}
-SMALL_OF = {
+_SMALL: dict = {"hidden_expansion": 0.5, "decoder_layers": 3}
+SMALL_OF: dict[str, dict] = {
     "rtdetr_v2": _SMALL,
     "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]},
     "deimv2": _SMALL
     | {"depth_mult": 0.67, "hidden_expansion": 0.34}
     | {key: _deimv2(0, 0, 0)[key] for key in ("decoder_activation_function", "decoder_n_points", "focal_loss_gamma")},
 }
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict] = {
     "rtdetr_v2_r18vd": {
         "backbone_config": _RESNET_18,
         "encoder_in_channels": [128, 256, 512],

@@ -8,6 +8,7 @@ from torch import Tensor
 from common.config.origin import called_by_weights
 from common.detection.export import describe
 from common.detection.models.detectors import FAMILIES, Detector
+from common.detection.models.fcos import FCOS
 from common.detection.weights.sources import read
 from common.detection.weights.weights import Weights
 from common.distributed.collectives import main_process_first
@@ -62,7 +63,7 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
             f"{weights.source} has {len(known)} classes without names, the data have {len(names)}: evaluate it on data of its "
             "own classes"
         )
-    if config.eval_only and weights.score_threshold is not None:
+    if config.eval_only and isinstance(detector, FCOS) and weights.score_threshold is not None:
         detector.score_threshold = weights.score_threshold  # as they are, they have their authors' results
     said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
     unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""

@@ -67,7 +67,7 @@ _RENAMED = (
     (r"\.linear1\.", ".mlp.{mlp[0]}."),
     (r"\.linear2\.", ".mlp.{mlp[1]}."),
 )
-_WORDS = {
+_WORDS: dict[str, dict] = {
     "rtdetr_v2": {"points": "n_points_scale", "mlp": ("fc1", "fc2")},
     "dfine": {"points": "num_points_scale", "mlp": ("layers.0", "layers.1")},
 }

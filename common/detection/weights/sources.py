@@ -12,6 +12,7 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,11 +30,12 @@ from common.errors import Refused
 from common.files import SMALL, OddFile, check_regular, open_regular, read_text
 
 # Where training programs keep weights in a file, the moving average first, and what it is called.
-_PLACES = (
+_PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("ema", "module"), ", its moving average"),  # RT-DETR, D-FINE
     (("model_ema",), ", its moving average"),  # torchvision's references
     (("model",), ""),
     (("state_dict",), ""),
+    ((), ""),  # the file itself
 )
 _FITTING = (
     f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
@@ -190,18 +192,18 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], str]:
         found, words = content, said
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, dict) and any(isinstance(value, Tensor) for value in found.values()):
+        state = (
+            {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            if isinstance(found, dict)
+            else {}
+        )
+        if state:
             break
-    else:
-        found, words = content, ""
-    state = (
-        {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
-    )
     state = {str(name).removeprefix("module."): tensor for name, tensor in state.items() if name != "n_averaged"}
     if not state:
-        keys = f"it has {', '.join(map(str, [*found][:5]))}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        what = f"it has {', '.join(map(str, [*found][:5]))}" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise Refused(
-            f"{path}: has no weights of a model, {keys}; save them as torch.save(model.state_dict(), FILE), or take {_FITTING}"
+            f"{path}: has no weights of a model, {what}; save them as torch.save(model.state_dict(), FILE), or take {_FITTING}"
         )
     return state, words
 
@@ -214,13 +216,13 @@ def _content(path: Path):
             return load_file(path)
         # The arguments that torchvision's references keep in their checkpoints: a class with nothing but values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
-            options = {"map_location": "cpu", "weights_only": True}
+            load = partial(torch.load, path, map_location="cpu", weights_only=True)
             try:
-                return torch.load(path, mmap=True, **options)
+                return load(mmap=True)
             except RuntimeError as error:
                 if "mmap can only be used" not in str(error):
                     raise
-                return torch.load(path, **options)
+                return load()
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise Refused(

@@ -18,7 +18,7 @@ from common.errors import Refused
 PREFIX = "torchvision:"
 _ONE_STAGE = {"levels": "3-7", "convolutions": 4}
 # Published models that our families match tensor by tensor -> our flags.
-SETTINGS = {
+SETTINGS: dict[str, dict] = {
     "fcos_resnet50_fpn": {"detector": "fcos", "variant": "torchvision", **_ONE_STAGE},
     "retinanet_resnet50_fpn": {"detector": "retinanet", "variant": "torchvision", **_ONE_STAGE},
     "retinanet_resnet50_fpn_v2": {"detector": "retinanet", "variant": "torchvision_v2", **_ONE_STAGE},

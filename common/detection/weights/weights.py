@@ -1,6 +1,7 @@
 """Weights of a trained detector, whoever trained it, in the terms of this project."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ class Weights:
     costs nothing. `convert` leaves `source` empty.
     """
 
-    settings: dict[str, object]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
+    settings: dict[str, Any]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
     tensors: dict[
         str, Tensor
     ]  # by the names that our module's state dict has; class heads have a row per item of `classes`
