@@ -45,3 +45,8 @@ def refuse_missing(config) -> None:
         value = getattr(config, field.name)
         if config.detector in families and value != field.default:
             raise Refused(f"--{field.name} {value}: --detector {config.detector} {reason}; leave it out")
+    if config.batch_norm == "group" and config.variant == "torchvision_v2" and config.detector.endswith("rcnn"):
+        raise Refused(
+            "--batch_norm group: the heads of --variant torchvision_v2 see another number of proposals of each image, so that "
+            "these make no groups; take --batch_norm frozen, or another --variant"
+        )

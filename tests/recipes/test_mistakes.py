@@ -119,6 +119,8 @@ cls --global_batch_size 40 --batch_norm group
     --global_batch_size 40 does not divide into the 16 samples that belong together (...): take 32 or 48
 cls --model test_vit --image_size 33
     the model can't make a step: Input height (33) should be divisible by patch size (16); look at --image_size, ...
+det --detector faster_rcnn --variant torchvision_v2 --levels 2-5 --batch_norm group
+    --batch_norm group: the heads of --variant torchvision_v2 see another number of proposals of each image, ...
 det --width 100
     --width 100: the heads normalise 32 groups of channels; take a multiple of 32
 
