@@ -177,14 +177,14 @@ SETTINGS = {  # FINE is a folder that can be trained on
     ),
     "nothing to evaluate": Bad(
         ["--eval_only", "/nowhere/best"],
-        "--eval_only /nowhere/best: no exported model and no checkpoint, nothing is there; .*",
+        "/nowhere/best: nothing is there; there are a run's best/, torchvision:NAME, .*",
     ),
     "nothing to begin with": Bad(
-        ["--init", "/nowhere/best"], "--init /nowhere/best: no exported detector, nothing is there; name a run's best/"
+        ["--init", "/nowhere/best"], "/nowhere/best: nothing is there; there are a run's best/, torchvision:NAME, .*"
     ),
     "another detector to begin with": Bad(
         ["--init", "BEST", "--detector", "retinanet", "--width", 32],
-        "BEST is of another detector: --detector fcos there, retinanet here; --width 64 there, 32 here; give the flags .*",
+        "BEST is of another detector: --detector fcos there, retinanet here; --width 64 there, 32 here; leave these .*",
     ),
     "other classes to evaluate": Bad(
         ["--eval_only", "BEST", "--data", "FINE"],

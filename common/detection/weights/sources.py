@@ -38,8 +38,8 @@ _PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
     ((), ""),  # the file itself
 )
 _FITTING = (
-    f"{torchvision_weights.fitting()} or files of these, a run's best/, and models of transformers "
-    f"({', '.join(OF_TRANSFORMERS)})"
+    f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision and of the authors of RT-DETR and D-FINE, and "
+    f"models of transformers ({', '.join(OF_TRANSFORMERS)})"
 )
 _CONVERTERS = (torchvision_weights, detr_checkpoints)  # of authors' files
 _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
