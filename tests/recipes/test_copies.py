@@ -265,7 +265,7 @@ def test_a_mean_as_loss_is_refused_before_the_first_step(processes: int, runs) -
 
 def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
     run, longer = runs[1]["module"], runs[1]["resumed, longer"]
-    assert re.search("model +Small: ", run.stdout)
+    assert re.search("model +Sequential: ", run.stdout)
     assert "resuming from step 4 of 8" in longer.stdout
     for name, tensor in run.tensors().items():
         assert torch.equal(longer.tensors()[name], tensor), name
