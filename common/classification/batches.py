@@ -66,6 +66,11 @@ class TrainingSamples(Dataset):
             device_decoding.check(self.transform, self.cache is not None)
 
     @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """What the tracker's configuration says of the images: the largest in training."""
+        return {"input_size": (3, *self.image_sizes.largest)}
+
+    @property
     def input(self) -> str:
         """What the start table says of the images."""
         evaluated = StepSizes((self.transform.size,))

@@ -100,8 +100,8 @@ def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, boxes
     assert run.outcome == "ok", run.text
     said = table(run.stdout)
     assert said["defaults"] == (
-        "for photographs: model convnext_atto, levels 3-7, width 128, short_sides 480, long_side 800, hflip 0.5, "
-        "lr 0.0002, warmup_epochs 1.0"
+        "for photographs: model convnext_atto, levels 3-7, width 128, short_sides 480, long_side 800, "
+        "lr 0.0002, warmup_epochs 1.0, hflip 0.5"
     )
     assert said["batch norm"].startswith("none in this model")
     assert said["pretrained"].startswith("no; --pretrained ")

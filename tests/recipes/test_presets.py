@@ -1,5 +1,6 @@
 """Every preset says what it is, and trains."""
 
+import itertools
 import math
 import re
 import shlex
@@ -12,6 +13,7 @@ from common.config.parsing import parse, save
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.detection import defaults as detection
+from common.detection.weights.sources import peek
 from common.training import defaults
 from tests.harness.several import load
 
@@ -125,7 +127,13 @@ def test_a_preset_can_be_spread_over_the_usual_numbers_of_gpus(path) -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_means_the_same_on_any_data(path) -> None:
     """It says all that would be chosen for photographs: what was published is trained, and runs of before resume."""
-    words = ["--data", "x", *(["--init", "x"] if "--init" in commands(path)[0] else [])]
+    command, words = commands(path)[0], ["--data", "x"]
+    if "--init" in command:  # decides on settings that the preset leaves open
+        source = command[command.index("--init") + 1]
+        said = yaml.safe_load(path.read_text())
+        decided = {f"--{name}": value for name, value in peek(source).settings.items() if name not in said}
+        assert "--detector" in decided
+        words += ["--init", source, *map(str, itertools.chain(*decided.items()))]
     assert config_of(path, *words, suit=SUITED[recipe_of(path)]) == config_of(path, *words)
 
 
