@@ -210,7 +210,7 @@ cls --name first --resume never
 cls --name third --resume true
     --resume true: no checkpoint, nothing is there; name a folder such as RUN/checkpoints/step_00000200
 det --init weights.pth
-    --init weights.pth: no exported detector, ...; name a run's best/
+    weights.pth: not a whole file of torch.save; copy it again
 """.replace("{FIRST}", FIRST)
 
 
