@@ -17,7 +17,7 @@ from PIL import Image
 
 from common.data.decoding import Picture
 from common.data.images import open_rgb
-from common.detection.batches import EvaluationScenes
+from common.detection.batches import EvaluationScenes, blank_padding
 from common.detection.data import scenes
 from common.detection.export import export
 from common.detection.models.detectors import Matched, build_detector
@@ -95,7 +95,7 @@ def ours(detector, path, short_side=128, long_side=256):
     fill = tuple(mean.flatten().round().int().tolist())
     scenes = EvaluationScenes(One(path), BoxAugmentation(0, (short_side,), long_side), detector.stride, fill)
     batch = scenes.__getitems__(np.array([0]))
-    found = detector.detect((batch.images - mean) / std, batch.sizes)[0]
+    found = detector.detect(blank_padding((batch.images - mean) / std, batch.sizes), batch.sizes)[0]
     boxes = scenes.to_original(found["boxes"], 0, batch.sizes[0])
     return [SOURCE.classes[label] for label in found["labels"]], found["scores"].tolist(), boxes.numpy()
 

@@ -58,7 +58,11 @@ def test_tests_on_small_drawings_know_all_defaults_that_others_have(recipe) -> N
         "no weights": ("cls", "--model resnet18.nosuch", {**MIRRORED, "image_size": 0, "crop_pct": 0.0}),
         "boxes": ("det", "", ALL_BOXES),
         "boxes on squares": ("det", "--detector dfine", {**BOXES, "model": "convnext_atto", "width": 128}),
-        "weights to begin with": ("det", "--init runs/x/best", {**BOXES, "long_side": 800}),
+        "weights to begin with": (
+            *("det", "--init torchvision:fcos_resnet50_fpn"),
+            {**ALL_BOXES, "model": "resnet50", "width": 256, "convolutions": 4, "short_sides": "800", "long_side": 1333}
+            | {"variant": "torchvision", "batch_norm": "frozen"},
+        ),
     }.values(),
 )
 def test_own_data_get_what_suits_photographs_where_nothing_is_given(recipe, words, expected) -> None:

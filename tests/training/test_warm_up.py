@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.config.fields import OptimizationConfig
 from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
 from common.distributed.collectives import rank
 from common.errors import Refused
 from common.training import batch_norm
+from common.training.freezing import Freezing
 from common.training.step import TrainingStep
 from common.training.warm_up import is_out_of_memory, warm_up
 from tests.harness.processes import Processes
@@ -105,9 +108,12 @@ def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() 
     batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), drop_path=None, complete=lambda: batch)
     accelerator = SimpleNamespace(device=torch.device("cpu"))
     model = nn.Linear(2, 1)
+    freezing = Freezing(OptimizationConfig(), model, Stream(6, 6, 0))
 
     def attempt(change: Callable) -> None:
-        step = TrainingStep(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]))
+        step = TrainingStep(
+            *(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]), None, freezing)
+        )
         warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
 
     attempt(lambda losses: losses)

@@ -143,7 +143,7 @@ def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(se
             annotation["segmentation"] = rle
         truth.createIndex()
         for index, found in enumerate(source.found):
-            best = found["scores"].argsort(descending=True, stable=True)[:100].tolist()
+            best = found["scores"].argsort(descending=True, stable=True).tolist()
             rows += [
                 {
                     "image_id": int(source.image_ids[index]),

@@ -131,7 +131,10 @@ def test_a_loaded_folder_keeps_the_classes_that_it_knows_and_has_no_dropout(tmp_
         assert torch.equal(head.weight[1:], original.weight[[3, 1]])
         assert torch.equal(head.bias[1:], original.bias[[3, 1]]) and head.bias[0].item() == pytest.approx(-math.log(99))
     count = len(detector.state_dict())
-    assert detector.begins_with == f"{count - 8} of {count} tensors of {tmp_path}, head new for 1 of 3 classes"
+    assert (
+        detector.begins_with
+        == f"{count - 8} of {count} tensors of {tmp_path}, head new for 1 of 3 classes (new), kept for Four, two"
+    )
     same = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, names=NAMES))
     assert all(torch.equal(tensor, same.state_dict()[name]) for name, tensor in made.state_dict().items())
     assert same.begins_with == f"{count} of {count} tensors of {tmp_path}" and same.stride == 32
