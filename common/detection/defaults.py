@@ -29,7 +29,7 @@ def _for_photographs(config) -> dict:
 
 def describe(config) -> dict[str, str]:
     """Rows of the start table: the defaults that the weights of `--init` decided, and those that suit photographs."""
-    of_weights = suited(config) if config.init else {}
+    of_weights = peek(config.init).settings if config.init else {}
     chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
 
     def others(config) -> dict:

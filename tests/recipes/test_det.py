@@ -33,7 +33,7 @@ CASES = {
     "thawing": "--detector fcos --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
     "--unfreeze_epochs 2,4 --backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
     "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
-    "deimv2": "--detector deimv2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
+    "deimv2": "--detector deimv2 --batch_norm frozen --global_batch_size 7 --lr 1e-3 --short_sides 64,96",
     "rf_detr": "--detector rf_detr --model RF_DETR --width 64 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
     "--short_sides 64,96,128",
 }
