@@ -6,7 +6,6 @@ from torchvision.ops import box_convert
 
 from common.detection.models.boxes import filled, overlaps, to_device
 from common.detection.models.denoising import padded
-from common.detection.models.postprocessing import MOST
 
 
 def split_targets(targets: list[dict], extent: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -105,14 +104,14 @@ def hits(match: Tensor, labels: Tensor, classes: int) -> Tensor:
 def best_pairs(logits: Tensor, boxes: Tensor, extent: Tensor) -> list[dict[str, Tensor]]:
     """The best pairs of a query and a class of each image, with the probability of the class as score, best first.
 
-    There are at most as many as queries, as image processors of transformers select them.
+    There are as many as queries, as image processors of transformers select them.
 
     Args:
         logits, boxes: [B, Q, K] and [B, Q, 4] (centre x, centre y, width, height in 0..1).
         extent: [4] width, height, width, height of the canvas in pixels.
     """
     number, classes = logits.shape[1:]
-    scores, places = logits.sigmoid().flatten(1).topk(min(MOST, number))
+    scores, places = logits.sigmoid().flatten(1).topk(number)
     boxes = box_convert(boxes, "cxcywh", "xyxy") * extent
     return [
         {"boxes": of_image[place // classes], "scores": best, "labels": place % classes}
