@@ -463,7 +463,8 @@ def _schedule(adoption: Adoption, batch: int, images: int, repeated: int) -> Non
 def _pipeline(adoption: Adoption) -> None:
     """Transforms of training images, and the size of evaluated ones."""
     found = [key for key in adoption.under("train_dataloader.dataset") if re.search(r"pipeline\[\d+\]\.type$", key)]
-    adoption.preset |= {"hflip": (0.0, ""), "short_sides": ("800", "not said in the file")}
+    unsaid = "not said in the file"
+    adoption.preset |= {"hflip": (0.0, ""), "short_sides": ("800", unsaid), "long_side": (1333, unsaid)}
     for key in found:
         place, kind = key.removesuffix(".type"), str(adoption[key])
         _transform(adoption, place, kind.rsplit(".", 1)[-1])
