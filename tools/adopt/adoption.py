@@ -129,7 +129,7 @@ class Adoption:
             self.leave(key, f"not known as a setting of {self.tool}", always=key not in self.defaults)
 
     def table(self) -> str:
-        """What became of every setting, a line each."""
+        """One line per setting, which says what became of it."""
         text = []
         for kind in ("carried", "not carried", "no effect here"):
             prefix = "" if kind == "carried" else f"-> {kind}: "

@@ -76,14 +76,14 @@ def _read(source: str, peeking: bool) -> Weights:
             weights = torchvision_weights.peek(name)
             if file or not peeking:
                 weights = _of_file(Path(file) if file else torchvision_weights.file_of(name))
-                if torchvision_weights.lacks_epsilon(name):
+                if not peeking and torchvision_weights.lacks_epsilon(name):
                     weights = torchvision_weights.without_epsilon(weights)
         elif path.is_dir():
             check_regular(path)
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
         elif path.exists():
             weights = _of_file(path)
-            if weights.notes[1:] and torchvision_weights.is_published(path):
+            if not peeking and weights.notes[1:] and torchvision_weights.is_published(path):
                 weights = torchvision_weights.without_epsilon(weights)
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)

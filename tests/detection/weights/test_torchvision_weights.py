@@ -154,7 +154,7 @@ def test_checkpoints_of_training_programs_are_read_with_their_moving_average_fir
 
 
 def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> None:
-    """A row without an epsilon is told by the file's hash, or by the user; else one is assumed, and that is said."""
+    """A published file has none, as its hash or the user says. Other files are taken to have one, and a note says so."""
     theirs = random_model("retinanet_resnet50_fpn", frozen=True)
     with torch.no_grad():
         for module in theirs.modules():
