@@ -213,9 +213,29 @@ def build_val_loader(config: Config, val: sources.Source, data_config: dict, siz
     return evaluation_loader(samples, size, config.workers)
 
 
+def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequence[str], device: torch.device):
+    """What `--eval_only` evaluates, with its weights, normalize(images), and the loader of `data`; also for tools/."""
+    config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
+    model, data_config = build_model(config, classes, device)
+    eval_only.load_weights(model, origin)
+    *_, normalize = build_augmentation(config, data, data_config, device)
+    return model, normalize, build_val_loader(config, data, data_config, config.max_micro_batch_size)
+
+
 def batch_norm_of(config: Config) -> str:
     """The mode of batch norm: a frozen backbone keeps its statistics, too."""
     return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
+
+
+@torch.no_grad()
+def predict(model, loader, accelerator, normalize):
+    """Each batch of this rank's share of a loader, on the device, with its logits [B, K]."""
+    model.eval()
+    for batch in loader:
+        batch = batch.to(accelerator.device)
+        with accelerator.autocast():
+            logits = model(normalize(batch.images))
+        yield batch, logits
 
 
 @torch.no_grad()
@@ -224,31 +244,20 @@ def evaluate(model, loader, accelerator, normalize, val):
     """Results over every validation image once, whatever the layout; the counts behind them and the worst mistakes."""
     counts = ClassificationCounts(len(val.classes), accelerator.device, multi_label=val.multi_label)
     mistakes = Mistakes()
-    model.eval()
-    for batch in loader:
-        batch = batch.to(accelerator.device)
-        with accelerator.autocast():
-            logits = model(normalize(batch.images))  # [B, K]
+    for batch, logits in predict(model, loader, accelerator, normalize):
         counts.update(logits, batch.labels, batch.readable)
         if not val.multi_label:
             mistakes.update(logits.float().softmax(1), batch.labels, batch.positions, batch.readable)
     model.train()
     counts = counts.reduce()
-    results = counts.results()
-    if results["count"] != len(val):
-        raise RuntimeError(f"evaluated {results['count']} images of {len(val)}: each must count exactly once")
-    return results, counts, mistakes.merge()
+    return counts.results(len(val)), counts, mistakes.merge()
 
 
 def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config)
-    config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
     val, names, places = eval_only.read(config, origin, build_data)
-    model, data_config = build_model(config, names, accelerator.device)
-    eval_only.load_weights(model, origin)
-    *_, normalize = build_augmentation(config, val, data_config, accelerator.device)
-    loader = build_val_loader(config, val, data_config, config.max_micro_batch_size)
+    model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model, matched = eval_only.match(model, val, names, places)
     results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
     eval_only.report(config, results, val.classes)

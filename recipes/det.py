@@ -234,19 +234,36 @@ def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, mod
     return evaluation_loader(samples, size, config.workers)
 
 
+def build_evaluation(config: Config, origin, data: Annotated, classes: tuple[str, ...], device: torch.device):
+    """What `--eval_only` evaluates, with its weights, normalize(batch), and the loader of `data`; also for tools/."""
+    init = "" if origin.is_alone else config.eval_only
+    config = dataclasses.replace(config, pretrained=False, init=init, init_classes="")
+    model, _ = build_model(config, classes, device)
+    eval_only.load_weights(model, origin)
+    _, plain = build_augmentation(config, build_stream(config, data), model.stride)
+    normalize, fill = build_normalize(config, model, device)
+    return model, normalize, build_val_loader(config, data, plain, model, fill, config.max_micro_batch_size)
+
+
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
-def evaluate(model, loader, accelerator, normalize, val: Annotated):
-    """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
-    found = Detections()
+def predict(model, loader, accelerator, normalize):
+    """Each batch of this rank's share of a loader, on the device, with what is found in each image, in its own pixels."""
     model.eval()
     for batch in loader:
         batch = batch.to(accelerator.device)
         with accelerator.autocast():
             detections = model.detect(normalize(batch), batch.sizes)
-        indices = batch.positions.tolist()
-        of_images = zip(detections, indices, batch.sizes, strict=True)
-        found.update(indices, [loader.dataset.restored(*of_image) for of_image in of_images])
+        of_images = zip(detections, batch.positions.tolist(), batch.sizes, strict=True)
+        yield batch, [loader.dataset.restored(*of_image) for of_image in of_images]
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
+def evaluate(model, loader, accelerator, normalize, val: Annotated):
+    """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
+    found = Detections()
+    for batch, detections in predict(model, loader, accelerator, normalize):
+        found.update(batch.positions.tolist(), detections)
     model.train()
     results = found.results(val)
     if results["count"] != len(val):
@@ -258,13 +275,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
     origin = eval_only.begin(config, sources_of_weights.origin)
     val, names, places = eval_only.read(config, origin, build_data)
-    init = "" if origin.is_alone else config.eval_only
-    config = dataclasses.replace(config, pretrained=False, init=init, init_classes="")
-    model, _ = build_model(config, names, accelerator.device)
-    eval_only.load_weights(model, origin)
-    _, plain = build_augmentation(config, build_stream(config, val), model.stride)
-    normalize, fill = build_normalize(config, model, accelerator.device)
-    loader = build_val_loader(config, val, plain, model, fill, config.max_micro_batch_size)
+    model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
     results, _ = evaluate(model, loader, accelerator, normalize, val)
     eval_only.report(config, results, val.classes)

@@ -100,14 +100,17 @@ class ClassificationCounts:
         total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)
         return total
 
-    def results(self) -> dict[str, float | int | list[float | None] | None]:
+    def results(self, images: int | None = None) -> dict[str, float | int | list[float | None] | None]:
         """Fractions, or None if there is nothing to divide by.
 
         One label per image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
         Several labels: f1 (over all decisions), f1_macro, exact_match.
         f1_macro is the mean over classes that are true or predicted anywhere.
         Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
+        Raises `RuntimeError` unless `images`, if given, is the number that was counted.
         """
+        if images not in (None, counted := int(self._counts["count"])):
+            raise RuntimeError(f"evaluated {counted} images of {images}: each must count exactly once")
         counts = {name: count.tolist() for name, count in self._counts.items() if name != "confusion"}
         count, broken = counts["count"], counts["broken"]
         results = {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}

@@ -1,0 +1,43 @@
+"""Finished runs that tests of tools look at: made once per session, as a user makes them. Copy what a test changes."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launching import Launcher
+
+
+@pytest.fixture(scope="session")
+def shared_run(launch: Launcher, tmp_path_factory) -> Callable[[str, list], Path]:
+    """`shared_run("cls", [flags])` -> the run folder; of the processes that run tests side by side, one trains it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "runs_for_tools"
+    folder.mkdir(exist_ok=True)
+
+    def run(recipe: str, flags: list) -> Path:
+        with (folder / f"{recipe}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / f"{recipe}.done").exists():
+                words = [*flags, "--name", recipe, "--output_dir", folder]
+                done = launch("multi_cpu", f"recipes/{recipe}.py", *words, timeout=300)
+                assert done.returncode == 0, done.stderr
+                (folder / f"{recipe}.done").touch()
+        return folder / recipe
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained_classifier(shared_run) -> Path:
+    """The run folder of the digits preset, 5 epochs, on two processes with data workers and W&B offline: top-1 about 98 %."""
+    return shared_run("cls", ["--config", "recipes/presets/digits.yaml", "--epochs", 5])
+
+
+@pytest.fixture(scope="session")
+def trained_detector(shared_run) -> Path:
+    """The run folder of the det_digits preset, 120 steps, on two processes with data workers and W&B offline."""
+    return shared_run("det", ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 120])

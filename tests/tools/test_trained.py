@@ -1,0 +1,53 @@
+"""A tool finds the recipe, the configuration and the weights of a run; what it can't use is refused in one line."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from common.distributed import launch as launching
+from common.errors import Refused
+from common.run import eval_only
+from tools.trained import load
+
+
+@pytest.mark.parametrize("named", ["", "best"])
+def test_a_run_folder_and_its_best_are_the_model_with_the_recorded_results(trained_classifier, named) -> None:
+    trained = load(str(trained_classifier / named), ["--workers", "0"], reads_data=True)
+    assert not trained.is_detector and trained.classes == tuple("0123456789")
+    assert trained.recipe.__file__ == str(trained_classifier / "source" / "cls.py")
+    accelerator = launching.start(trained.config)
+    val, *_ = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
+    parts = trained.build(val, accelerator.device)
+    hits = torch.cat(
+        [
+            logits.argmax(1) == batch.labels
+            for batch, logits in trained.recipe.predict(*parts[::2], accelerator, parts[1])
+        ]
+    )
+    recorded = json.loads((trained_classifier / "best" / "results.json").read_text())
+    assert hits.double().mean().item() == pytest.approx(recorded["top1"], abs=1e-12)
+
+
+def test_a_detector_is_known_as_one(trained_detector) -> None:
+    trained = load(str(trained_detector))
+    assert trained.is_detector and trained.config.detector == "fcos"
+
+
+def test_a_copied_best_is_built_by_the_recipe_of_the_repository(trained_classifier, tmp_path) -> None:
+    shutil.copytree(trained_classifier / "best", tmp_path / "model")
+    trained = load(str(tmp_path / "model"))
+    assert trained.recipe.__file__.endswith("recipes/cls.py") and trained.config.image_size == 32
+
+
+def test_a_recipe_that_is_gone_or_too_old_is_refused_by_name(trained_classifier, tmp_path) -> None:
+    shutil.copytree(trained_classifier / "best", tmp_path / "best")
+    record = json.loads((tmp_path / "best" / "run.json").read_text())
+    (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    with pytest.raises(Refused, match=r"mine\.py"):
+        load(str(tmp_path / "best"))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "mine.py").write_text("Config = None\n")
+    with pytest.raises(Refused, match=r"mine\.py.*build_evaluation"):
+        load(str(tmp_path / "best"))

@@ -1,0 +1,91 @@
+"""A trained model, ready for use: its recipe, its configuration, and what says where its weights are from.
+
+Tools name a model as `--eval_only` does: a run's best/, a checkpoint, an exported folder, for detectors also
+torchvision:NAME and files of their authors. The model, its preprocessing and its loader are built by the recipe that trained
+it, so there is one way to read and resize images for training, evaluation and tools.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.config.origin import Origin
+from common.config.parsing import parse
+from common.config.recipe_source import FOLDER
+from common.detection.weights import sources as sources_of_weights
+from common.errors import Refused
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+_ANY_DATA = "digits"  # for a model that does not say what it was trained on, if only the model is asked for
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that a recipe has trained; `build` loads it."""
+
+    recipe: ModuleType
+    config: Any  # the recipe's Config, with `eval_only` naming the weights
+    origin: Origin
+
+    @property
+    def is_detector(self) -> bool:
+        return hasattr(self.config, "detector")
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names by class id; the numbers themselves if the weights name none. Raises `Refused` if not even these are known."""
+        if not self.origin.classes and not self.origin.count:
+            raise Refused(f"{self.origin.path}: does not say which classes it knows; take a run's best/")
+        return self.origin.classes or tuple(map(str, range(self.origin.count or 0)))
+
+    def build(self, data: Any, device: Any) -> tuple:
+        """(model, normalize, loader of `data`), as the recipe evaluates; `recipe.predict` takes these.
+
+        `data` is a source of images as the recipe's `build_data` returns, or one without labels.
+        """
+        return self.recipe.build_evaluation(self.config, self.origin, data, self.classes, device)
+
+
+def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
+    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
+
+    A run folder means its best/. Of a run, the recipe is the one kept in its run folder, which is executed; else that of
+    recipes/. With `reads_data`, the flags or the run must name the data. Raises `Refused`.
+    """
+    folder = Path(weights)
+    if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
+        weights, folder = str(folder / "best"), folder / "best"
+    origin = sources_of_weights.origin(weights)
+    name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
+    kept = [
+        parent / FOLDER / f"{name}.py" for parent in (folder.parent, folder.parent.parent)
+    ]  # of best/, of a checkpoint
+    file = next((file for file in (*kept, RECIPES / f"{name}.py") if file.is_file()), None)
+    if file is None:
+        raise Refused(f"{weights}: was trained by {name}.py, which is neither in {kept[0].parent} nor in {RECIPES}")
+    recipe = load_recipe(file)
+    if missing := [
+        name for name in ("Config", "build_data", "build_evaluation", "predict") if not hasattr(recipe, name)
+    ]:
+        raise Refused(f"{file}: has no {', '.join(missing)}, which tools call; write it as {RECIPES / 'cls.py'} does")
+    words = ["--eval_only", weights, *flags]
+    if not reads_data and not origin.config.get("data") and "--data" not in words:
+        words += ["--data", _ANY_DATA]
+    return Trained(recipe, parse(recipe.Config, words, file.name, origin=sources_of_weights.origin), origin)
+
+
+def load_recipe(file: Path) -> ModuleType:
+    """Execute a recipe's file as a module of its own; it finds modules beside it, as when it is run."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise Refused(f"{file}: is no Python file")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # data workers find its classes by this name
+    spec.loader.exec_module(module)
+    return module
