@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from common.classification.metrics import Mistake
 from common.data.source import Source
 from common.run.plots import INK, breadth, confusion, footnote, new_figure, run_of, save, short, title
 
-__all__ = ["confusion", "mistakes"]
+__all__ = ["captioned", "confusion", "mistakes"]
 
 
 def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
@@ -36,4 +37,16 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
         footnote(axes, source.name(mistake.index), 32)
     found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
     title(figure.suptitle, f"{run_of(path)}, last evaluation: {found}")
+    save(figure, path)
+
+
+def captioned(image: Image.Image, found: Sequence[tuple[str, float]], path: Path) -> None:
+    """Draw an image under its predictions (class, score)."""
+    longest = max(image.size)
+    figure = new_figure(*(max(2.4, 6 * side / longest) for side in image.size))
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.imshow(np.asarray(image), interpolation="nearest" if longest < 100 else "antialiased")
+    lines = [f"{short(name, 40)} {score:.1%}".replace("%", " %") for name, score in found]
+    axes.set_title("\n".join(lines) or "no class", fontsize=10, color=INK, parse_math=False)
     save(figure, path)

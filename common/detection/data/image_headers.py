@@ -19,11 +19,11 @@ _HEAD = 8_192  # bytes in which nearly every JPEG has its size
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
 
 
-def headers_of_files(folder: str, paths: pa.Array) -> np.ndarray:
+def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) -> np.ndarray:
     """int64[N, 4]: width and height as stored, EXIF orientation 1 to 8, and size in bytes of files below `folder`.
 
     Width 0 if the file is no readable image. Takes about 20 µs per file; threads read several at once, since a network file
-    system is slow. Raises `Refused` if files are missing.
+    system is slow. If files are missing, raises `Refused`, or with `may_miss` gives width 0 and size -1 for them.
     """
 
     def read(start: int) -> list[tuple[int, int, int, int] | None]:
@@ -35,7 +35,7 @@ def headers_of_files(folder: str, paths: pa.Array) -> np.ndarray:
             np.array([found or (0, 0, 0, -1) for found in part]) for part in pool.map(read, range(0, len(paths), 512))
         ]
     headers = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
-    if (missing := np.flatnonzero(headers[:, 3] < 0)).size:
+    if not may_miss and (missing := np.flatnonzero(headers[:, 3] < 0)).size:
         first = os.path.join(folder, paths[int(missing[0])].as_py().decode(errors="backslashreplace"))
         raise Refused(
             f"{first}: {missing.size} of {len(paths)} annotated images are missing or may not be read, this one first; "

@@ -42,6 +42,7 @@ NAMED_CURVES = 20  # up to this many classes, each curve has a name; of more, on
 EXTREME_CURVES = 5
 MOST_PIXELS = 512  # side of an image on a sheet
 PANEL, FONT = 2.6, 7  # inches a side, points
+SIDE = 7.0  # inches of the longer side of an image on its own
 
 # Okabe and Ito's colours, and line styles: together enough to tell NAMED_CURVES apart.
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
@@ -147,6 +148,25 @@ def misses(source: Annotated, matches: Matches, path: Path) -> None:
     save(figure, path)
 
 
+def detections(image: Image.Image, boxes: list[Box], masks: np.ndarray, path: Path) -> None:
+    """Draw an image with what was found in it, best first; `masks` uint8[n, H, W] of 0 and 1, or [0, H, W] for none."""
+    from matplotlib.colors import to_rgb
+
+    width, height = (side * SIDE / max(image.size) for side in image.size)
+    figure = new_figure(max(width, 1.0), max(height, 1.0))
+    axes = figure.subplots()
+    axes.set_axis_off()
+    pixels = np.array(image)
+    colours = [COLOURS[box.class_id % len(COLOURS)] for box in boxes]
+    for mask, colour in zip(masks[::-1], colours[::-1], strict=False):
+        tint = 255 * np.array(to_rgb(colour))
+        pixels[mask > 0] = (0.55 * pixels[mask > 0] + 0.45 * tint).astype(np.uint8)
+    smooth = "nearest" if max(image.size) < 400 else "antialiased"
+    axes.imshow(pixels, extent=(0, image.width, image.height, 0), interpolation=smooth)
+    _mark(axes, boxes, [{"edgecolor": colour, "linestyle": "-"} for colour in colours], width)
+    save(figure, path)
+
+
 # ---- internals
 
 _RIGHT, _MISSED = {"edgecolor": BLUE, "linestyle": "-"}, {"edgecolor": ORANGE, "linestyle": "--"}
@@ -214,11 +234,14 @@ def _outline(axes: "Axes", box: Box, style: dict) -> None:
     )
 
 
-def _mark(axes: "Axes", boxes: list[Box], styles: list[dict]) -> None:
-    """Draw boxes with names and scores, most important first; a name that would cover another one is left out."""
+def _mark(axes: "Axes", boxes: list[Box], styles: list[dict], panel: float = PANEL) -> None:
+    """Draw boxes with names and scores, most important first; a name that would cover another one is left out.
+
+    `panel` is the width of the axes in inches.
+    """
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
-    point = (right - left) / (PANEL * 0.95 * 72)  # in pixels of the image
+    point = (right - left) / (panel * 0.95 * 72)  # in pixels of the image
     placed: list[tuple[float, float, float, float]] = []
     for box, style in reversed(list(zip(boxes, styles, strict=True))):
         _outline(axes, box, style)  # the most important one on top

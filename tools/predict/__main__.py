@@ -1,0 +1,149 @@
+"""Predict: what a trained model sees in images, one row per image, in the order given.
+
+    python -m tools.predict runs/cls-d55fba photos/ 'more/*.jpg' --top 3 -o predictions.jsonl
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
+
+Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last: --workers 8.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+from common.distributed import launch
+from common.errors import Refused, printable
+
+_MOST_AT_ONCE = 64  # batches of a rank between two collections of rows
+_OFTEN_S = 0.5  # collections come about as often, so that rows appear while others are computed
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    described, _, example = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m tools.predict",
+        description=described,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it")
+    parser.add_argument(
+        "images", nargs="*", help="files, folders, 'globs', @FILE and - (a list of files in FILE or on stdin)"
+    )
+    parser.add_argument("--list", action="append", default=[], metavar="FILE", help="a list of files or folders, one per line")
+    parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    parser.add_argument("--format", choices=("jsonl", "csv", "coco"), default="jsonl", help="coco: results of detectors")
+    parser.add_argument("--images_of", metavar="JSON", help="format coco: the annotations that have the ids of the images")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
+    parser.add_argument(
+        "--top", type=int, default=None, metavar="K", help="the K best predictions (default: a classifier's best, all boxes)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="only predictions that score T or more (default: of each class, as its evaluation chose; boxes 0.3, several "
+        "labels 0.5; format coco and one label: none)",
+    )
+    return parser
+
+
+def main() -> None:
+    words, flags = arguments().parse_known_intermixed_args()
+    if words.top is not None and words.top < 1:
+        raise Refused(f"--top {words.top}: must be at least 1")
+    if words.threshold is not None and not 0 <= words.threshold <= 1:
+        raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
+    if not words.images and not words.list:
+        raise Refused("no images are named: give files, folders or globs after the model, or --list FILE")
+    from tools.trained import load  # takes seconds, which --help need not
+
+    trained = load(words.model, flags)
+    if not trained.is_detector and (words.format == "coco" or words.images_of):
+        raise Refused("--format coco, --images_of: for detectors; a classifier's rows are jsonl or csv")
+    if words.images_of and words.format != "coco":
+        raise Refused(f"--images_of {words.images_of}: gives ids to --format coco, not to {words.format}")
+    predict(words, trained, launch.start(trained.config))
+
+
+def predict(words: argparse.Namespace, trained, accelerator) -> None:
+    """Write the rows of the images that `words` name; a collective."""
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main, is_main
+    from tools.predict import images, pictures, rows
+    from tools.predict.output import Output
+    from tools.predict.plan import make_plan
+
+    with all_or_none("listing the images"):
+        plan = make_plan(words, trained) if is_main() else None
+    plan = broadcast_object(plan)
+    for note in plan["notes"]:
+        say(note)
+    files, least = plan["files"], np.array(plan["thresholds"], np.float32)
+    form = rows.format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
+    if trained.is_detector:
+        source = images.scenes(files, np.array(plan["sizes"]), trained.classes)
+    else:
+        source = images.images(files, trained.classes, plan["multi_label"])
+    count, top = len(files), words.top or (0 if trained.is_detector or plan["multi_label"] else 1)
+    made = rows.Rows(source, least, top, plan["multi_label"])
+    del files, plan  # `source` has them
+    with all_or_none("opening the output"):
+        output = Output(words.output, form, words.overwrite) if is_main() else None
+    model, normalize, loader = trained.build(source, accelerator.device)
+    loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
+    found = trained.recipe.predict(model, loader, accelerator, normalize)
+
+    def texts_of(batches) -> tuple[list[int], list[bytes], list[bool]]:
+        """The numbers of images, their texts, and whether they are broken; draws them, too."""
+        numbers, texts, broken = [], [], []
+        for index, row in (pair for one in batches for pair in made.of(*one)):
+            numbers.append(index)
+            texts.append(form.text(index, row).encode())
+            broken.append("error" in row)
+            if "error" in row and words.format == "coco":  # which has no place for it
+                say(f"{row['file']}: {row['error']}", everywhere=True)
+            if words.draw and "error" not in row:
+                pictures.draw(words.draw, index, source, row)
+        return numbers, texts, broken
+
+    rounds, done, at_once, broken = broadcast_object(len(loader)), 0, 1, 0  # the first rank has the most batches
+    with (
+        output or contextlib.nullcontext(),
+        torch.compiler.set_stance("force_eager"),
+        tqdm(total=count, unit=" images", disable=None if is_main() else True) as bar,
+    ):
+        while done < rounds:
+            began = time.perf_counter()
+            numbers, texts, are_broken = texts_of(islice(found, at_once))
+            columns = np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(are_broken, bool)
+            for theirs in gather_to_main(columns) or ():
+                for index, text in zip(*theirs[:2], strict=True):
+                    output.take(int(index), text)
+                broken += int(theirs[2].sum())
+                bar.update(len(theirs[0]))
+            if output:
+                output.flush()
+            done += at_once
+            is_quick = time.perf_counter() - began < _OFTEN_S
+            at_once = broadcast_object(min(2 * at_once, _MOST_AT_ONCE) if is_quick else at_once)
+    say(f"{count:,} images" + (f", {broken:,} of which could not be read" if broken else ""))
+
+
+def say(text: str, everywhere: bool = False) -> None:
+    """Print a line on stderr, on the main process or on each."""
+    if everywhere or os.environ.get("RANK", "0") == "0":
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "predict"  # as messages name it
+    launch.run(main)

@@ -1,0 +1,77 @@
+"""Listing of the images to predict: files, folders, globs, and lists of these in a file or on stdin, in the order given."""
+
+import glob
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from common.data.images import SUFFIXES
+from common.errors import Refused
+from common.files import walk
+
+_KINDS = 5  # skipped extensions that a note names
+
+
+def listing(words: Sequence[str], lists: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files that `words` and the files `lists` name, each once, and notes about what was left out.
+
+    A word is a file, a folder (with all folders in it), a glob, @FILE (a list), or - (a list on stdin). A list has one file
+    or folder per line, or separated by NUL, as `find -print0` writes it. Of a folder, the files with an image's extension are
+    taken; a file that is named is always taken. Raises `Refused` if there is nothing to predict.
+    """
+    skipped: Counter[str] = Counter()
+    found = [file for word in words for file in _of_word(word, skipped)]
+    found += [file for name in lists for file in _of_list(name, skipped)]
+    files = [*dict.fromkeys(found)]
+    notes = []
+    if skipped:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in skipped.most_common(_KINDS))
+        more = ", ..." if len(skipped) > _KINDS else ""
+        notes.append(f"{skipped.total():,} files without an image's extension were left out: {kinds}{more}")
+    if not files:
+        named = " ".join([*words, *(f"--list {name}" for name in lists)])
+        raise Refused(f"{named:.200}: no image is there{'; '.join(['', *notes])}")
+    if len(files) < len(found):
+        notes.append(f"{len(found) - len(files):,} files were named more than once, and are predicted once")
+    return files, notes
+
+
+def _of_word(word: str, skipped: Counter) -> Iterator[str]:
+    if word == "-" or (word.startswith("@") and not os.path.lexists(word)):
+        yield from _of_list(word.removeprefix("@"), skipped)
+    elif os.path.lexists(word) or not glob.has_magic(word):
+        yield from _of_path(word, skipped)
+    else:
+        matches = sorted(glob.iglob(word, recursive=True))
+        if not matches:
+            raise Refused(f"{word}: no file matches")
+        for match in matches:
+            yield from _of_path(match, skipped)
+
+
+def _of_list(name: str, skipped: Counter) -> Iterator[str]:
+    try:
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise Refused(f"{name}: {error.strerror}; it should list images, one per line") from None
+    lines = content.split(b"\0") if b"\0" in content else (line.rstrip(b"\r") for line in content.split(b"\n"))
+    for line in filter(None, lines):
+        yield from _of_path(os.fsdecode(line), skipped)
+
+
+def _of_path(path: str, skipped: Counter) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield path
+        return
+    try:
+        for _, entries in walk(path):
+            for entry in entries:
+                if os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    if not entry.is_dir():
+                        yield entry.path
+                elif not entry.is_dir():
+                    skipped[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}; make it readable, or name other folders") from None

@@ -1,0 +1,95 @@
+"""Output of predictions: in the order of the images, as they come, into a file that appears when it is complete."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from common.durable import sync
+from common.errors import Refused
+from tools.predict.rows import Format
+
+
+class Output:
+    """Writes texts of images by number, in order. As a context manager; only the main process has one.
+
+    A file is written as `.NAME.tmp` beside it and renamed at the end, so that half of it is never taken for all. A path that
+    is a pipe or a device is written to directly. Raises `Refused`.
+    """
+
+    def __init__(self, path: str, form: Format, overwrite: bool):
+        self._form, self._waiting, self._next, self._is_empty = form, {}, 0, True
+        self._path = Path(path).resolve() if path != "-" else None
+        self._draft: Path | None = None
+        if self._path is None:
+            self._file: BinaryIO = sys.stdout.buffer
+            return
+        if self._path.is_dir():
+            raise Refused(f"--output {path}: is a folder; name a file in it")
+        if self._path.is_file() and not overwrite:
+            raise Refused(f"--output {path}: exists; name another, or add --overwrite")
+        try:
+            if self._path.exists() and not self._path.is_file():
+                self._file = self._path.open("wb")
+                return
+            self._draft = self._path.with_name(f".{self._path.name}.tmp")
+            self._file = os.fdopen(os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+        except OSError as error:
+            raise Refused(f"--output {path}: {error.strerror}; name another file") from None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Refused(f"--output {path}: another process writes it; name another file") from None
+        self._file.truncate()  # what a process that was killed has left
+
+    def __enter__(self) -> "Output":
+        self._write(self._form.head)
+        return self
+
+    def take(self, index: int, text: bytes) -> None:
+        """Write the text of an image, after those of all images before it."""
+        self._waiting[index] = text
+        while self._next in self._waiting:
+            text = self._waiting.pop(self._next)
+            if text:
+                self._write("" if self._is_empty else self._form.between)
+                self._write(text)
+                self._is_empty = False
+            self._next += 1
+
+    def flush(self) -> None:
+        """Show readers what has been written."""
+        self._write("", flush=True)
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self._write(self._form.tail, flush=True)
+        try:
+            if self._draft and kind is None:
+                os.fsync(self._file.fileno())
+                self._draft.replace(self._path)
+                sync(self._path.parent)
+        except OSError as error:
+            self._fail(error)
+        if self._draft:
+            self._draft.unlink(missing_ok=True)
+        if self._path:
+            with contextlib.suppress(OSError):  # of a full disk, which has been said
+                self._file.close()
+
+    def _write(self, text: str | bytes, flush: bool = False) -> None:
+        try:
+            self._file.write(text if isinstance(text, bytes) else text.encode())
+            if flush:
+                self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())  # takes what is still in the buffer
+        if error.errno == errno.EPIPE:  # the reader has seen enough, such as `head`
+            sys.exit(0)
+        raise Refused(f"--output {self._path or 'stdout'}: {error.strerror}; what was written is incomplete") from None

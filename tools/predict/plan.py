@@ -1,0 +1,137 @@
+"""Plan: which images are predicted, with which thresholds, and under which ids they are written."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.config.origin import places_of, some
+from common.durable import make_folder
+from common.errors import Refused
+from common.files import MEDIUM, read_text
+from tools.predict.images import sizes_of
+from tools.predict.listing import listing
+from tools.trained import Trained
+
+OF_BOXES, OF_LABELS = 0.3, 0.5  # if an evaluation has chosen none; 0.5 is what a multi-label evaluation counts with
+_FILES = ("report.json", "results.json")  # of best/, with "thresholds": {class: value}
+_MOST = 2**31  # bytes of an annotation file
+
+
+def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
+    """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
+    files, notes = listing(words.images, words.list)
+    several = _is_multi_label(Path(trained.origin.path))
+    is_coco = words.format == "coco"
+    thresholds, said = choose(
+        trained.origin.path, trained.classes, words.threshold, trained.is_detector, several, is_coco
+    )
+    notes.append(f"threshold: {said}")
+    image_ids, category_ids = [], {}
+    if words.images_of:
+        image_ids, category_ids, more = ids_of(words.images_of, files, trained.classes)
+        notes += more
+    elif is_coco:
+        image_ids, category_ids = [*range(1, len(files) + 1)], _own_category_ids(trained)
+        notes.append("image ids are 1, 2, ... in the order given; --images_of takes those of annotations")
+    if words.draw:
+        try:
+            make_folder(words.draw)
+        except OSError as error:
+            raise Refused(f"--draw {words.draw}: {error.strerror}; name another folder") from None
+    return {
+        "files": files,
+        "sizes": sizes_of(files).tolist() if trained.is_detector else [],
+        "thresholds": thresholds.tolist(),
+        "multi_label": several,
+        "image_ids": image_ids,
+        "category_ids": category_ids,
+        "notes": notes,
+    }
+
+
+def choose(
+    weights: str, classes: Sequence[str], asked: float | None, is_detector: bool, multi_label: bool, all_boxes: bool
+) -> tuple[np.ndarray, str]:
+    """float32[classes], and the words that say where they are from; `asked` decides if it is given.
+
+    A classifier of one label per image has none: its best class is its prediction. With `all_boxes` a detector has none
+    either, since a metric over all scores wants all boxes. Raises `Refused` for a file whose thresholds can't be read.
+    """
+    count = len(classes)
+    if asked is not None:
+        return np.full(count, asked, np.float32), f"{asked:g}, as asked"
+    if all_boxes or not (is_detector or multi_label):
+        return np.zeros(count, np.float32), "none"
+    default = OF_BOXES if is_detector else OF_LABELS
+    for file in (Path(weights) / name for name in _FILES):
+        found = _read(file)
+        if found:
+            lacking = [name for name in classes if name not in found]
+            values = np.array([found.get(name, default) for name in classes], np.float32)
+            words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
+            return values, words + (f"; it lacks {len(lacking)} classes, which have {default}" if lacking else "")
+    return np.full(count, default, np.float32), f"{default}; no evaluation has chosen one for each class"
+
+
+def _read(file: Path) -> dict[str, float]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(read_text(file, MEDIUM)).get("thresholds") or {}
+        return {str(name): float(value) for name, value in content.items() if value is not None}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
+
+
+def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[list[int], dict[str, int], list[str]]:
+    """The image id of each of `files`, and the category id of each class, in COCO's annotations `file`; and notes.
+
+    A file is the image whose `file_name` is the end of its path, the longest if there are several. Raises `Refused` for a
+    file that is none of the images, and for a class that the annotations do not have.
+    """
+    try:
+        content = json.loads(read_text(file, _MOST))
+        numbers = {str(image["file_name"]): int(image["id"]) for image in content["images"]}
+        categories = {str(category["name"]): int(category["id"]) for category in content["categories"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"--images_of {file}: not COCO's annotations ({reason:.200}); name an instances.json") from None
+    ids = []
+    for path in files:
+        parts = Path(path).absolute().parts
+        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        number = next((numbers[end] for end in (path, *ends) if end in numbers), None)
+        if number is None:
+            raise Refused(f"{path}: is none of the {len(numbers):,} images of --images_of {file}; leave it out")
+        ids.append(number)
+    if len(set(ids)) < len(ids):
+        raise Refused(f"--images_of {file}: several files are the same image of it; name each image once")
+    places = places_of(classes, [*categories])
+    if unknown := [name for name, place in zip(classes, places, strict=True) if place is None]:
+        raise Refused(
+            f"--images_of {file}: has no category {some(unknown)}, which the model knows; it has {some([*categories])}"
+        )
+    found = {name: [*categories.values()][place] for name, place in zip(classes, places, strict=True)}
+    notes = [f"{len(numbers) - len(ids):,} of the {len(numbers):,} images of {file} are not predicted"]
+    return ids, found, notes if len(ids) < len(numbers) else []
+
+
+def _is_multi_label(folder: Path) -> bool:
+    """Whether the weights were trained on images with several labels each."""
+    if (folder / "record.json").is_file():  # a checkpoint
+        return "eval/exact_match" in json.loads(read_text(folder / "record.json", MEDIUM))["ledger"]["last"]
+    return _config(folder).get("problem_type") == "multi_label_classification"
+
+
+def _own_category_ids(trained: Trained) -> dict[str, int]:
+    """Those of the data that the model was trained on, if it knows them; else 1, 2, ..."""
+    known = _config(Path(trained.origin.path)).get("category_ids", [])
+    is_known = len(known) == len(trained.classes) and min(known, default=-1) >= 0
+    return dict(zip(trained.classes, known if is_known else range(1, len(trained.classes) + 1), strict=True))
+
+
+def _config(folder: Path) -> dict:
+    return json.loads(read_text(folder / "config.json", MEDIUM)) if (folder / "config.json").is_file() else {}

@@ -1,0 +1,144 @@
+"""Rows: what is found in each image, as one line of JSON, lines of CSV, or COCO's results."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_SIDES = ("left", "top", "right", "bottom")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Turns the batches of a recipe's `predict` into one row per image: its file, and its predictions or an error.
+
+    A prediction has class, score and, of a detector, box (left, top, right, bottom in pixels of the upright image) and mask
+    (COCO's packed run lengths), best first.
+    """
+
+    source: Any  # images.Images or images.Scenes
+    thresholds: np.ndarray  # float[classes]: the least score of a prediction
+    top: int  # the most predictions of an image; 0: all
+    multi_label: bool = False
+
+    def of(self, batch: Any, found: Any) -> Iterator[tuple[int, dict]]:
+        """(number of the image, row) for each image of a batch; `found` is what came with it, logits or detections."""
+        reasons = dict(text.split(": ", 1) for text in batch.broken)  # an image's name is its number
+        if isinstance(found, torch.Tensor):
+            scores = found.float().sigmoid() if self.multi_label else found.float().softmax(1)
+            parts = [{"scores": of_image} for of_image in scores.cpu().numpy()]
+        else:
+            parts = [
+                {key: np.asarray(value.cpu()) if isinstance(value, torch.Tensor) else value for key, value in one.items()}
+                for one in found
+            ]
+        for index, part in zip(batch.positions.tolist(), parts, strict=True):
+            row: dict = {"file": self.source.content(index)}
+            if str(index) in reasons:
+                yield index, row | {"error": reasons[str(index)]}
+                continue
+            if "boxes" in part:
+                row["width"], row["height"] = self.source.sizes[index].tolist()
+            yield index, row | {"predictions": self._predictions(part)}
+
+    def _predictions(self, part: dict) -> list[dict]:
+        scores = part["scores"].astype(np.float32)
+        labels = part.get("labels", np.arange(len(scores)))
+        kept = np.flatnonzero(scores >= self.thresholds[labels])
+        kept = kept[np.argsort(-scores[kept], kind="stable")][: self.top or None]
+        found = []
+        for place in kept.tolist():
+            one = {"class": self.source.classes[labels[place]], "score": short(scores[place])}
+            if "boxes" in part:
+                one["box"] = [short(side) for side in part["boxes"][place].astype(np.float32)]
+            if "rles" in part:
+                rle = part["rles"][place]
+                one["mask"] = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
+            found.append(one)
+        return found
+
+
+def short(value: np.float32) -> float:
+    """The number with as few digits as give the same float32."""
+    return float(str(value))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of the output: its text begins with `head` and ends with `tail`, with `between` between images."""
+
+    text: Callable[[int, dict], str]  # (number of an image, row) -> its text; "" leaves it out
+    head: str = ""
+    between: str = ""
+    tail: str = ""
+
+
+def jsonl(_index: int, row: dict) -> str:
+    return _json(row) + "\n"
+
+
+@dataclass(frozen=True)
+class CsvLines:
+    """One line per prediction, and one for an image without any, so that each image has a line."""
+
+    columns: Sequence[str]
+
+    @property
+    def head(self) -> str:
+        return ",".join(self.columns) + "\n"
+
+    def __call__(self, _index: int, row: dict) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n", extrasaction="ignore")
+        file = row["file"].encode(errors="backslashreplace").decode()
+        for one in row.get("predictions") or [{}]:
+            values = {"file": file, "error": row.get("error", "")} | one
+            values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
+            values |= {"mask": _json(one["mask"])} if "mask" in one else {}
+            writer.writerow(values)
+        return text.getvalue()
+
+
+@dataclass(frozen=True)
+class CocoResults:
+    """The results format of COCO: one object per box, with the ids that the annotations use."""
+
+    image_ids: Sequence[int]  # by number of the image
+    category_ids: dict[str, int]  # by class name
+
+    def __call__(self, index: int, row: dict) -> str:
+        return ",\n".join(_json(self._result(index, one)) for one in row.get("predictions", ()))
+
+    def _result(self, index: int, one: dict) -> dict:
+        left, top, right, bottom = map(np.float32, one["box"])
+        size = [float(right) - float(left), float(bottom) - float(top)]
+        result = {"image_id": self.image_ids[index], "category_id": self.category_ids[one["class"]]}
+        result |= {"bbox": [float(left), float(top), *size], "score": float(np.float32(one["score"]))}
+        return result | ({"segmentation": one["mask"]} if "mask" in one else {})
+
+
+def format_of(name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]) -> Format:
+    """The format jsonl, csv or coco; the ids are for the last one."""
+    if name == "coco":
+        return Format(CocoResults(image_ids, category_ids), "[\n", ",\n", "\n]\n")
+    lines = CsvLines(("file", "class", "score", *((*_SIDES, "mask") if is_detector else ()), "error"))
+    return Format(lines, lines.head) if name == "csv" else Format(jsonl)
+
+
+def _json(value: dict) -> str:
+    """One line; characters of any script as they are, unless a file's name is invalid text."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or _is_text(text) else json.dumps(value)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\u2028" not in text and "\u2029" not in text and "\x85" not in text  # which some readers take for line ends
