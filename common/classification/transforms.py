@@ -103,12 +103,13 @@ def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int
 class EvaluationTransform:
     """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre."""
 
-    covered: tuple[float, float]  # height and width
+    data_config: dict  # as of `evaluation_transform`
     resize_and_crop: Callable[[Image.Image], torch.Tensor]
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Raises `BrokenImage` for a stripe that is so narrow that resizing would make it larger than an image may be."""
-        scale = max(wanted / side for wanted, side in zip(self.covered, (image.height, image.width), strict=True))
+        sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
+        scale = max(wanted / self.data_config["crop_pct"] / side for wanted, side in sides)
         pixels = image.width * image.height * scale**2
         if pixels > MAX_PIXELS:
             raise BrokenImage(
@@ -119,7 +120,6 @@ class EvaluationTransform:
 
 def evaluation_transform(data_config: dict) -> EvaluationTransform:
     """Resize and centre crop for the model's `data_config`: exactly timm's own."""
-    height, width = data_config["input_size"][1:]
     resize_and_crop = timm.data.create_transform(
         data_config["input_size"],
         is_training=False,
@@ -127,7 +127,7 @@ def evaluation_transform(data_config: dict) -> EvaluationTransform:
         interpolation=data_config["interpolation"],
         crop_pct=data_config["crop_pct"],
     )
-    return EvaluationTransform((height / data_config["crop_pct"], width / data_config["crop_pct"]), resize_and_crop)
+    return EvaluationTransform(data_config, resize_and_crop)
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:

@@ -1,0 +1,92 @@
+"""Export a trained model for a runtime, and prove on the validation set that it is the model that was measured.
+
+    python -m tools.export runs/NAME/best --to onnx
+
+Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box decoding are inside. The folder
+gets the model, export.json, ten test vectors, and verify.py, which repeats the check with the runtime alone. A file that
+differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from common.errors import Refused
+
+FORMATS = ("onnx", "torch_export", "openvino", "executorch")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    described, _, example = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m tools.export",
+        description=described,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="a run folder (its best/), a checkpoint, or an exported folder")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
+    parser.add_argument("-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)")
+    parser.add_argument(
+        "--differing", type=int, default=0, help="validation images that may differ from the trained model (default: 0)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="how long each row of the latency table is measured (default: 2)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    words, flags = arguments().parse_known_args(argv)
+    from tools.export import formats, proof  # takes seconds, which --help need not
+
+    formats.FORMATS[words.to].check(words.to)
+    folder = words.output or default_folder(Path(words.model), words.to)
+    proof.check_folder(folder)
+    task = load(words.model, flags, words.differing)
+    about = proof.export(task, words.to, folder, words.seconds)
+    print(proof.table(about, folder))
+
+
+def default_folder(model: Path, name: str) -> Path:
+    """export/FORMAT in the run folder; beside a folder that is in no run."""
+    if (model / "config.yaml").is_file():
+        return model / "export" / name
+    run = model.parent.parent if model.parent.name == "checkpoints" else model.parent
+    return run / "export" / name
+
+
+def load(model: str, flags: list[str], differing: int):
+    """The task of the trained model: its module, and how it is judged on the validation images that the run or `flags` name."""
+    from common.distributed import launch
+    from common.run import eval_only
+    from tools import trained as tools_trained
+
+    trained = tools_trained.load(model, flags, reads_data=True)
+    # What changes how a model computes, but not what, and can't be exported.
+    plain = {name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)}
+    trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))
+    accelerator = launch.start(trained.config)
+    if accelerator.num_processes > 1:
+        raise Refused(f"started as {accelerator.num_processes} processes: an export needs one, start it with python -m")
+    val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
+    if trained.is_detector:
+        from tools.export.detector import DetectorTask
+
+        return DetectorTask(trained, val, places, accelerator)
+    from tools.export.classifier import ClassifierTask
+
+    return ClassifierTask(trained, val, places, accelerator, differing)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        main()
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

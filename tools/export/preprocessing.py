@@ -1,0 +1,71 @@
+"""Preprocessing inside an exported classifier: resizes and crops a picture of any size as the evaluation does.
+
+Runtimes disagree about resizing: OpenVINO ignores the anti-aliasing of ONNX's Resize, which moves pixels by up to 80 of 255
+levels, and torch's own differs from Pillow's in some pixels by one level. So resizing is two products with matrices here, whose
+weights are computed inside from the picture's size, as Pillow computes them (`Resize.c` of Pillow, resampling in 8 bits).
+"""
+
+import torch
+
+_STEPS = 2.0**22  # of a weight: Pillow's are multiples of 1 / _STEPS
+
+
+def _linear(x: torch.Tensor) -> torch.Tensor:
+    return (1 - x).clamp(min=0)
+
+
+def _cubic(x: torch.Tensor) -> torch.Tensor:
+    """Keys' kernel with a = -0.5, for x >= 0."""
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
+
+
+KERNELS = {"bilinear": _linear, "bicubic": _cubic}
+
+
+def half_even(dividend, divisor):
+    """`round(dividend / divisor)` as Python rounds, of whole numbers that a graph may compute."""
+    return (2 * dividend + divisor - 1 + dividend // divisor % 2) // (2 * divisor)
+
+
+class Preprocessing(torch.nn.Module):
+    """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized to cover, cropped at the centre, normalised.
+
+    `covered` is the size (height, width) that the resized picture covers, `size` that of the crop.
+    """
+
+    def __init__(self, size: tuple[int, int], covered: tuple[int, int], interpolation: str, mean, std):
+        super().__init__()
+        self.size, self.covered, self.kernel = size, covered, KERNELS[interpolation]
+        self.register_buffer("mean", 255 * torch.tensor(mean)[:, None, None])
+        self.register_buffer("std", 255 * torch.tensor(std)[:, None, None])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        height, width = images.shape[2:]
+        rows, columns = self.resized(height, width)
+        # Columns first, and whole levels after each: so does Pillow.
+        pixels = images.double() @ self.weights(width, columns, self.size[1]).T
+        pixels = self.weights(height, rows, self.size[0]) @ self.levels(pixels)
+        return (self.levels(pixels).float() - self.mean) / self.std
+
+    def resized(self, height, width) -> tuple:
+        """Height and width after resizing, as timm computes them: otherwise for squares."""
+        (top, side), is_square = self.covered, self.covered[0] == self.covered[1]
+        divided = (lambda dividend, divisor: dividend // divisor) if is_square else half_even
+        return torch.sym_max(top, divided(height * side, width)), torch.sym_max(side, divided(width * top, height))
+
+    def weights(self, length, resized, count: int) -> torch.Tensor:
+        """float64[count, length]: how much each pixel of a line counts in each of `count` resized ones, at the centre."""
+        places = torch.arange(count) + half_even(resized - count, 2)
+        centres = (2 * places + 1) * length  # in units of half a resized pixel, exactly
+        whole = centres // (2 * resized)
+        part = (centres - whole * (2 * resized)).double() / (2 * resized)
+        distances = (torch.arange(length) - whole[:, None]).double() + (0.5 - part)[:, None]
+        reach = (torch.ones((), dtype=torch.float64) * length / resized).clamp(min=1)
+        weights = self.kernel((distances / reach).abs())
+        weights = weights / weights.sum(1, keepdim=True)
+        return torch.floor(weights * _STEPS + 0.5) / _STEPS
+
+    @staticmethod
+    def levels(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.floor(pixels + 0.5).clamp(0, 255)
