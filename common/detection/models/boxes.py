@@ -5,6 +5,7 @@ that is not pinned, and the host then waits until the device has finished all qu
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.detection import _utils
 from torchvision.ops import batched_nms, nms
@@ -60,9 +61,9 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) ->
 
     As torchvision's `batched_nms`; the host waits once, for their number.
     """
-    if not len(boxes) or boxes.numel() > (
-        4000 if boxes.device.type == "cpu" else 100_000
-    ):  # where it works in another way
+    exporting = torch.compiler.is_exporting()  # a graph has one way for any number of boxes
+    most = 4000 if boxes.device.type == "cpu" else 100_000
+    if not exporting and (not len(boxes) or boxes.numel() > most):  # where it works in another way
         return batched_nms(boxes, scores, groups, threshold)
-    apart = groups.to(boxes) * (boxes.max() + 1)
+    apart = groups.to(boxes) * (F.pad(boxes, (0, 0, 0, 1)).max() + 1)
     return nms(boxes + apart[:, None], scores, threshold)

@@ -106,10 +106,10 @@ class FCOS(nn.Module):
             axes = (torch.arange(n, device=device, dtype=self._dtype) * s for n, s in zip(sides, step, strict=True))
             grid = torch.cartesian_prod(*axes)
             points.append(grid.flip(1))
-            strides.append(grid.new_full((len(grid),), stride))
+            strides.append(grid.new_full(grid.shape[:1], stride))
             low = 0 if level == levels[0] else 4 * stride
             high = float("inf") if level == levels[-1] else 8 * stride
-            reach.append(filled((low, high), grid).expand(len(grid), 2))
+            reach.append(filled((low, high), grid).expand(grid.shape[0], 2))
         return torch.cat(points), torch.cat(strides), torch.cat(reach)
 
     def _assign(self, points: Tensor, strides: Tensor, reach: Tensor, target: dict) -> tuple[Tensor, ...]:

@@ -68,7 +68,8 @@ class Backbone(nn.Module):
 
     def grid_sizes(self, canvas: tuple[int, int]) -> list[tuple[int, int]]:
         """Cells (down, across) of each level for a canvas of (H, W) pixels."""
-        return [(-(-canvas[0] // 2**level), -(-canvas[1] // 2**level)) for level in self.levels]
+        height, width = canvas
+        return [((height - 1) // 2**level + 1, (width - 1) // 2**level + 1) for level in self.levels]
 
     def strides(self, canvas: tuple[int, int]) -> list[tuple[int, int]]:
         """Pixels between cells (down, across) of each level: 2^l, or as torchvision spreads the cells of levels rounded up."""

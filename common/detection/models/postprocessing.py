@@ -32,10 +32,10 @@ def select(
     classes, start = scores.shape[1], 0
     values, places = [], []
     for level in scores.split(level_lengths):
-        best, place = level.flatten().topk(min(candidates, level.numel()))
+        best, place = level.flatten().topk(torch.sym_min(candidates, level.numel()))
         values.append(best)
         places.append(place + start * classes)
-        start += len(level)
+        start += level.shape[0]
     scores, places = torch.cat(values), torch.cat(places)
     boxes, labels = boxes[places.div(classes, rounding_mode="floor")], places % classes
     return best_of(
