@@ -259,8 +259,9 @@ def evaluate_only(config: Config, accelerator) -> None:
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model, matched = eval_only.match(model, val, names, places)
-    results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
-    eval_only.report(config, results, val.classes)
+    results, counts, mistakes = evaluate(model, loader, accelerator, normalize, matched)
+    pictures = partial(draw, val=matched, counts=counts, mistakes=mistakes)
+    eval_only.report(config, origin, val, results, {}, pictures)
 
 
 def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> dict[str, str]:

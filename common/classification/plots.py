@@ -8,7 +8,7 @@ import numpy as np
 
 from common.classification.metrics import Mistake
 from common.data.source import Source
-from common.run.plots import INK, breadth, confusion, footnote, new_figure, run_of, save, short, title
+from common.run.plots import INK, breadth, confusion, evaluation_of, footnote, new_figure, save, short, title
 
 __all__ = ["confusion", "mistakes"]
 
@@ -35,5 +35,5 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
         axes.set_title(f"{caption}\n{share}", fontsize=9, color=INK, parse_math=False)
         footnote(axes, source.name(mistake.index), 32)
     found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: {found}")
+    title(figure.suptitle, f"{evaluation_of(path)}: {found}")
     save(figure, path)
