@@ -46,7 +46,10 @@ class Errors:
         """Numbers of detections, or of objects, with the errors that `costs` names."""
         counts = np.bincount(self.kinds[self.kinds != NONE], minlength=len(KINDS))
         counts[_MISSED] = self.missed.sum()
-        special = {"false_positives": (self.kinds != NONE).sum(), "false_negatives": self.objects.sum() - self.found.sum()}
+        special = {
+            "false_positives": (self.kinds != NONE).sum(),
+            "false_negatives": self.objects.sum() - self.found.sum(),
+        }
         return {name: int(count) for name, count in (dict(zip(KINDS, counts, strict=True)) | special).items()}
 
     @cached_property

@@ -38,7 +38,9 @@ def errors(judgement: Judgement, path: Path) -> None:
         text = f" {value:.1f}  ({counts[name]:,})"
         axes.text(max(value, 0), place, text, color=INK, va="center", fontsize=9)
     axes.set_yticks(places, [_MEANINGS[name] for name in costs])
-    axes.set(xlim=(min(0, *values), max(1, *values) * 1.2), xlabel="AP50 gained without this error (points), (how many)")
+    axes.set(
+        xlim=(min(0, *values), max(1, *values) * 1.2), xlabel="AP50 gained without this error (points), (how many)"
+    )
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
@@ -74,7 +76,9 @@ def confidence(judgement: Judgement, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     error = judgement.calibration_error()
     headline = "no detections" if error is None else f"calibration error of {100 * error:.1f} %"
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: {headline} (right: IoU ≥ 0.5 with an object of the class)")
+    title(
+        figure.suptitle, f"{run_of(path)}, last evaluation: {headline} (right: IoU ≥ 0.5 with an object of the class)"
+    )
     save(figure, path)
 
 
@@ -85,7 +89,9 @@ def objects(judgement: Judgement, path: Path) -> None:
     for axes, division in zip(panels, DIVISIONS, strict=True):
         groups = judgement.groups(division)
         places = np.arange(len(groups))
-        columns = {key: [100 * (of[key] or 0) for of in groups.values()] for key in ("recall", "recall_at_threshold", "AP50")}
+        columns = {
+            key: [100 * (of[key] or 0) for of in groups.values()] for key in ("recall", "recall_at_threshold", "AP50")
+        }
         axes.bar(places, columns["recall"], 0.7, color=PALE, edgecolor=GREY, label="recall at any score")
         axes.bar(places, columns["recall_at_threshold"], 0.7, color=BLUE, label="recall at the threshold of best F1")
         axes.plot(places, columns["AP50"], "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
