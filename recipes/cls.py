@@ -25,8 +25,8 @@ from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
 from common.classification.color_jitter import ColorJitter
+from common.classification.evaluation import Evaluation
 from common.classification.image_sizes import step_sizes
-from common.classification.metrics import ClassificationCounts, Mistakes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import evaluation_transform, training_transform
@@ -240,27 +240,23 @@ def predict(model, loader, accelerator, normalize):
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # as it will be used; sizes of an evaluation would need graphs of their own
-def evaluate(model, loader, accelerator, normalize, val):
-    """Results over every validation image once, whatever the layout; the counts behind them and the worst mistakes."""
-    counts = ClassificationCounts(len(val.classes), accelerator.device, multi_label=val.multi_label)
-    mistakes = Mistakes()
+def evaluate(model, loader, accelerator, normalize, val, thorough=False):
+    """Results over every validation image once, whatever the layout, and what they are made of."""
+    found = Evaluation(val, accelerator.device, thorough)
     for batch, logits in predict(model, loader, accelerator, normalize):
-        counts.update(logits, batch.labels, batch.readable)
-        if not val.multi_label:
-            mistakes.update(logits.float().softmax(1), batch.labels, batch.positions, batch.readable)
+        found.update(batch, logits)
     model.train()
-    counts = counts.reduce()
-    return counts.results(len(val)), counts, mistakes.merge()
+    return found.results(), found
 
 
 def evaluate_only(config: Config, accelerator) -> None:
-    """Print the results of an exported model or of a checkpoint (of its moving average, where it has one)."""
+    """Print the results of an exported model or of a checkpoint (of its moving average, where it has one); write a report."""
     origin = eval_only.begin(config)
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model, matched = eval_only.match(model, val, names, places)
-    results, _, _ = evaluate(model, loader, accelerator, normalize, matched)
-    eval_only.report(config, results, val.classes)
+    results, found = evaluate(model, loader, accelerator, normalize, matched, thorough=True)
+    eval_only.report(config, origin, val, results, found.details(), partial(draw, val=matched, found=found))
 
 
 def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> dict[str, str]:
@@ -275,12 +271,14 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
     }
 
 
-def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
+def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
     """Pictures of the last evaluation."""
-    if counts.confusion is not None:
-        run.draw("confusion", plots.confusion, counts.confusion, val.classes)
-    if mistakes:
-        run.draw("mistakes", plots.mistakes, val, mistakes)
+    if found.counts.confusion is not None:
+        run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
+    if found.mistakes:
+        run.draw("mistakes", plots.mistakes, val, found.mistakes)
+    if found.calibration:
+        run.draw("reliability", plots.reliability, found.calibration)
 
 
 def main() -> None:
@@ -334,9 +332,9 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.evaluates():
-                counts, mistakes = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
+                (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.ends():
-                    draw(run, val, counts, mistakes)
+                    draw(run, val, found)
             if run.saves():
                 run.save()
 

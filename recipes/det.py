@@ -277,8 +277,8 @@ def evaluate_only(config: Config, accelerator) -> None:
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
-    results, _ = evaluate(model, loader, accelerator, normalize, val)
-    eval_only.report(config, results, val.classes)
+    results, found = evaluate(model, loader, accelerator, normalize, val)
+    eval_only.report(config, origin, val, results, {}, partial(draw, val=val, found=found))
 
 
 def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingScenes) -> dict[str, str]:

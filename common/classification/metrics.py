@@ -15,6 +15,9 @@ from torch import Tensor
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
 CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
+# Scores of each class are counted in so many bins of equal width; with more classes than above, in an eighth of them. A power
+# of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
+SCORE_BINS = 1_024
 
 
 class ClassificationCounts:
@@ -36,7 +39,10 @@ class ClassificationCounts:
         shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(vectors, (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
+        self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
+        shapes["scores"] = (2, classes, self._bins)  # of images of other classes, and of the class
         self._counts = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
+        self._rows = torch.arange(classes, device=device) * self._bins
         # Apple's devices have no float64.
         precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
         self._loss = torch.zeros((), dtype=precise, device=device)
@@ -81,6 +87,7 @@ class ClassificationCounts:
         counts["predicted"].index_add_(0, predicted, sound.long())
         if self.confusion is not None:
             self.confusion.view(-1).index_add_(0, true * self.classes + predicted, sound.long())
+        self._count_scores(logits.softmax(1), F.one_hot(true, self.classes), sound)
         return F.cross_entropy(logits, true, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
@@ -88,8 +95,16 @@ class ClassificationCounts:
         counts["true_positive"] += (predicted & labels).sum(0)
         counts["false_positive"] += (predicted & ~labels).sum(0)
         counts["false_negative"] += (~predicted & labels).sum(0)
-        counts["top1"] += ((predicted == labels).all(1) & readable & ~logits.isnan().any(1)).sum()
+        sound = readable & ~logits.isnan().any(1)
+        counts["top1"] += ((predicted == labels).all(1) & sound).sum()
+        self._count_scores(logits.sigmoid(), labels, sound)
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+
+    def _count_scores(self, scores: Tensor, labels: Tensor, sound: Tensor) -> None:
+        """Count scores in 0..1, float[batch, classes], by class and bin: of images that have the class, and of the others."""
+        bins = (scores.nan_to_num(0.0) * self._bins).long().clamp(max=self._bins - 1)
+        places = labels.long() * (self.classes * self._bins) + self._rows + bins
+        self._counts["scores"].view(-1).index_add_(0, places.view(-1), sound.long().repeat_interleave(self.classes))
 
     def reduce(self) -> "ClassificationCounts":
         """The counts of all ranks, on every rank and on the CPU. A collective; this object keeps the counts of its rank."""
@@ -106,12 +121,12 @@ class ClassificationCounts:
         One label per image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
         Several labels: f1 (over all decisions), f1_macro, exact_match.
         f1_macro is the mean over classes that are true or predicted anywhere.
-        Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent).
+        Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent), thresholds.
         Raises `RuntimeError` unless `images`, if given, is the number that was counted.
         """
         if images not in (None, counted := int(self._counts["count"])):
             raise RuntimeError(f"evaluated {counted} images of {images}: each must count exactly once")
-        counts = {name: count.tolist() for name, count in self._counts.items() if name != "confusion"}
+        counts = {name: count.tolist() for name, count in self._counts.items() if name not in ("confusion", "scores")}
         count, broken = counts["count"], counts["broken"]
         results = {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}
         if self.multi_label:
@@ -126,7 +141,53 @@ class ClassificationCounts:
             named["mean_class_accuracy"] = _mean(per_class)
             decisions = zip(counts["hits"], counts["images"], counts["predicted"], strict=True)
             named["f1_macro"] = _mean([_share(2 * hits, images + predicted) for hits, images, predicted in decisions])
-        return named | results | {"per_class": per_class}
+        return named | results | {"per_class": per_class, "thresholds": self.thresholds()[0]}
+
+    def thresholds(self) -> tuple[list[float | None], list[float | None]]:
+        """For each class the threshold with the best F1, and that F1, of the decisions "score >= threshold".
+
+        The score is the probability of the class. Thresholds are multiples of 1 / `SCORE_BINS`; of equally good ones, the
+        nearest to one half is taken. None for a class that no image has, or that no threshold finds.
+        """
+        others, own = (
+            self._counts["scores"].cpu().flip(2).cumsum(2).flip(2).double()
+        )  # as many have at least this score
+        f1 = 2 * own / (own + others + self._of_class()[:, None])
+        best = f1.nan_to_num(0.0).amax(1, keepdim=True)
+        distance = (torch.arange(self._bins) - self._bins // 2).abs()
+        chosen = torch.where(f1 == best, distance, self._bins).argmin(1)
+        kept = zip((chosen / self._bins).tolist(), best[:, 0].tolist(), strict=True)
+        found = [pair if pair[1] > 0 else (None, None) for pair in kept]
+        return [threshold for threshold, _ in found], [f1 for _, f1 in found]
+
+    def per_class(self) -> list[dict]:
+        """For each class: images; precision, recall and F1 of the prediction; the threshold of `thresholds` and its F1.
+
+        The prediction is the class with the largest logit; with several labels, each class of more than one half. None if there
+        is nothing to divide by.
+        """
+        if self.multi_label:
+            hits = self._counts["true_positive"]
+            predicted = hits + self._counts["false_positive"]
+        else:
+            hits, predicted = self._counts["hits"], self._counts["predicted"]
+        columns = (column.tolist() for column in (hits, predicted, self._of_class()))
+        return [
+            {
+                "images": images,
+                "precision": _share(hit, guesses),
+                "recall": _share(hit, images),
+                "f1": _share(2 * hit, guesses + images),
+                "threshold": threshold,
+                "f1_at_threshold": f1,
+            }
+            for hit, guesses, images, threshold, f1 in zip(*columns, *self.thresholds(), strict=True)
+        ]
+
+    def _of_class(self) -> Tensor:
+        """int64[classes]: images that have each class, also those that could not be read."""
+        counts = self._counts
+        return (counts["true_positive"] + counts["false_negative"] if self.multi_label else counts["images"]).cpu()
 
 
 class Mistake(NamedTuple):
@@ -146,14 +207,16 @@ class Mistakes:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def update(self, probabilities: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None) -> None:
-        """Add a batch: float[batch, classes], int64[batch], int64[batch], bool[batch], as in `ClassificationCounts`.
+    def update(
+        self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None
+    ) -> None:
+        """Add a batch: the probability of each prediction, float[batch]; int64[batch] three times; bool[batch].
 
-        An image that could not be read is no mistake here: there is nothing to look at.
+        `labels` and `readable` are as in `ClassificationCounts`. An image that could not be read is no mistake here: there is
+        nothing to look at. Nor is one with a NaN.
         """
         readable = labels >= 0 if readable is None else readable & (labels >= 0)
-        confidence, predicted = probabilities.float().nan_to_num(-1.0).max(1)
-        confidence = torch.where((predicted != labels) & readable, confidence, -1.0)
+        confidence = torch.where((predicted != labels) & readable, confidences.float().nan_to_num(-1.0), -1.0)
         facts = torch.stack([indices.to(labels.device), labels, predicted])  # int64[3, batch]
         if self._rows is not None:
             confidence, facts = torch.cat([self._rows[0], confidence]), torch.cat([self._rows[1], facts], 1)

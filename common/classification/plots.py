@@ -1,4 +1,4 @@
-"""Pictures of a classifier's evaluation: confusion matrix and most confident mistakes."""
+"""Pictures of a classifier's evaluation: confusion matrix, most confident mistakes, and reliability diagram."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,25 @@ from pathlib import Path
 
 import numpy as np
 
+from common.classification.calibration import BINS, Calibration
 from common.classification.metrics import Mistake
 from common.data.source import Source
-from common.run.plots import INK, breadth, confusion, footnote, new_figure, run_of, save, short, title
+from common.run.plots import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    breadth,
+    confusion,
+    evaluation_of,
+    footnote,
+    new_figure,
+    save,
+    short,
+    title,
+)
 
-__all__ = ["confusion", "mistakes"]
+__all__ = ["confusion", "mistakes", "reliability"]
 
 
 def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
@@ -35,5 +49,44 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
         axes.set_title(f"{caption}\n{share}", fontsize=9, color=INK, parse_math=False)
         footnote(axes, source.name(mistake.index), 32)
     found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: {found}")
+    title(figure.suptitle, f"{evaluation_of(path)}: {found}")
+    save(figure, path)
+
+
+def reliability(calibration: Calibration, path: Path) -> None:
+    """Draw accuracy over confidence, in bins, before and after the temperature; and how many images have each confidence."""
+    from matplotlib.ticker import PercentFormatter
+
+    images, right, _ = calibration.bins().numpy()
+    width, filled = 1 / BINS, images > 0
+    left = np.arange(BINS) * width
+    figure = new_figure(5.6, 6.6)
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    upper.plot((0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="as often right as confident", zorder=3)
+    accuracies = right[filled] / images[filled]
+    upper.bar(left[filled], accuracies, width, align="edge", color="#9CC9E3", edgecolor="white", label="accuracy")
+    headline = "no images"
+    if filled.any():
+        headline = f"calibration error (ECE) {100 * calibration.ece():.2f} %"
+    if best := calibration.temperature():
+        after = calibration.bins(best).numpy()
+        shown = after[0] > 0
+        points = after[2][shown] / after[0][shown], after[1][shown] / after[0][shown]
+        label = f"at temperature {best:.2f}"
+        upper.plot(*points, "o", color=GREEN, markersize=6, label=label, zorder=4, clip_on=False)
+        headline += f",\n{100 * calibration.ece(best):.2f} % at temperature {best:.2f}"
+    upper.set_ylabel("share that is right")
+    upper.set(xlim=(0, 1), ylim=(0, 1))
+    for counts, label, colour, offset in ((right, "right", BLUE, 0), (images - right, "wrong", ORANGE, width / 2)):
+        lower.bar(left + offset, counts, width / 2, align="edge", color=colour, label=label)
+    lower.set_yscale("symlog", linthresh=1)
+    lower.set_ylim(bottom=0)
+    lower.yaxis.set_major_formatter("{x:,.0f}")
+    lower.set(xlabel="confidence: probability of the predicted class", ylabel="images")
+    for axes in (upper, lower):
+        axes.xaxis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", edgecolor="none", framealpha=0.85)
+    upper.yaxis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
+    title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
     save(figure, path)

@@ -1,20 +1,34 @@
-"""`--eval_only`: chooses the weights and the part of the data to evaluate, and matches their classes by name."""
+"""`--eval_only`: chooses the weights and the part of the data to evaluate, matches their classes by name, writes a report.
+
+The report is a folder, `evaluation/WEIGHTS-PART/` in the run folder of the weights, such as `runs/NAME/evaluation/best-val/`,
+else in `--output_dir`. It is replaced as a whole, so its files belong together:
+
+    results.json  what was evaluated, and all numbers
+    pictures/     those that the recipe draws of an evaluation
+"""
 
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
 from common.checkpoints.resume import load_model
 from common.config.origin import Origin, by_name, called_by_weights, read_origin
+from common.config.parsing import identity, short_hash
 from common.data import splits
 from common.data.source import Source
 from common.distributed import launch
-from common.distributed.collectives import all_or_none
+from common.distributed.collectives import all_or_none, is_main
+from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
+from common.run.folder import write_json
 
 
 def begin(config, read: Callable[[str], Origin] = read_origin) -> Origin:
@@ -31,12 +45,16 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     """The data to evaluate on, the names of the model's classes, and the model's class id of each class of the data.
 
     `build_data(config, origin)` is the recipe's. Logs which part of the data is evaluated.
-    Raises `Refused` for classes that the model does not know.
+    Raises `Refused` for classes that the model does not know, and if the report can't be written.
     """
     _, val = build_data(config, origin)
     called = called_by_weights(getattr(config, "init_classes", ""), val.classes)
     places = origin.places(val.classes, config.data, called)
     launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
+    folder = report_folder(config, origin, val)
+    with all_or_none("making the folder of the report"):
+        if is_main() and not config.dry_run:
+            _make(folder.parent)
     return val, origin.classes or val.classes, places
 
 
@@ -60,9 +78,89 @@ def load_weights(model: torch.nn.Module, origin: Origin) -> None:
             load_model(model, Path(origin.path))
 
 
-def report(config, results: dict, classes: Sequence[str]) -> None:
-    """Print the results as one line of JSON, with classes by name."""
-    launch.say(json.dumps({"eval_only": config.eval_only} | by_name(results, classes)))
+def report_folder(config, origin: Origin, val: Source) -> Path:
+    """The folder of the report on `val`: one for each of weights, part of the data, and settings that the run did not have."""
+    weights = Path(origin.path).resolve()
+    run = weights.parent if weights.name in ("best", "checkpoints") else weights.parent.parent
+    is_of_run = bool(origin.run) and (run / "config.yaml").is_file() and os.access(run, os.W_OK)
+    known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
+    asked = {key: value for key, value in identity(config).items() if hasattr(config, key)}  # present names only
+    differing = {key: asked[key] for key in asked if key not in known or asked[key] != known[key]}
+    part = "held_out" if re.search("held.out", val.origin) else _word(val.origin)
+    leaf = "-".join([_word(weights.name), part] + [short_hash(differing)] * bool(differing))
+    return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
+
+
+def report(config, origin: Origin, val: Source, results: dict, details: Mapping, draw: Callable) -> None:
+    """Print the `results` as one line of JSON, with classes by name; write the report, with `details` as well.
+
+    A list in `results` or `details` has one value per class of `val`. `draw(place)` is the recipe's: it calls
+    `place.draw(name, function, *arguments)` for each picture, as it calls a `Run`. With --dry_run, nothing is written.
+    """
+    folder = report_folder(config, origin, val)
+    draft = folder.with_name(f".{folder.name}.new")
+    printed = by_name(results, val.classes)
+    with all_or_none("writing the report"):
+        if is_main() and not config.dry_run:
+            try:
+                remove(draft)
+                draft.mkdir()
+                draw(_Pictures(draft))
+                content = {"evaluated": _evaluated(config, origin, val)} | printed | by_name(dict(details), val.classes)
+                write_json(draft / "results.json", content)
+                sync_folder(draft)
+                replace_folder(folder, draft)
+                launch.say(f"report: {folder}")
+            except OSError as error:  # the numbers are not lost with it
+                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
+    launch.say(json.dumps({"eval_only": config.eval_only} | printed))
+
+
+def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
+    """What `results.json` says of the weights, the data and the settings."""
+    return {
+        "weights": os.path.abspath(origin.path) if os.path.exists(origin.path) else origin.path,
+        "run": origin.run.get("name"),
+        "recipe": origin.run.get("recipe"),
+        "step": origin.run.get("step"),
+        "data": config.data,
+        "part": val.origin,
+        "fingerprint": val.fingerprint,
+        "images": len(val),
+        "classes": len(val.classes),
+        "precision": AcceleratorState().mixed_precision,
+        "config": {key: value for key, value in identity(config).items() if key != "eval_only"},
+    }
+
+
+class _Pictures:
+    """Draws `pictures/` of a report."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def draw(self, name: str, function: Callable, *arguments) -> None:
+        """Draw `pictures/<name>.png` by `function(*arguments, path)`; a failure is said."""
+        path = self._folder / "pictures" / f"{name}.png"
+        try:
+            function(*arguments, path)
+        except Exception as error:  # a picture is not worth the numbers
+            launch.say(f"{path.name} could not be drawn: {type(error).__name__}: {error}")
+
+
+def _make(folder: Path) -> None:
+    """Make the folder that reports are written to."""
+    try:
+        make_folder(folder)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "no permission")
+    except OSError as error:
+        raise Refused(f"{folder} can't be written ({error.strerror}); name another --output_dir") from None
+
+
+def _word(text: str) -> str:
+    """A text as a part of a file's name: "test/" -> "test"."""
+    return re.sub(r"[^\w.]+", "_", text).strip("_.")[-60:] or "_"
 
 
 class Columns(torch.nn.Module):

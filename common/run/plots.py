@@ -130,13 +130,19 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
             0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
         )
     headline = headline or f"{np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}"
-    title(axes.set_title, f"{run_of(path)}, last evaluation: {headline}")
+    title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
 
-def run_of(path: Path) -> str:
-    """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
-    return Path(path).resolve().parent.parent.name
+def evaluation_of(path: Path) -> str:
+    """What a plot of an evaluation shows, from its path: "NAME, last evaluation" in the run folder NAME.
+
+    In a report of `--eval_only`, `NAME/evaluation/best-test/` or its draft, it is "NAME, best-test".
+    """
+    folder = Path(path).resolve().parent.parent
+    if folder.parent.name == "evaluation":
+        return f"{folder.parent.parent.name}, {folder.name.removeprefix('.').removesuffix('.new')}"
+    return f"{folder.name}, last evaluation"
 
 
 def breadth(text: str) -> float:

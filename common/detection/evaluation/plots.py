@@ -22,9 +22,9 @@ from common.run.plots import (
     PALE,
     breadth,
     count_of,
+    evaluation_of,
     footnote,
     new_figure,
-    run_of,
     save,
     short,
     title,
@@ -74,7 +74,7 @@ def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedIm
         sheet.append(BoxedImage(image, source.name(index), {"ground_truth": true, "predictions": guesses}))
     _legend(figure, crowds)
     what = f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)" if shown else "no images"
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: {what}")
+    title(figure.suptitle, f"{evaluation_of(path)}: {what}")
     save(figure, path)
     return sheet
 
@@ -118,7 +118,7 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
         for text in legend.get_texts():
             text.set_parse_math(False)
         headline = f"AP50 {100 * mean.mean():.2f} %"
-    title(axes.set_title, f"{run_of(path)}, last evaluation: {headline}")
+    title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
 
@@ -143,7 +143,7 @@ def misses(source: Annotated, matches: Matches, path: Path) -> None:
     _crops(upper, headline, columns, missed, source, matches)
     headline = f"false alarms {good}: most confident first" if alarms else f"no false alarms {good}"
     _crops(lower, headline, columns, alarms, source, matches)
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: worst misses and false alarms")
+    title(figure.suptitle, f"{evaluation_of(path)}: worst misses and false alarms")
     save(figure, path)
 
 
