@@ -27,7 +27,7 @@ DIVISIONS = {
 class AtThreshold(NamedTuple):
     """float64[K], of each class at its threshold; NaN without objects; without a right detection, only recall is known: 0."""
 
-    thresholds: np.ndarray  # the score that gives the best F1
+    threshold: np.ndarray  # the score that gives the best F1
     precision: np.ndarray
     recall: np.ndarray
     f1: np.ndarray
@@ -48,16 +48,23 @@ class Judgement:
         counted = np.sort(order[ranks < _COUNTED])
         return cls(Matches(source, images[counted], rows[counted]))
 
-    def results(self) -> dict:
-        """For `results.json`: lists have one value per class; None: not defined."""
+    def thresholds(self) -> list[float | None]:
+        """The score of each class that gives its best F1; None without a right detection."""
+        return [_number(value) for value in self.of_classes.threshold]
+
+    def details(self) -> dict:
+        """What a report has beside COCO's numbers. `classes` has one dict per class; None stands for what is not defined."""
+        columns = self.of_classes._asdict() | {"objects": self.errors.objects}
         return {
             "threshold": self.matches.threshold,
-            **{name: [_number(value) for value in values] for name, values in self.of_classes._asdict().items()},
+            "classes": [
+                {name: _number(column[label]) for name, column in columns.items()}
+                for label in range(len(columns["objects"]))
+            ],
             "calibration": {
-                "ECE": self.calibration_error(),
-                "ECE_above_threshold": self.calibration_error(self.matches.threshold),
-                "right": self.confidence[0].tolist(),
-                "wrong": self.confidence[1].tolist(),
+                "ece": self.calibration_error(),
+                "ece_above_threshold": self.calibration_error(self.matches.threshold),
+                "bins": [dict(zip(("right", "wrong"), counts, strict=True)) for counts in self.confidence.T.tolist()],
             },
             "objects": {division: self.groups(division) for division in DIVISIONS},
             "errors": {
@@ -163,4 +170,4 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
+    return None if np.isnan(value) else value.item()

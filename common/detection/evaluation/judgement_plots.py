@@ -6,7 +6,7 @@ import numpy as np
 
 from common.detection.evaluation.errors import KINDS
 from common.detection.evaluation.judgement import BINS, DIVISIONS, Judgement
-from common.run.plots import BLUE, GREY, INK, ORANGE, PALE, new_figure, run_of, save, title
+from common.run.plots import BLUE, GREY, INK, ORANGE, PALE, evaluation_of, new_figure, save, title
 
 _MEANINGS = {
     "localisation": "localisation: right class, badly placed",
@@ -48,7 +48,7 @@ def errors(judgement: Judgement, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     ap = judgement.errors.ap50
     headline = "no objects" if ap is None else f"errors behind an AP50 of {100 * ap:.1f} %"
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: {headline}")
+    title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
 
@@ -76,9 +76,7 @@ def confidence(judgement: Judgement, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     error = judgement.calibration_error()
     headline = "no detections" if error is None else f"calibration error of {100 * error:.1f} %"
-    title(
-        figure.suptitle, f"{run_of(path)}, last evaluation: {headline} (right: IoU ≥ 0.5 with an object of the class)"
-    )
+    title(figure.suptitle, f"{evaluation_of(path)}: {headline} (right: IoU ≥ 0.5 with an object of the class)")
     save(figure, path)
 
 
@@ -102,5 +100,5 @@ def objects(judgement: Judgement, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("%")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    title(figure.suptitle, f"{run_of(path)}, last evaluation: which objects are found (numbers: objects)")
+    title(figure.suptitle, f"{evaluation_of(path)}: which objects are found (numbers: objects)")
     save(figure, path)

@@ -115,13 +115,18 @@ def test_crowds_absent_classes_and_nothing_at_all_are_no_errors() -> None:
     inside = [((0, 0, 10, 10), 0.9, 0), (B, 0.8, 1)]
     judgement = judged([((0, 0, 100, 40), 0, True), (B, 1, False)], inside)
     assert judgement.errors.ap50 == 1 and points(judgement) == {} and sum(judgement.errors.counts.values()) == 0
-    assert judgement.confidence.sum() == 1 and judgement.results()["recall"] == [None, 1.0, None]
+    assert judgement.confidence.sum() == 1 and [of["recall"] for of in judgement.details()["classes"]] == [
+        None,
+        1.0,
+        None,
+    ]
     for objects, found in (([], []), ([], inside), ([(A, 0, False)], [])):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            results = judged(objects, found).results()
+            judgement = judged(objects, found)
+            results = judgement.details()
         assert results["errors"]["missed"] == {"count": len(objects), "dAP50": None}
-        assert results["thresholds"] == [None] * 3 and results["threshold"] == 0.5
+        assert judgement.thresholds() == [None] * 3 and results["threshold"] == 0.5
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -180,11 +185,12 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
         ((0, 0, 9, 9), 0.3, 1),
         ((0, 0, 9, 9), 0.2, 1),
     ]
-    results = judged(objects, found).results()
-    assert results["thresholds"] == pytest.approx([0.6, 0.3, None])
-    assert results["precision"] == pytest.approx([2 / 3, 1 / 2, None])
-    assert results["recall"] == pytest.approx([1, 1, 0])
-    assert results["f1"] == pytest.approx([4 / 5, 2 / 3, None])
+    judgement = judged(objects, found)
+    assert judgement.thresholds() == pytest.approx([0.6, 0.3, None])
+    cat, dog, cow = judgement.details()["classes"]
+    assert cat == pytest.approx({"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2})
+    assert dog == pytest.approx({"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1})
+    assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -201,7 +207,7 @@ def test_precision_and_recall_are_those_above_the_threshold(seed: int) -> None:
             right = int((matches.hits[good] >= 0).sum())
             f1[float(score)] = (2 * right / (good.sum() + objects), right / good.sum(), right / objects)
         (value, precision, recall), score = max((value, score) for score, value in f1.items())
-        mine = [column[label] for column in (best.f1, best.precision, best.recall, best.thresholds)]
+        mine = [column[label] for column in (best.f1, best.precision, best.recall, best.threshold)]
         assert mine == pytest.approx([value, precision, recall, score], abs=1e-12)
 
 
@@ -223,7 +229,7 @@ def test_objects_are_divided_by_area_side_and_shape() -> None:
     objects = [(wide, 0, False), (large, 0, False), (A, 1, False), (B, 1, True)]
     found = [(wide, 0.9, 0), (large, 0.2, 0), ((300, 300, 310, 390), 0.95, 0), ((300, 300, 390, 310), 0.94, 0)]
     judgement = judged(objects, found, sizes=((400, 400),))
-    groups = judgement.results()["objects"]
+    groups = judgement.details()["objects"]
     assert [of["count"] for of in groups["area"].values()] == [1, 1, 1]
     assert [of["recall"] for of in groups["area"].values()] == [1, 0, 1]
     assert [of["recall_at_threshold"] for of in groups["area"].values()] == [1, 0, 1]
