@@ -37,8 +37,7 @@ from common.detection import balancing, defaults
 from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation import plots
-from common.detection.evaluation.matching import Matches
+from common.detection.evaluation import judgement_plots, plots
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
 from common.detection.grouping import GroupedStream
@@ -272,13 +271,15 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
 
 
 def evaluate_only(config: Config, accelerator) -> None:
-    """Print the results of an exported detector or of a checkpoint (of its moving average, where it has one)."""
+    """Print the results of an exported detector or of a checkpoint (of its moving average, if it has one); write a report."""
     origin = eval_only.begin(config, sources_of_weights.origin)
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
     results, found = evaluate(model, loader, accelerator, normalize, val)
-    eval_only.report(config, origin, val, results, {}, partial(draw, val=val, found=found))
+    eval_only.report(
+        config, origin, val, results, found.judgement.details(), partial(draw, val=val, found=found, thorough=True)
+    )
 
 
 def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
@@ -294,13 +295,17 @@ def start_rows(config: Config, data: tuple, model, begins: str, samples: Trainin
     }
 
 
-def draw(run: Run, val: Annotated, found: Detections) -> None:
-    """Pictures of the last evaluation."""
-    matches = Matches(val, *found.columns())
+def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) -> None:
+    """Pictures of the last evaluation; a report is `thorough`."""
+    judgement, matches = found.judgement, found.judgement.matches
     run.draw("predictions", plots.predictions, val, matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
     run.draw("confusion", plots.confusion, matches, val.classes)
     run.draw("misses", plots.misses, val, matches)
+    if thorough:
+        run.draw("errors", judgement_plots.errors, judgement)
+        run.draw("confidence", judgement_plots.confidence, judgement)
+        run.draw("objects", judgement_plots.objects, judgement)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Matching of detections with objects: hits, misses and false alarms."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,6 +53,20 @@ class Matches:
         return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
 
     @cached_property
+    def closest(self) -> tuple[np.ndarray, np.ndarray]:
+        """float64[2, n]: largest overlap of each detection with an object of its class, and of another one; and int64[2, n],
+        which object that is, or `NONE`. Crowd regions are no objects.
+        """
+        overlaps, objects = np.zeros((2, len(self.rows))), np.full((2, len(self.rows)), NONE)
+        for rows, near, shares in self._beside_objects(np.ones(len(self.rows), bool)):
+            same = self.rows[rows, 5][:, None] == self.source.labels[near]
+            for place, fits in enumerate((same, ~same)):
+                of_these = np.where(fits & ~self.source.crowd[near], shares, 0)
+                overlaps[place, rows] = of_these.max(1)
+                objects[place, rows] = np.where(of_these.any(1), near[of_these.argmax(1)], NONE)
+        return overlaps, objects
+
+    @cached_property
     def threshold(self) -> float:
         """The least score of detections that gives the best F1 over all objects; 0.5 if no detection is right."""
         order = self._best_first[self.hits[self._best_first] != IN_CROWD]
@@ -75,12 +90,12 @@ class Matches:
     @cached_property
     def hit(self) -> np.ndarray:
         """bool[M]: the objects that a good detection of their class shows."""
-        return self._marked(self.hits[self.good])
+        return self.marked(self.hits[self.good])
 
     @cached_property
     def missed(self) -> np.ndarray:
         """bool[M]: the objects that no good detection shows."""
-        return ~(self._marked(self.shown) | self.source.crowd)
+        return ~(self.marked(self.shown) | self.source.crowd)
 
     @property
     def false_alarm_count(self) -> int:
@@ -127,6 +142,12 @@ class Matches:
         rows = self._by_image[first:end]
         return rows[self.good[rows]]
 
+    def marked(self, objects: np.ndarray) -> np.ndarray:
+        """bool[M]: whether each object is among these."""
+        marked = np.zeros(len(self.source.labels), bool)
+        marked[objects[objects >= 0]] = True
+        return marked
+
     # ---- internals
 
     @cached_property
@@ -147,21 +168,10 @@ class Matches:
     def _sorted_images(self) -> np.ndarray:
         return self.images[self._by_image]
 
-    def _marked(self, objects: np.ndarray) -> np.ndarray:
-        """bool[M]: whether each object is among these."""
-        marked = np.zeros(len(self.source.labels), bool)
-        marked[objects[objects >= 0]] = True
-        return marked
-
     def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
         """`shown`, with an object for each candidate, bool[n], that overlaps a free object enough."""
-        shown, taken = shown.copy(), self._marked(shown)
-        order = self._by_image[candidates[self._by_image]]
-        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
-            objects = self._objects(self.images[rows[0]]) if len(rows) else ()
-            if not len(objects):
-                continue
-            overlaps = self._overlaps(rows, objects)
+        shown, taken = shown.copy(), self.marked(shown)
+        for rows, objects, overlaps in self._beside_objects(candidates):
             crowd = self.source.crowd[objects]
             fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
             overlaps = np.where(fits, overlaps, 0)
@@ -173,6 +183,14 @@ class Matches:
                 elif (overlaps[place][crowd] >= IOU).any():
                     shown[rows[place]] = IN_CROWD
         return shown
+
+    def _beside_objects(self, candidates: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each image with objects: the candidates, best first, the objects, and `_overlaps` of both."""
+        order = self._by_image[candidates[self._by_image]]
+        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
+            objects = self._objects(self.images[rows[0]]) if len(rows) else ()
+            if len(objects):
+                yield rows, objects, self._overlaps(rows, objects)
 
     def _objects(self, image: int) -> np.ndarray:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
+from common.detection.evaluation.judgement import Judgement
 from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
@@ -30,6 +31,7 @@ class Detections:
         default_factory=list
     )  # object[n]: COCO's packed run lengths; none of a detector of boxes
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
+    judgement: Judgement | None = None  # of all images, after `results`; on the main process
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
         """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and labels [n] of each, and
@@ -52,16 +54,19 @@ class Detections:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
         Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve again as `mask_AP` and so on.
-        The main process evaluates all ranks' detections, each image once. Source: Lin et al., "Microsoft COCO", 2014.
+        `thresholds` has the score of the best F1 of each class. The main process evaluates all ranks' detections, each image
+        once. Source: Lin et al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((*self.columns(), np.array(self.seen, np.int64), *masks))
         images, rows, seen, masks = _each_image_once(gathered or [])
         self.images, self.rows, self.seen, self.masks = [images], [rows], seen.tolist(), masks
+        self.judgement = Judgement.of(source, *self.columns())
         results = None
         with all_or_none("evaluating the detections"):
             if gathered is not None:
                 results, self.precision = _evaluate(source, images, rows, len(seen))
+                results["thresholds"] = self.judgement.thresholds()
                 results |= _evaluate_masks(source, images, rows, *masks) if masks else {}
         return broadcast_object(results)
 

@@ -1,0 +1,256 @@
+"""Thresholds, calibration and kinds of error are right on cases worked out by hand, and equal to COCO's and TIDE's numbers."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.detection.data.annotated import Annotations
+from common.detection.evaluation import judgement_plots
+from common.detection.evaluation.errors import KINDS
+from common.detection.evaluation.judgement import BINS, Judgement
+from common.detection.evaluation.matching import NONE
+from common.detection.evaluation.metrics import Detections
+from tests.harness.detections import awkward
+
+A, B = (10, 10, 50, 50), (60, 60, 80, 80)
+NOWHERE = (0, 90, 10, 100)
+
+
+def judged(objects: list, found: list, sizes=((100, 100),)) -> Judgement:
+    """Objects (box, class, crowd, image) and detections (box, score, class, image); the image may be left out: 0."""
+    objects, found = sorted((*row, 0)[:4] for row in objects), [(*row, 0)[:4] for row in found]
+    objects.sort(key=lambda row: row[3])
+    boxes = np.array([row[0] for row in objects], np.float32).reshape(-1, 4)
+    owners = np.array([row[3] for row in objects], np.int64)
+    source = Annotations(
+        classes=("cat", "dog", "cow"),
+        category_ids=np.arange(3),
+        image_ids=np.arange(len(sizes)),
+        sizes=np.array(sizes, np.int32),
+        offsets=np.searchsorted(owners, np.arange(len(sizes) + 1)),
+        boxes=boxes,
+        labels=np.array([row[1] for row in objects], np.int64),
+        crowd=np.array([row[2] for row in objects], bool),
+        areas=(boxes[:, 2:] - boxes[:, :2]).prod(1),
+    )
+    rows = np.array([(*box, score, label) for box, score, label, _ in found], np.float32).reshape(-1, 6)
+    return Judgement.of(source, np.array([row[3] for row in found], np.int64), rows)
+
+
+def of_images(seed: int, distinct: bool) -> tuple[Annotations, np.ndarray, np.ndarray]:
+    """Awkward data; with `distinct`, no crowds and no tied scores, and no detections of a class without objects."""
+    source, found = awkward(seed)
+    detections = Detections()
+    detections.update(range(21), found)
+    images, rows = detections.columns()
+    if distinct:
+        source = dataclasses.replace(source, crowd=np.zeros(len(source.boxes), bool))
+        rows[:, 4] = (np.random.default_rng(seed).permutation(len(rows)) + 1) / (len(rows) + 1)
+        images, rows = images[rows[:, 5] > 0], rows[rows[:, 5] > 0]
+    return source, images, rows
+
+
+def moved(box, x: float) -> tuple:
+    return box[0] + x, box[1], box[2] + x, box[3]
+
+
+def points(judgement: Judgement) -> dict[str, float]:
+    """Costs that are not 0, in points of AP50."""
+    return {name: round(100 * cost, 6) for name, cost in judgement.errors.costs.items() if abs(cost or 0) > 1e-12}
+
+
+CASES = {
+    "class": ([(A, 0, False), (B, 1, False)], [(A, 0.9, 2), (B, 0.8, 1)]),
+    "localisation": ([(A, 0, False), (B, 1, False)], [(moved(A, 20), 0.9, 0), (B, 0.8, 1)]),
+    "both": ([(A, 0, False), (B, 1, False)], [(A, 0.9, 0), (moved(A, 20), 0.9, 1), (B, 0.8, 1)]),
+    "duplicate": ([(A, 0, False), (B, 0, False)], [(A, 0.9, 0), (moved(A, 3), 0.85, 0), (B, 0.8, 0)]),
+    "background": ([(A, 0, False), (B, 1, False)], [(NOWHERE, 0.95, 0), (A, 0.9, 0), (B, 0.8, 1)]),
+    "missed": ([(A, 0, False), (B, 0, False)], [(A, 0.9, 0)]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_each_kind_alone_explains_all_that_is_lost(kind: str) -> None:
+    judgement = judged(*CASES[kind])
+    counts = judgement.errors.counts
+    assert {name: counts[name] for name in KINDS} == dict.fromkeys(KINDS, 0) | {kind: 1}
+    lost = 1 - judgement.errors.ap50
+    assert lost > 0.1 and judgement.errors.costs[kind] == pytest.approx(lost, abs=1e-12)
+    assert not any(abs(judgement.errors.costs[other]) > 1e-12 for other in KINDS if other != kind)
+
+
+def test_costs_are_what_a_person_works_out() -> None:
+    # One of two cats is found, behind a false one; the other is placed badly, twice, by boxes of 0.6 and 0.5.
+    objects = [(A, 0, False), (B, 0, False)]
+    found = [(NOWHERE, 0.9, 0), (A, 0.8, 0), (moved(B, 8), 0.6, 0), (moved(B, -8), 0.5, 0)]
+    judgement = judged(objects, found)
+    # Precision 1/2 up to recall 1/2, at 51 of 101 recalls.
+    assert judgement.errors.ap50 == pytest.approx(0.5 * 51 / 101)
+    assert judgement.errors.counts == dict.fromkeys(KINDS, 0) | {
+        "background": 1,
+        "localisation": 2,
+        "false_positives": 3,
+        "false_negatives": 1,
+    }
+    base = 50 * 51 / 101
+    assert points(judgement) == {
+        "background": round(100 * 51 / 101 - base, 6),
+        "localisation": round(100 * 2 / 3 - base, 6),  # one becomes right, the other one goes
+        "false_positives": round(100 * 51 / 101 - base, 6),
+        "false_negatives": round(50 - base, 6),
+    }
+
+
+def test_of_two_errors_at_one_object_the_surer_one_is_corrected() -> None:
+    # The surer one has the wrong class: correcting places alone does not find the object.
+    judgement = judged([(A, 0, False)], [(A, 0.9, 1), (moved(A, 20), 0.8, 0)])
+    assert judgement.errors.counts["missed"] == 0
+    assert points(judgement) == {"class": 100.0}
+
+
+def test_crowds_absent_classes_and_nothing_at_all_are_no_errors() -> None:
+    inside = [((0, 0, 10, 10), 0.9, 0), (B, 0.8, 1)]
+    judgement = judged([((0, 0, 100, 40), 0, True), (B, 1, False)], inside)
+    assert judgement.errors.ap50 == 1 and points(judgement) == {} and sum(judgement.errors.counts.values()) == 0
+    assert judgement.confidence.sum() == 1 and [of["recall"] for of in judgement.details()["classes"]] == [
+        None,
+        1.0,
+        None,
+    ]
+    for objects, found in (([], []), ([], inside), ([(A, 0, False)], [])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            judgement = judged(objects, found)
+            results = judgement.details()
+        assert results["errors"]["missed"] == {"count": len(objects), "dAP50": None}
+        assert judgement.thresholds() == [None] * 3 and results["threshold"] == 0.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ap50_is_that_of_coco(seed: int) -> None:
+    source, found = awkward(seed)
+    for of_image in found[::2]:  # more than count of a class in an image
+        of_image["labels"][:] = 1
+    detections = Detections()
+    detections.update(range(21), found)
+    expected = detections.results(source)["AP50"]
+    judgement = Judgement.of(source, *detections.columns())
+    assert len(judgement.matches.rows) < len(detections.columns()[0])
+    assert judgement.errors.ap50 == pytest.approx(expected, abs=1e-12)
+
+
+# Gains in AP50 and counts of tidecv 1.0.1 on the same detections, at most 100 in an image: it leaves out others.
+TIDE = {
+    3: {
+        "class": (0.00014687303075472613, 3),
+        "localisation": (0.002438781905676031, 79),
+        "both": (0.004400101960136924, 113),
+        "duplicate": (6.203884393412018e-05, 3),
+        "background": (0.17144683980818043, 921),
+        "missed": (0.0025000353069065894, 2),
+        "false_positives": (0.9044289129380815, None),
+        "false_negatives": (0.0025000353069065894, None),
+    },
+    4: {
+        "class": (0.00021676456927924192, 8),
+        "localisation": (0.01616346104278458, 125),
+        "both": (0.006696594399113183, 178),
+        "duplicate": (9.923158972712897e-05, 7),
+        "background": (0.11053423095405951, 709),
+        "missed": (0.0007988745870919534, 1),
+        "false_positives": (0.7959534977665957, None),
+        "false_negatives": (0.005080194880149165, None),
+    },
+}
+
+
+@pytest.mark.parametrize("seed", TIDE)
+def test_costs_and_counts_are_those_of_tide(seed: int) -> None:
+    errors = Judgement.of(*of_images(seed, distinct=True)).errors
+    for kind, (cost, count) in TIDE[seed].items():
+        assert errors.costs[kind] == pytest.approx(cost, abs=1e-12), kind
+        assert count in (None, errors.counts[kind]), kind
+
+
+def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
+    objects = [(A, 0, False), (B, 0, False), ((0, 0, 9, 9), 1, False), ((0, 60, 20, 80), 2, False)]
+    found = [
+        (A, 0.9, 0),
+        (NOWHERE, 0.6, 0),
+        (B, 0.6, 0),  # scores as much as the false one: both or neither
+        (A, 0.8, 1),
+        ((0, 0, 9, 9), 0.3, 1),
+        ((0, 0, 9, 9), 0.2, 1),
+    ]
+    judgement = judged(objects, found)
+    assert judgement.thresholds() == pytest.approx([0.6, 0.3, None])
+    cat, dog, cow = judgement.details()["classes"]
+    assert cat == pytest.approx({"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2})
+    assert dog == pytest.approx({"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1})
+    assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_precision_and_recall_are_those_above_the_threshold(seed: int) -> None:
+    source, images, rows = of_images(seed, distinct=False)
+    judgement = Judgement.of(source, images, rows)
+    matches, best = judgement.matches, judgement.of_classes
+    for label in (1, 2, 3):
+        of_class = (matches.rows[:, 5] == label) & (matches.hits >= NONE)
+        objects = int(((source.labels == label) & ~source.crowd).sum())
+        f1 = {}
+        for score in np.unique(matches.rows[of_class, 4]):
+            good = of_class & (matches.rows[:, 4] >= score)
+            right = int((matches.hits[good] >= 0).sum())
+            f1[float(score)] = (2 * right / (good.sum() + objects), right / good.sum(), right / objects)
+        (value, precision, recall), score = max((value, score) for score, value in f1.items())
+        mine = [column[label] for column in (best.f1, best.precision, best.recall, best.threshold)]
+        assert mine == pytest.approx([value, precision, recall, score], abs=1e-12)
+
+
+def test_calibration_error_is_the_distance_of_scores_from_shares() -> None:
+    # Two bins: of two of about 0.9, one is right (|0.9 - 0.5|); the one of 0.3 is wrong (0.3). Crowds do not count.
+    objects = [(A, 0, False), ((0, 0, 100, 9), 0, True)]
+    found = [(A, 0.91, 0), (NOWHERE, 0.89, 0), (B, 0.3, 0), ((0, 0, 9, 9), 0.99, 0)]
+    judgement = judged(objects, found)
+    assert judgement.calibration_error() == pytest.approx((2 * 0.4 + 0.3) / 3, abs=1e-6)
+    assert judgement.calibration_error(0.5) == pytest.approx(0.4, abs=1e-6)
+    right, wrong = judgement.confidence
+    assert (right[13], wrong[13], wrong[4], right.sum() + wrong.sum()) == (1, 1, 1, 3)
+    assert judged([(A, 0, False)], [(A, 1.0, 0)]).confidence[0, BINS - 1] == 1
+    assert judged([(A, 0, False)], []).calibration_error() is None
+
+
+def test_objects_are_divided_by_area_side_and_shape() -> None:
+    wide, large = (0, 0, 40, 10), (100, 100, 200, 200)
+    objects = [(wide, 0, False), (large, 0, False), (A, 1, False), (B, 1, True)]
+    found = [(wide, 0.9, 0), (large, 0.2, 0), ((300, 300, 310, 390), 0.95, 0), ((300, 300, 390, 310), 0.94, 0)]
+    judgement = judged(objects, found, sizes=((400, 400),))
+    groups = judgement.details()["objects"]
+    assert [of["count"] for of in groups["area"].values()] == [1, 1, 1]
+    assert [of["recall"] for of in groups["area"].values()] == [1, 0, 1]
+    assert [of["recall_at_threshold"] for of in groups["area"].values()] == [1, 0, 1]
+    assert [of["count"] for of in groups["relative_side"].values()] == [0, 1, 1, 1, 0]
+    assert [of["count"] for of in groups["aspect_ratio"].values()] == [0, 0, 2, 0, 1]
+    # The false wide one is ahead of the true one; the false high one is of another group.
+    assert groups["aspect_ratio"]["from 3:1"]["AP50"] == pytest.approx(0.5)
+    assert groups["aspect_ratio"]["2:3-3:2"]["AP50"] == pytest.approx(0.5)  # mean of 1 and 0
+    assert groups["aspect_ratio"]["under 1:3"] == {
+        "count": 0,
+        "recall": None,
+        "recall_at_threshold": None,
+        "AP50": None,
+    }
+
+
+def test_pictures_of_much_and_of_nothing_are_drawn(tmp_path) -> None:
+    for judgement in (Judgement.of(*of_images(1, distinct=False)), judged([], []), judged([(A, 0, False)], [])):
+        for draw in (judgement_plots.errors, judgement_plots.confidence, judgement_plots.objects):
+            path = tmp_path / "run" / "pictures" / f"{draw.__name__}.png"
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                draw(judgement, path)
+            assert min(Image.open(path).size) > 300
