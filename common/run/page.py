@@ -1,4 +1,4 @@
-"""Page: the look of a self-contained HTML page, and its parts: tables, line charts and pictures.
+"""Page: the look of a self-contained HTML page, and its parts: tables and pictures.
 
 Whatever is no `Html` yet is escaped, so names of classes and files can't become markup. The page's policy lets a browser load
 nothing and run no script but the one below, so that it can't reach a network.
@@ -8,17 +8,14 @@ import base64
 import hashlib
 import html
 import io
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
-import numpy as np
-
-_LARGE = 300_000  # bytes: larger pictures are stored again as WebP, at most so many pixels wide
-_WIDEST, _QUALITY = 1800, 82
-_POINTS = 300  # of a line in a chart; a longer one is drawn pale, under its mean over windows
-_W, _H, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 250, 52, 10, 12, 26  # of a chart and its margins
+NOTHING = "-"  # in place of a number that there is not
+_LARGE = 300_000  # bytes: larger pictures are stored again as JPEG, at most so many pixels wide
+_WIDEST, _QUALITY = 1600, 85
+_WIDE = 1400  # pixels: wider pictures get a line of their own
 
 
 class Html(str):
@@ -64,89 +61,57 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], sortable: bool 
 
 def _cell(value: object) -> Html:
     if isinstance(value, float) and 0 <= value <= 1:
-        return element("td", f"{100 * value:.1f} %", kind="number share", data_value=value, style=f"--share:{value:.3f}")
+        return element(
+            "td", f"{100 * value:.1f} %", kind="number share", data_value=value, style=f"--share:{value:.3f}"
+        )
     if isinstance(value, int | float):
         return element("td", f"{value:,}", kind="number", data_value=value)
-    return element("td", "–", kind="number", data_value=-1) if value is None else element("td", value)
+    return element("td", NOTHING, kind="number", data_value=-1) if value is None else element("td", value)
 
 
 def picture(path: Path, caption: str) -> Html:
     """The picture with its content in the page. Raises OSError if it can't be read."""
+    from PIL import Image
+
     content, kind = path.read_bytes(), "png"
+    image: Image.Image = Image.open(io.BytesIO(content))
+    place = "wide" if image.width > _WIDE else "half"
     if len(content) > _LARGE:
-        from PIL import Image
-
         stored = io.BytesIO()
-        with Image.open(io.BytesIO(content)) as image:
-            image = image.convert("RGB")
-            image.thumbnail((_WIDEST, 10 * _WIDEST))
-            image.save(stored, "webp", quality=_QUALITY, method=2)
-        content, kind = stored.getvalue(), "webp"
+        image = image.convert("RGB")
+        image.thumbnail((_WIDEST, 10 * _WIDEST))
+        image.save(stored, "jpeg", quality=_QUALITY)
+        content, kind = stored.getvalue(), "jpeg"
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    shown = Html(f'<img src="{source}" alt="{escaped(caption)}" loading="lazy">')
-    return element("figure", shown, element("figcaption", caption))
+    shown = Html(f'<img src="{source}" alt="{escaped(caption)}" width="{image.width}" height="{image.height}">')
+    return element("figure", shown, element("figcaption", caption), kind=place)
 
 
-def chart(
-    title: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], marks: Sequence[tuple[float, str]] = ()
-) -> Html:
-    """A chart of `lines`, each a name and points (step, value); `marks` are steps with what happened there."""
-    lines = [(name, np.array(points, float)) for name, points in lines if len(points)]
-    if not lines:
-        return Html("")
-    every = np.concatenate([points for _, points in lines])
-    (x_low, y_low), (x_high, y_high) = every.min(0), every.max(0)
-    y_ticks, x_ticks = _ticks(y_low, y_high, 5), [tick for tick in _ticks(x_low, x_high, 5) if tick == int(tick)]
-    y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
-
-    def place(points: np.ndarray) -> np.ndarray:
-        share = (points - (x_low, y_low)) / (max(x_high - x_low, 1e-12), max(y_high - y_low, 1e-12))
-        return share * (_W - _LEFT - _RIGHT, _TOP + _BOTTOM - _H) + (_LEFT, _H - _BOTTOM)
-
-    parts = []
-    for tick in y_ticks:
-        y = place(np.array([x_low, tick]))[1]
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_W - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick, y_high)}</text>')
-    for tick in (tick for tick in x_ticks if x_low <= tick <= x_high):
-        x = place(np.array([tick, y_low]))[0]
-        anchor = "end" if x > _W - 30 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{_H - 8}" text-anchor="{anchor}">{tick:,.0f}</text>')
-    for step, what in marks:
-        if x_low <= step <= x_high:
-            x = place(np.array([step, y_low]))[0]
-            line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_H - _BOTTOM}">'
-            parts.append(f"{line}<title>{escaped(what)}</title></line>")
-    for number, (_, points) in enumerate(lines):
-        colour = f"line c{number % 4}"
-        if len(points) > _POINTS:
-            parts.append(_path(place(points[:: math.ceil(len(points) / 1500)]), f"{colour} pale"))
-            points = np.array([window.mean(0) for window in np.array_split(points, _POINTS // 3)])
-        parts.append(_path(place(points), colour))
-        if len(points) <= 30:
-            parts += [f'<circle class="dot c{number % 4}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in place(points)]
-    keys = [element("span", element("i", kind=f"c{number % 4}"), name) for number, (name, _) in enumerate(lines)]
-    drawn = Html(f'<svg viewBox="0 0 {_W} {_H}" role="img" aria-label="{escaped(title)}">{"".join(parts)}</svg>')
-    head = [title, element("span", *keys, kind="keys")] if any(name for name, _ in lines) else [title]
-    return element("figure", element("figcaption", *head), drawn, kind="chart")
+def in_words(value: float | None, share: bool = True) -> str:
+    """A result; a `share` of 1 in per cent."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{100 * value:.2f} %" if share and 0 <= value <= 1 else f"{value:,.5g}"
 
 
-def _path(points: np.ndarray, kind: str) -> str:
-    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+def listed(value: object) -> str:
+    """A value of a configuration or an environment, lists in one line."""
+    if isinstance(value, list):
+        same = len(value) > 1 and len(set(map(str, value))) == 1
+        return f"{len(value)} × {value[0]}" if same else ", ".join(map(str, value))
+    return "" if value is None else str(value)
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
-    span = (high - low) or abs(high) or 1.0
-    raw = span / most
-    size = 10 ** math.floor(math.log10(raw))
-    size *= next(factor for factor in (1, 2, 5, 10) if raw <= factor * size * (1 + 1e-9))
-    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
-    return [number * size for number in range(first, max(last, first + 1) + 1)]
-
-
-def _number(value: float, largest: float) -> str:
-    return f"{value:.0e}" if value and abs(largest) < 1e-3 else f"{value:,.10g}" if abs(value) >= 1 else f"{value:.4g}"
+def duration(seconds: float | None) -> str:
+    """Seconds, minutes or hours."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.1f} min" if minutes < 100 else f"{hours:.1f} h"
 
 
 def page(title: str, *body: object) -> str:
@@ -215,9 +180,15 @@ header p { flex-basis: 100%; }
 .tile b { display: block; font-size: 21px; line-height: 1.3; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
 section { padding: 18px 20px; margin: 16px 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0 16px;
+  align-items: start; }
+.pair section { min-width: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 14px 28px; }
 figure { margin: 0 0 18px; min-width: 0; }
 figure:last-child { margin-bottom: 0; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px;
+  align-items: start; }
+.pictures figure { margin: 0; } .wide { grid-column: 1 / -1; }
 figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; border-radius: 8px;
   border: 1px solid var(--line); }
 figcaption { font-size: 13px; display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: center; }
@@ -240,9 +211,10 @@ tr:last-child > * { border-bottom: 0; }
 thead th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
 .sortable { min-width: min(100%, 420px); } .sortable td:first-child { overflow-wrap: anywhere; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; padding-left: 14px; }
-thead th:not(:first-child) { padding-left: 14px; text-align: right; } .plain thead th { text-align: left; }
+thead th:not(:first-child) { padding-left: 14px; text-align: right; }
+.plain thead th:not(:first-child) { text-align: left; padding-left: 0; }
 .share { background: linear-gradient(color-mix(in srgb, var(--accent) 22%, transparent) 0 0) no-repeat 0 50% /
-  calc(var(--share) * 100%) 70%; padding-right: 8px; min-width: 110px; }
+  calc(var(--share) * (100% - 66px)) 70%; min-width: 150px; }
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
 th button::after { content: " ↕"; color: var(--soft); } [aria-sort=ascending] button::after { content: " ↑"; }
 [aria-sort=descending] button::after { content: " ↓"; }

@@ -6,6 +6,7 @@ itself, and what is missing or damaged is empty.
 
 import datetime
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from common.run.progress import Progress
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _ROW = re.compile(r"  (\S.*?) {2,}(.*)")  # of a table in the log
 _STEP = re.compile(r"step [\d,]+/[\d,]+  ")
-_LEADING = ("top1", "f1", "AP")  # the results that decide which model of cls.py and det.py is the best
+LEADING = ("top1", "f1", "AP")  # the results that decide which model of cls.py and det.py is the best
 
 
 @dataclass
@@ -83,7 +84,7 @@ class PastRun:
     def leading(self) -> str:
         """The result that decides which model is the best, such as `eval/ema_top1`; "" before the first evaluation."""
         best = self.evaluation("best") or self.evaluation("last")
-        known = [f"eval/{part}{name}" for part in ("ema_", "") for name in _LEADING]
+        known = [f"eval/{part}{name}" for part in ("ema_", "") for name in LEADING]
         return next((key for key in (*known, *best) if key in best), "")
 
     def evaluation(self, which: str) -> dict[str, float | None]:
@@ -155,13 +156,34 @@ class PastRun:
                 return identity["data"]
         return ""
 
+    @property
+    def repeat_command(self) -> str:
+        """The command that makes the same run again in another folder, from its complete configuration."""
+        typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
+        recipe = str(self.environment.get("recipe") or "recipes/cls.py")
+        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else f"{self._launcher} "
+        return f"{before}{shlex.join([recipe, '--config', str(self.path / 'config.yaml'), '--name', f'{self.name}-again'])}"
+
+    @property
+    def _launcher(self) -> str:
+        """A launcher for the layout of a run that did not record its own."""
+        world, local = (int(finite(self.environment.get(key)) or 1) for key in ("world_size", "local_world_size"))
+        precision = str(self.environment.get("precision"))
+        if self.environment.get("cuda"):
+            name = "2node" if world > local else "multi_gpu" if world > 1 else "single_gpu"
+            name += f"_{precision}" if precision in ("bf16", "fp16") else ""
+        else:
+            name = "2node_cpu" if world > local else "multi_cpu" if world > 1 else "cpu"
+        several = f" --num_processes {world}" if world > 1 else ""
+        return f"accelerate launch --config_file accelerate_configs/{name}.yaml{several}"
+
     def _summary_of_rows(self) -> dict[str, Any]:
         last = self.rows[-1] if self.rows else {}
         summary = {key: last[key] for key in ("step", "epoch", "samples") if key in last}
         progress = Progress()
         for row in self.rows:
             results = {key: value for key, value in row.items() if key.startswith("eval/")}
-            known = [f"eval/{part}{name}" for part in ("ema_", "") for name in _LEADING]
+            known = [f"eval/{part}{name}" for part in ("ema_", "") for name in LEADING]
             if leading := next((key for key in known if finite(results.get(key)) is not None), ""):
                 progress.judge(row["step"], results, leading)
         return summary | {"best": progress.best, "last": progress.last}

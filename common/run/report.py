@@ -5,15 +5,15 @@ It is one file: pictures and curves are in it, and it loads nothing. It is made 
 """
 
 import re
-import shlex
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.config.recipe_source import FOLDER
 from common.durable import replace_file
-from common.run.page import Html, chart, element, facts, join, page, picture, section, table
-from common.run.past_run import PastRun
+from common.run.line_chart import chart
+from common.run.page import Html, duration, element, facts, in_words, join, listed, page, picture, section, table
+from common.run.past_run import LEADING, PastRun
 from common.run.plots import finite
 from common.run.progress import display_name
 
@@ -30,7 +30,7 @@ _MOST_EVENTS = 200  # lines of the log
 
 
 def write(folder: Path) -> Path:
-    """Write report.html of a run folder, in one step; returns its path. Raises OSError, and `Refused` if it is no run folder."""
+    """Write report.html of a run folder, in one step; returns its path. Raises OSError, and `Refused` for another folder."""
     run = PastRun(Path(folder))
     body = [_part(part, run) for part in _PARTS]
     replace_file(run.path / FILE, page(run.name, *body).encode(errors="replace"))
@@ -46,32 +46,13 @@ def leave(folder: Path, say: Callable[[str], None]) -> Path | None:
         return None
 
 
-def repeat_command(run: PastRun) -> str:
-    """The command that makes the same run again in another folder, from its complete configuration."""
-    typed, launch = (str(run.environment.get(key) or "") for key in ("command", "launch"))
-    recipe = str(run.environment.get("recipe") or "recipes/cls.py")
-    before = launch.removesuffix(typed) if typed and launch.endswith(typed) else f"{_launcher(run)} "
-    return f"{before}{shlex.join([recipe, '--config', str(run.path / 'config.yaml'), '--name', f'{run.name}-again'])}"
-
-
-def _launcher(run: PastRun) -> str:
-    """A launcher for the layout of a run that did not record its own."""
-    world, local = (int(finite(run.environment.get(key)) or 1) for key in ("world_size", "local_world_size"))
-    precision = str(run.environment.get("precision"))
-    if run.environment.get("cuda"):
-        name = "2node" if world > local else "multi_gpu" if world > 1 else "single_gpu"
-        name += f"_{precision}" if precision in ("bf16", "fp16") else ""
-    else:
-        name = "2node_cpu" if world > local else "multi_cpu" if world > 1 else "cpu"
-    several = f" --num_processes {world}" if world > 1 else ""
-    return f"accelerate launch --config_file accelerate_configs/{name}.yaml{several}"
-
-
 def _part(part: Callable[[PastRun], Html], run: PastRun) -> Html:
     try:
         return part(run)
     except Exception as error:
-        return element("p", f"{part.__name__.strip('_')}: could not be made: {type(error).__name__}: {error}", kind="soft")
+        return element(
+            "p", f"{part.__name__.strip('_')}: could not be made: {type(error).__name__}: {error}", kind="soft"
+        )
 
 
 def _head(run: PastRun) -> Html:
@@ -89,40 +70,46 @@ def _head(run: PastRun) -> Html:
     for which in ("best", "last"):
         value = run.evaluation(which).get(run.leading)
         if value is not None:
-            tiles.append((_value(value), f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
+            tiles.append((in_words(value), f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
     seconds, pace = (finite(run.summary.get(key)) for key in ("train_seconds", "images_per_second"))
     step, epoch = finite(run.summary.get("step")), finite(run.summary.get("epoch"))
     tiles += [(f"{step:,.0f}", f"steps, {epoch or 0:.1f} epochs")] * (step is not None)
-    tiles += [(_duration(seconds), "of training")] * bool(seconds)
+    tiles += [(duration(seconds), "of training")] * bool(seconds)
     tiles += [(f"{pace:,.0f}", "images/s, mean")] * bool(pace)
     devices = run.environment.get("ranks")
     if isinstance(devices, list) and devices:
-        tiles.append((f"{len(devices)} × {str(devices[0]).split(' on ')[0]}", str(run.environment.get("precision", ""))))
+        tiles.append(
+            (f"{len(devices)} × {str(devices[0]).split(' on ')[0]}", str(run.environment.get("precision", "")))
+        )
     drawn = [element("div", element("b", value), element("span", name), kind="tile") for value, name in tiles]
     return join([element("header", *head), element("div", *drawn, kind="tiles")])
 
 
 def _curves(run: PastRun) -> Html:
     metric = run.leading.removeprefix("eval/").removeprefix("ema_")
-    marks = [(start.resumed_from, f"resumed from step {start.resumed_from}") for start in run.starts if start.resumed_from]
+    marks = [
+        (start.resumed_from, f"resumed from step {start.resumed_from}") for start in run.starts if start.resumed_from
+    ]
     if best := run.step_of("best"):
         marks.append((best, f"best, step {best}"))
 
-    def drawn(title: str, **keys: str) -> Html:
-        lines = [(name.replace("_", " "), _points(run.rows, key)) for name, key in keys.items() if key]
-        return chart(title, lines, marks)
+    def drawn(title: str, keys: dict[str, str], scale: float = 1) -> Html:
+        return chart(title, [(name, _points(run.rows, key, scale)) for name, key in keys.items()], marks)
 
     names = {display_name(metric): f"eval/{metric}", "EMA": f"eval/ema_{metric}"} if metric else {}
     if metric == "AP":
         names |= {"AP50": "eval/AP50", "EMA AP50": "eval/ema_AP50"}
-    parts = {key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")}
+    share = metric in LEADING
+    parts = {
+        key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")
+    }
     parts.pop("scale", None)
     charts = [
-        drawn("Loss", training="train/loss", evaluation="eval/loss"),
-        drawn(display_name(metric) or "Result", **names),
-        drawn("Parts of the loss", **parts),
-        drawn("Learning rate", **{"": "train/lr"}),
-        drawn("Images per second", **{"": "perf/images_per_second"}),
+        drawn("Loss", {"training": "train/loss", "evaluation": "eval/loss"}),
+        drawn(display_name(metric) + " (%)" * share, names, 100 if share else 1),
+        drawn("Parts of the loss", parts),
+        drawn("Learning rate", {"": "train/lr"}),
+        drawn("Images per second", {"": "perf/images_per_second"}),
     ]
     note = "Dotted: the best model" + ", and where a start resumed." if len(marks) > 1 else "Dotted: the best model."
     empty = not any(charts)
@@ -130,10 +117,16 @@ def _curves(run: PastRun) -> Html:
     return section("Curves", shown)
 
 
+def _numbers(run: PastRun) -> Html:
+    return element("div", _part(_results, run), _part(_classes, run), kind="pair")
+
+
 def _results(run: PastRun) -> Html:
     best, last = run.evaluation("best"), run.evaluation("last")
-    keys = [key for key in dict.fromkeys((*best, *last)) if not key.startswith(("eval/AP_class/", "eval/ema_AP_class/"))]
-    rows = [(display_name(key), *(_value(side.get(key)) for side in (best, last))) for key in keys]
+    keys = [
+        key for key in dict.fromkeys((*best, *last)) if not key.startswith(("eval/AP_class/", "eval/ema_AP_class/"))
+    ]
+    rows = [(display_name(key), *(in_words(side.get(key), "loss" not in key) for side in (best, last))) for key in keys]
     if not rows:
         return Html("")
     head = ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))]
@@ -149,7 +142,7 @@ def _pictures(run: PastRun) -> Html:
             figures.append(picture(found[name], caption))
         except (OSError, ValueError) as error:
             figures.append(element("p", f"{found[name].name}: can't be shown: {error}", kind="soft"))
-    return section("Pictures", *figures) if figures else Html("")
+    return section("Pictures", element("div", *figures, kind="pictures")) if figures else Html("")
 
 
 def _classes(run: PastRun) -> Html:
@@ -162,7 +155,9 @@ def _classes(run: PastRun) -> Html:
         return Html("")
     first = columns.get("per_class") or next(iter(columns.values()))
     names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)[:_MOST_CLASSES]
-    titles = ["AP" if "AP" in run.results else "F1" if "f1" in run.results else "accuracy"] if "per_class" in columns else []
+    titles = (
+        ["AP" if "AP" in run.results else "F1" if "f1" in run.results else "accuracy"] if "per_class" in columns else []
+    )
     titles += [key.replace("_", " ") for key in columns if key != "per_class"]
     ordered = sorted(columns, key=lambda key: key != "per_class")
     rows = [(name, *(columns[key].get(name) for key in ordered)) for name in names]
@@ -178,10 +173,15 @@ def _start_table(run: PastRun) -> Html:
 def _timings(run: PastRun) -> Html:
     seconds, step = finite(run.summary.get("train_seconds")), finite(run.summary.get("step"))
     whole = sum(start.seconds for start in run.starts)
-    rows = [("from start to end, all starts", _duration(whole) if whole else "")]
+    rows = [("wall time, all starts", duration(whole) if whole else "")]
     if seconds and step:
-        rows += [("training", f"{_duration(seconds)}, {1000 * seconds / step:,.1f} ms per step")]
-        rows += [("start-up, evaluation, checkpoints", _duration(whole - seconds) if whole > seconds else "")]
+        rows += [("training", f"{duration(seconds)}, {1000 * seconds / step:,.1f} ms per step")]
+        rows += [
+            (
+                "outside training",
+                f"{duration(whole - seconds)}: start-up, evaluations, checkpoints" if whole > seconds else "",
+            )
+        ]
     for name, key, unit in (("images/s", "perf/images_per_second", ""), ("waiting for data", "perf/data_wait", "%")):
         if values := [value for _, value in _points(run.rows, key)]:
             low, middle, high = min(values), statistics.median(values), max(values)
@@ -197,13 +197,15 @@ def _faults(run: PastRun) -> Html:
     resumed = sum(bool(start.resumed_from) for start in run.starts)
     rows = [
         ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
-        ("images that could not be read", f"{broken:,}"),
-        ("steps skipped (fp16)", f"{skipped:,}"),
+        ("broken images", f"{broken:,} in training"),
+        ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
     ]
     status = str(run.status.get("status") or "unknown")
     starts = []
     for start in run.starts:
-        end = start.end or (f"status: {status}" if start is run.starts[-1] else "no last line: killed, or lost its machine")
+        end = start.end or (
+            f"status: {status}" if start is run.starts[-1] else "no last line: killed, or lost its machine"
+        )
         begin = f"step {start.resumed_from:,}" if start.resumed_from else "the beginning"
         starts.append((str(start.time), start.table.get("layout", ""), begin, end))
     parts: list[object] = [facts(rows)]
@@ -211,15 +213,19 @@ def _faults(run: PastRun) -> Html:
         parts += [element("h3", "Starts"), table(["time", "layout", "from", "end"], starts)]
     if run.events:
         shown = "\n".join(f"{time}  {line}" for time, line in run.events[-_MOST_EVENTS:])
-        parts.append(element("h3", f"Messages of the log{f', the last {_MOST_EVENTS}' * (len(run.events) > _MOST_EVENTS)}"))
+        parts.append(
+            element("h3", f"Messages of the log{f', the last {_MOST_EVENTS}' * (len(run.events) > _MOST_EVENTS)}")
+        )
         parts.append(element("pre", shown))
     return section("Faults and restarts", *parts)
 
 
 def _environment(run: PastRun) -> Html:
     packages = run.environment.get("packages")
-    rows = [(key, _text(value)) for key, value in run.environment.items() if key not in ("packages", "source", "ranks")]
-    rows += [("devices", _text(run.environment.get("ranks")))]
+    rows = [
+        (key, listed(value)) for key, value in run.environment.items() if key not in ("packages", "source", "ranks")
+    ]
+    rows += [("devices", listed(run.environment.get("ranks")))]
     rows += list(packages.items()) if isinstance(packages, dict) else []
     return section("Environment", facts((name, "" if value is None else value) for name, value in rows))
 
@@ -227,11 +233,11 @@ def _environment(run: PastRun) -> Html:
 def _repeat(run: PastRun) -> Html:
     commit = str(run.environment.get("commit") or "")
     known = re.fullmatch(r"([0-9a-f]{7,40})(\+changes)?", commit)
-    lines = ([f"git checkout {known[1]}"] if known else []) + [repeat_command(run)]
+    lines = ([f"git checkout {known[1]}"] if known else []) + [run.repeat_command]
     notes = [f"The recipe's own source is kept in {run.path / FOLDER}."]
     if known and known[2]:
         notes.insert(0, "The recipe was changed after this commit, or files beside it were.")
-    config = table(["flag", "value"], [(f"--{key}", _text(value)) for key, value in run.config.items()])
+    config = table(["flag", "value"], [(f"--{key}", listed(value)) for key, value in run.config.items()])
     whole = element("details", element("summary", f"Complete configuration: {len(run.config)} flags"), config)
     parts = [element("pre", "\n".join(lines)), *(element("p", note, kind="soft") for note in notes)]
     if launch := run.environment.get("launch") or run.environment.get("command"):
@@ -242,9 +248,8 @@ def _repeat(run: PastRun) -> Html:
 _PARTS = (
     _head,
     _curves,
-    _results,
+    _numbers,
     _pictures,
-    _classes,
     _start_table,
     _timings,
     _faults,
@@ -253,25 +258,5 @@ _PARTS = (
 )
 
 
-def _points(rows: Iterable[dict], key: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[key]) for row in rows if finite(row.get(key)) is not None]
-
-
-def _value(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.2f} %" if isinstance(value, float) and 0 <= value <= 1 else f"{value:,.5g}"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        same = len(value) > 1 and len(set(map(str, value))) == 1
-        return f"{len(value)} × {value[0]}" if same else ", ".join(map(str, value))
-    return "" if value is None else str(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{minutes:.1f} min" if minutes < 100 else f"{hours:.1f} h"
+def _points(rows: Iterable[dict], key: str, scale: float = 1) -> list[tuple[float, float]]:
+    return [(row["step"], scale * row[key]) for row in rows if finite(row.get(key)) is not None]
