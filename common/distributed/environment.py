@@ -2,17 +2,20 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 
 from common.config import recipe_source
 from common.distributed.collectives import gather_objects, local_world_size, world_size
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
+_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
 _ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and period, in microseconds
 
 
@@ -25,7 +28,8 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
     on_gpu = device.type == "cuda"  # not torch.cuda.is_available(): the run may use the CPU
     name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
+        "launch": _launch_command(),
         "recipe": str(recipe.resolve()) if recipe else "a notebook",
         "source": recipe_source.digests(recipe_source.read(config)),
         "commit": _commit(recipe.resolve()) if recipe else None,
@@ -61,6 +65,19 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _launch_command() -> str:
+    """The whole command as it was typed, quoted for a shell: that of the launcher; without one, of this process."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        words = []
+    place = next((place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None)
+    if place is None and not any("accelerate" in word or "torch.distributed" in word for word in words[:3]):
+        place, words = 0, sys.orig_argv
+    words = words[place or 0 :]
+    return shlex.join([Path(words[0]).name, *words[1:]])
 
 
 def _commit(file: Path) -> str | None:

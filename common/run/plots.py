@@ -45,27 +45,27 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     from matplotlib.ticker import MaxNLocator
 
     folder = Path(folder)
-    rows = list(_rows(folder / "metrics.jsonl"))
+    rows = list(read_rows(folder / "metrics.jsonl"))
     known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
     leading = leading or next(iter(known), "eval/evaluation")
     metric = leading.removeprefix("eval/").removeprefix("ema_")
     name = display_name(metric)
     figure = new_figure(7.5, 7.5)
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
-    _line(loss, rows, "train/loss", "training", BLUE)
-    _line(loss, rows, "eval/loss", "evaluation", ORANGE)
+    draw_line(loss, rows, "train/loss", "training", BLUE)
+    draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
-    values = [_finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
+    values = [finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
     values = [value for value in values if value is not None]
     scale, unit = (100, " (%)") if values and 0 <= min(values) <= max(values) <= 1 else (1, "")
     if metric == "AP":
         for part, label, colour in kinds:
-            _line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
+            draw_line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
     for part, label, colour in kinds:
-        _line(quality, rows, f"{part}{metric}", label, colour, scale)
+        draw_line(quality, rows, f"{part}{metric}", label, colour, scale)
     for axes, label in ((loss, "loss"), (quality, name + unit), (rate, "learning rate")):
         axes.set_ylabel(label)
-    _line(rate, rows, "train/lr", "", INK)
+    draw_line(rate, rows, "train/lr", "", INK)
     title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
     for axes in (loss, quality, rate):
         axes.grid(color=PALE, linewidth=0.8)
@@ -199,7 +199,8 @@ def save(figure: "Figure", path: Path) -> None:
     replace_file(Path(path), content.getvalue())
 
 
-def _rows(path: Path) -> Iterator[dict]:
+def read_rows(path: Path) -> Iterator[dict]:
+    """The rows of a metrics.jsonl that have a step; incomplete lines are skipped."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
@@ -209,10 +210,11 @@ def _rows(path: Path) -> Iterator[dict]:
             continue
 
 
-def _line(
+def draw_line(
     axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
 ) -> None:
-    points = [(row["step"], row[key] * scale) for row in rows if _finite(row.get(key)) is not None]
+    """Draws `key` of the rows over their steps; a long line pale, under its mean over windows."""
+    points = [(row["step"], row[key] * scale) for row in rows if finite(row.get(key)) is not None]
     if not points:
         return
     data = np.array(points)
@@ -224,13 +226,14 @@ def _line(
     axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """The number `value`; None if it is no number, or not a finite one."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
     """Marks the step of the model in `best/`; returns a text about it for the title."""
-    value = next((_finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
+    value = next((finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
     if value is None:
         return ""
     for axes in panels:

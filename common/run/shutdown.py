@@ -12,7 +12,7 @@ from common.config.fields import RunConfig
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import gather_objects, is_lost_peer, is_main, rank
 from common.errors import Again, Refused
-from common.run import micro_batch
+from common.run import micro_batch, report
 from common.run.folder import RunFolder, read_json, write_status, writing
 from common.run.progress import Progress
 from common.run.records import Records
@@ -76,14 +76,14 @@ class Shutdown:
         return status, cause
 
     def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
-        """Wait for the checkpoint being written, close the log, write status and results, and print how the run ended.
+        """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.
 
         Does nothing except on the main process. `draw` makes the plots of a finished run. `goes_on`: the launcher
         starts this process again.
         """
         if not self._folder:
             return
-        say, where, progress = self._log.say, "", self._records.progress
+        say, where, page, progress = self._log.say, "", None, self._records.progress
         try:
             self._writer.wait()
         except Exception as error:  # not in a run that ends well: all ranks have waited already
@@ -102,6 +102,7 @@ class Shutdown:
                 self._folder.status(status, progress.step, cause)
             if status == "failed":
                 self._folder.log(f"failed at step {progress.step}: {cause}")
+            page = None if self._config.dry_run else report.leave(self._path, say)
         except OSError as error:
             say(f"{self._path}: status and results could not be written: {error}")
         if status == "resumable":
@@ -110,9 +111,9 @@ class Shutdown:
         elif self._config.dry_run and status == "finished":
             say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing was kept")
         elif status == "finished":
-            self._say_results(progress, where)
+            self._say_results(progress, where, page)
 
-    def _say_results(self, progress: Progress, where: str) -> None:
+    def _say_results(self, progress: Progress, where: str, page: Path | None) -> None:
         config, path = self._config, self._path
         ended_by = f", ended by {progress.ended_by}" * bool(progress.ended_by)
         rows = {"finished": f"{progress.step:,} steps in {progress.seconds:.0f} s of training{ended_by}"}
@@ -122,6 +123,7 @@ class Shutdown:
                 f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
             )
         rows["pictures"] = str(path / "pictures")
+        rows |= {"report": str(page)} if page else {}
         rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
         if where:
             rows[config.tracker] = where

@@ -1,0 +1,230 @@
+"""Page: the look of a self-contained HTML page, and its parts: tables and pictures.
+
+Whatever is no `Html` yet is escaped, so names of classes and files can't become markup. The page's policy lets a browser load
+nothing and run no script but the one below, so that it can't reach a network.
+"""
+
+import base64
+import hashlib
+import html
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import Template
+
+NOTHING = "-"  # in place of a number that there is not
+_LARGE = 300_000  # bytes: larger pictures are stored again as JPEG, at most so many pixels wide
+_WIDEST, _QUALITY = 1600, 85
+_WIDE = 1400  # pixels: wider pictures get a line of their own
+
+
+class Html(str):
+    """A text that is markup already."""
+
+
+def escaped(value: object) -> Html:
+    """Markup that shows `value` as it is."""
+    return value if isinstance(value, Html) else Html(html.escape(str(value)))
+
+
+def join(parts: Iterable[object]) -> Html:
+    return Html("".join(map(escaped, parts)))
+
+
+def element(tag: str, *content: object, **attributes: object) -> Html:
+    """An element; `kind` is its class, and an underscore in the name of an attribute stands for a dash."""
+    named = {{"kind": "class"}.get(key, key.replace("_", "-")): value for key, value in attributes.items()}
+    words = "".join(f' {key}="{escaped(value)}"' for key, value in named.items())
+    return Html(f"<{tag}{words}>{join(content)}</{tag}>")
+
+
+def section(title: str, *content: object) -> Html:
+    return element("section", element("h2", title), *content)
+
+
+def facts(rows: Iterable[tuple[str, object]]) -> Html:
+    """A table of names and values, without the rows that have no value."""
+    lines = [
+        element("tr", element("th", name, scope="row"), element("td", value)) for name, value in rows if value != ""
+    ]
+    return element("div", element("table", *lines, kind="facts"), kind="scroll")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], sortable: bool = False) -> Html:
+    """A table with a line of names; numbers stand at the right, and with `sortable` a click on a name sorts."""
+    names = [element("th", element("button", name, type="button") if sortable else name, scope="col") for name in head]
+    lines = [element("tr", *map(_cell, row)) for row in rows]
+    kind = "sortable" if sortable else "plain"
+    body = element("table", element("thead", element("tr", *names)), element("tbody", *lines), kind=kind)
+    return element("div", body, kind="scroll")
+
+
+def _cell(value: object) -> Html:
+    if isinstance(value, float) and 0 <= value <= 1:
+        return element(
+            "td", f"{100 * value:.1f} %", kind="number share", data_value=value, style=f"--share:{value:.3f}"
+        )
+    if isinstance(value, int | float):
+        return element("td", f"{value:,}", kind="number", data_value=value)
+    return element("td", NOTHING, kind="number", data_value=-1) if value is None else element("td", value)
+
+
+def picture(path: Path, caption: str) -> Html:
+    """The picture with its content in the page. Raises OSError if it can't be read."""
+    from PIL import Image
+
+    content, kind = path.read_bytes(), "png"
+    image: Image.Image = Image.open(io.BytesIO(content))
+    place = "wide" if image.width > _WIDE else "half"
+    if len(content) > _LARGE:
+        stored = io.BytesIO()
+        image = image.convert("RGB")
+        image.thumbnail((_WIDEST, 10 * _WIDEST))
+        image.save(stored, "jpeg", quality=_QUALITY)
+        content, kind = stored.getvalue(), "jpeg"
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    shown = Html(f'<img src="{source}" alt="{escaped(caption)}" width="{image.width}" height="{image.height}">')
+    return element("figure", shown, element("figcaption", caption), kind=place)
+
+
+def in_words(value: float | None, share: bool = True) -> str:
+    """A result; a `share` of 1 in per cent."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{100 * value:.2f} %" if share and 0 <= value <= 1 else f"{value:,.5g}"
+
+
+def listed(value: object) -> str:
+    """A value of a configuration or an environment, lists in one line."""
+    if isinstance(value, list):
+        same = len(value) > 1 and len(set(map(str, value))) == 1
+        return f"{len(value)} × {value[0]}" if same else ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, minutes or hours."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.1f} min" if minutes < 100 else f"{hours:.1f} h"
+
+
+def page(title: str, *body: object) -> str:
+    """The whole page."""
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    return _PAGE.substitute(title=escaped(title), digest=digest, style=_STYLE, script=_SCRIPT, body=join(body))
+
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-$digest'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>$style</style>
+</head>
+<body>
+<main>
+$body
+</main>
+<script>$script</script>
+</body>
+</html>
+""")
+
+_SCRIPT = """
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+    const up = head.getAttribute("aria-sort") !== "ascending";
+    const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+    const order = (a, b) => isNaN(a) || isNaN(b) ? String(a).localeCompare(b, undefined, {numeric: true}) : a - b;
+    const rows = [...body.rows].sort((a, b) => (up ? 1 : -1) * order(key(a), key(b)));
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+    body.append(...rows);
+  }));
+}
+"""
+
+_STYLE = """
+:root { --paper: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #5c6670; --line: #e1e5ea; --accent: #0072B2;
+  --c0: #0072B2; --c1: #D55E00; --c2: #009E73; --c3: #9a6fb0; --good: #00704f; --bad: #b3261e; --wait: #8a5300; }
+@media (prefers-color-scheme: dark) { :root { --paper: #111418; --card: #1a1e24; --ink: #e6e9ed; --soft: #9aa4af;
+  --line: #2c333b; --accent: #5db4e8; --c0: #5db4e8; --c1: #ff9a57; --c2: #3fcf9f; --c3: #c8a2dc; --good: #3fcf9f;
+  --bad: #ff8a80; --wait: #f0b35a; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Noto Sans", "Liberation Sans", Arial, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 0 0 12px; }
+h3 { font-size: 15px; margin: 20px 0 8px; }
+p { margin: 6px 0; overflow-wrap: anywhere; }
+.soft, figcaption { color: var(--soft); }
+header { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: center; }
+header p { flex-basis: 100%; }
+.status { padding: 2px 12px; border-radius: 99px; border: 1px solid; font-weight: 600; font-size: 13px; }
+.finished { color: var(--good); } .failed { color: var(--bad); } .resumable, .running, .unknown { color: var(--wait); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 20px 0; }
+.tile, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 12px 16px; min-width: 0; }
+.tile b { display: block; font-size: 21px; line-height: 1.3; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: 13px; }
+section { padding: 18px 20px; margin: 16px 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0 16px;
+  align-items: start; }
+.pair section { min-width: 0; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 14px 28px; }
+figure { margin: 0 0 18px; min-width: 0; }
+figure:last-child { margin-bottom: 0; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px;
+  align-items: start; }
+.pictures figure { margin: 0; } .wide { grid-column: 1 / -1; }
+figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; border-radius: 8px;
+  border: 1px solid var(--line); }
+figcaption { font-size: 13px; display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: center; }
+.chart figcaption { justify-content: space-between; color: var(--ink); font-weight: 600; }
+.keys { font-weight: 400; display: flex; flex-wrap: wrap; gap: 0 12px; color: var(--soft); }
+.keys i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 6px; vertical-align: middle; }
+i.c0 { background: var(--c0); } i.c1 { background: var(--c1); } i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
+.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .pale { opacity: .3; stroke-width: 1; }
+.line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
+.dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); } .dot.c3 { fill: var(--c3); }
+.scroll { overflow-x: auto; max-height: 560px; overflow-y: auto; }
+table { border-collapse: collapse; font-size: 14px; }
+th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
+tr:last-child > * { border-bottom: 0; }
+.facts { width: 100%; } .facts th { font-weight: 500; color: var(--soft); width: 11em; }
+.facts td { overflow-wrap: anywhere; }
+thead th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
+.sortable { min-width: min(100%, 420px); } .sortable td:first-child { overflow-wrap: anywhere; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; padding-left: 14px; }
+thead th:not(:first-child) { padding-left: 14px; text-align: right; }
+.plain thead th:not(:first-child) { text-align: left; padding-left: 0; }
+.share { background: linear-gradient(color-mix(in srgb, var(--accent) 22%, transparent) 0 0) no-repeat 0 50% /
+  calc(var(--share) * (100% - 66px)) 70%; min-width: 150px; }
+th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
+th button::after { content: " ↕"; color: var(--soft); } [aria-sort=ascending] button::after { content: " ↑"; }
+[aria-sort=descending] button::after { content: " ↓"; }
+pre { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; margin: 6px 0 14px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas,
+  "Liberation Mono", monospace; }
+details { margin-top: 14px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
+@media (max-width: 520px) { main { padding: 18px 10px 40px; } section { padding: 14px 12px; } .facts th { width: 7.5em; } }
+@media print { :root { --paper: #fff; --card: #fff; --ink: #000; --soft: #444; --line: #ccc; --c0: #0072B2; --c1: #D55E00;
+  --c2: #009E73; --c3: #9a6fb0; } body { font-size: 11pt; } main { padding: 0; max-width: none; } .scroll { max-height: none; }
+  section { border: 0; padding: 0; } .tile, figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
+  th button::after { content: "" !important; } }
+"""

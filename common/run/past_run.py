@@ -1,0 +1,189 @@
+"""Past run: what the files of a run folder tell about a run, whatever became of it.
+
+A killed run lacks files, an older version wrote others, and a folder may be copied from elsewhere. So each part is read by
+itself, and what is missing or damaged is empty.
+"""
+
+import datetime
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from common.errors import Refused
+from common.files import MEDIUM, SMALL, open_regular, read_yaml
+from common.run.folder import read_json
+from common.run.plots import finite, read_rows
+from common.run.progress import Progress
+
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
+_ROW = re.compile(r"  (\S.*?) {2,}(.*)")  # of a table in the log
+_STEP = re.compile(r"step [\d,]+/[\d,]+  ")
+LEADING = ("top1", "f1", "AP")  # the results that decide which model of cls.py and det.py is the best
+
+
+@dataclass
+class Start:
+    """One start of a run, as its log tells it."""
+
+    time: datetime.datetime
+    table: dict[str, str]  # the start table
+    resumed_from: int = 0
+    end: str = ""  # the line that says how it ended; "" if it was killed, or is still running
+    seconds: float = 0.0  # up to its last line
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run folder. Raises `Refused` if it is none."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        known = ("config.yaml", "metrics.jsonl", "status.json", "log.txt")
+        if not any((self.path / name).is_file() for name in known):
+            raise Refused(f"{self.path}: is no run folder, it has none of {', '.join(known)}")
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        try:
+            content = read_yaml(self.path / "config.yaml", SMALL)
+        except (OSError, ValueError, Refused):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return read_json(self.path / "environment.json")
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        return read_json(self.path / "status.json")
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Of summary.json; of a run that was killed before it was written, the same from its rows, as far as they say it."""
+        return read_json(self.path / "summary.json") or self._summary_of_rows()
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """The results of the best model, those of classes by name."""
+        return read_json(self.path / "best" / "results.json")
+
+    @cached_property
+    def rows(self) -> list[dict]:
+        return list(read_rows(self.path / "metrics.jsonl"))
+
+    @cached_property
+    def leading(self) -> str:
+        """The result that decides which model is the best, such as `eval/ema_top1`; "" before the first evaluation."""
+        best = self.evaluation("best") or self.evaluation("last")
+        known = [f"eval/{part}{name}" for part in ("ema_", "") for name in LEADING]
+        return next((key for key in (*known, *best) if key in best), "")
+
+    def evaluation(self, which: str) -> dict[str, float | None]:
+        """The results `eval/...` of the `best` or the `last` evaluation, numbers only."""
+        found = self.summary.get(which)
+        items = found.items() if isinstance(found, dict) else ()
+        return {key: finite(value) for key, value in items if key.startswith("eval/")}
+
+    def step_of(self, which: str) -> int:
+        found = self.summary.get(which)
+        return int(finite(found.get("step")) or 0) if isinstance(found, dict) else 0
+
+    @cached_property
+    def log(self) -> list[tuple[datetime.datetime, str]]:
+        """The lines of the log with their times; of a very long one the last."""
+        try:
+            with open_regular(self.path / "log.txt") as file:
+                file.seek(max(0, file.seek(0, 2) - MEDIUM))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        found = []
+        for match in filter(None, map(_LINE.fullmatch, text.splitlines())):
+            try:
+                found.append((datetime.datetime.fromisoformat(match[1]), match[2]))
+            except ValueError:
+                continue
+        return found
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """The starts that came as far as their start table, oldest first."""
+        starts: list[Start] = []
+        table: dict[str, str] = {}
+        began = None
+        for time, line in self.log:
+            row = _ROW.fullmatch(line)
+            if row:
+                began = began or time
+                table[row[1]] = row[2]
+                if row[1] == "run folder":  # the last row of a start table
+                    starts.append(Start(began, table))
+                elif row[1] == "finished" and starts:
+                    starts[-1].end = f"finished: {row[2]}"
+            else:
+                table, began = {}, None
+                if found := starts and re.match(r"resuming from step (\d+) ", line):
+                    starts[-1].resumed_from = int(found[1])
+                elif starts and re.match(r"stopped by |failed at step |this run (is finished|was ended) ", line):
+                    starts[-1].end = line
+            if starts:
+                starts[-1].seconds = (time - starts[-1].time).total_seconds()
+        return starts
+
+    @cached_property
+    def events(self) -> list[tuple[datetime.datetime, str]]:
+        """The lines of the log that are neither a table's nor about the progress."""
+        return [(time, line) for time, line in self.log if not (_ROW.fullmatch(line) or _STEP.match(line))]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the data that the newest start or checkpoint names: training and validation part, joined by a dash; "" if none."""
+        of_starts = [start.table.get("fingerprint", "").split(",")[0] for start in reversed(self.starts)]
+        if any(of_starts):
+            return next(filter(None, of_starts))
+        for record in sorted(self.path.glob("checkpoints/step_*/record.json"), reverse=True):
+            identity = read_json(record).get("identity")
+            if isinstance(identity, dict) and isinstance(identity.get("data"), str):
+                return identity["data"]
+        return ""
+
+    @property
+    def repeat_command(self) -> str:
+        """The command that makes the same run again in another folder, from its complete configuration."""
+        typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
+        recipe = str(self.environment.get("recipe") or "recipes/cls.py")
+        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else f"{self._launcher} "
+        return f"{before}{shlex.join([recipe, '--config', str(self.path / 'config.yaml'), '--name', f'{self.name}-again'])}"
+
+    @property
+    def _launcher(self) -> str:
+        """A launcher for the layout of a run that did not record its own."""
+        world, local = (int(finite(self.environment.get(key)) or 1) for key in ("world_size", "local_world_size"))
+        precision = str(self.environment.get("precision"))
+        if self.environment.get("cuda"):
+            name = "2node" if world > local else "multi_gpu" if world > 1 else "single_gpu"
+            name += f"_{precision}" if precision in ("bf16", "fp16") else ""
+        else:
+            name = "2node_cpu" if world > local else "multi_cpu" if world > 1 else "cpu"
+        several = f" --num_processes {world}" if world > 1 else ""
+        return f"accelerate launch --config_file accelerate_configs/{name}.yaml{several}"
+
+    def _summary_of_rows(self) -> dict[str, Any]:
+        last = self.rows[-1] if self.rows else {}
+        summary = {key: last[key] for key in ("step", "epoch", "samples") if key in last}
+        progress = Progress()
+        for row in self.rows:
+            results = {key: value for key, value in row.items() if key.startswith("eval/")}
+            known = [f"eval/{part}{name}" for part in ("ema_", "") for name in LEADING]
+            if leading := next((key for key in known if finite(results.get(key)) is not None), ""):
+                progress.judge(row["step"], results, leading)
+        return summary | {"best": progress.best, "last": progress.last}

@@ -1,0 +1,262 @@
+"""Report of a run: the page report.html in its folder, made of the folder's files alone.
+
+It is one file: pictures and curves are in it, and it loads nothing. It is made when a start of the run ends, and again by
+`write`. What can't be read is left out, and a part that fails says so on the page.
+"""
+
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common.config.recipe_source import FOLDER
+from common.durable import replace_file
+from common.run.line_chart import chart
+from common.run.page import Html, duration, element, facts, in_words, join, listed, page, picture, section, table
+from common.run.past_run import LEADING, PastRun
+from common.run.plots import finite
+from common.run.progress import display_name
+
+FILE = "report.html"
+_CAPTIONS = {
+    "confusion": "confusion matrix of the last evaluation",
+    "precision_recall": "precision and recall at IoU 0.5",
+    "predictions": "objects and predictions",
+    "mistakes": "most confident mistakes",
+    "misses": "missed objects and false detections",
+}
+_MOST_CLASSES = 1_000  # rows of the table of classes; of more, those with the lowest value
+_MOST_EVENTS = 200  # lines of the log
+
+
+def write(folder: Path) -> Path:
+    """Write report.html of a run folder, in one step; returns its path. Raises OSError, and `Refused` for another folder."""
+    run = PastRun(Path(folder))
+    body = [_part(part, run) for part in _PARTS]
+    replace_file(run.path / FILE, page(run.name, *body).encode(errors="replace"))
+    return run.path / FILE
+
+
+def leave(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """`write`, where a failure is logged with `say` and not raised: a page is not worth a run."""
+    try:
+        return write(folder)
+    except Exception as error:
+        say(f"{folder / FILE} could not be written: {type(error).__name__}: {error}")
+        return None
+
+
+def _part(part: Callable[[PastRun], Html], run: PastRun) -> Html:
+    try:
+        return part(run)
+    except Exception as error:
+        return element(
+            "p", f"{part.__name__.strip('_')}: could not be made: {type(error).__name__}: {error}", kind="soft"
+        )
+
+
+def _head(run: PastRun) -> Html:
+    status, cause = (str(run.status.get(key) or "") for key in ("status", "cause"))
+    known = status if status in ("finished", "resumable", "failed", "running") else "unknown"
+    said = f"{status or 'unknown'} at step {run.status['step']}" if "step" in run.status else status or "unknown"
+    said += " (or killed)" * (status == "running")
+    table = run.starts[-1].table if run.starts else {}
+    lines = [table.get("data", run.config.get("data", "")), table.get("model", run.config.get("model", ""))]
+    head = [element("h1", run.name), element("span", said, kind=f"status {known}")]
+    if cause:
+        head.append(element("p", cause))
+    head.append(element("p", " · ".join(filter(None, map(str, lines))), kind="soft"))
+    tiles = []
+    for which in ("best", "last"):
+        value = run.evaluation(which).get(run.leading)
+        if value is not None:
+            tiles.append((in_words(value), f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
+    seconds, pace = (finite(run.summary.get(key)) for key in ("train_seconds", "images_per_second"))
+    step, epoch = finite(run.summary.get("step")), finite(run.summary.get("epoch"))
+    tiles += [(f"{step:,.0f}", f"steps, {epoch or 0:.1f} epochs")] * (step is not None)
+    tiles += [(duration(seconds), "of training")] * bool(seconds)
+    tiles += [(f"{pace:,.0f}", "images/s, mean")] * bool(pace)
+    devices = run.environment.get("ranks")
+    if isinstance(devices, list) and devices:
+        tiles.append(
+            (f"{len(devices)} × {str(devices[0]).split(' on ')[0]}", str(run.environment.get("precision", "")))
+        )
+    drawn = [element("div", element("b", value), element("span", name), kind="tile") for value, name in tiles]
+    return join([element("header", *head), element("div", *drawn, kind="tiles")])
+
+
+def _curves(run: PastRun) -> Html:
+    metric = run.leading.removeprefix("eval/").removeprefix("ema_")
+    marks = [
+        (start.resumed_from, f"resumed from step {start.resumed_from}") for start in run.starts if start.resumed_from
+    ]
+    if best := run.step_of("best"):
+        marks.append((best, f"best, step {best}"))
+
+    def drawn(title: str, keys: dict[str, str], scale: float = 1) -> Html:
+        return chart(title, [(name, _points(run.rows, key, scale)) for name, key in keys.items()], marks)
+
+    names = {display_name(metric): f"eval/{metric}", "EMA": f"eval/ema_{metric}"} if metric else {}
+    if metric == "AP":
+        names |= {"AP50": "eval/AP50", "EMA AP50": "eval/ema_AP50"}
+    share = metric in LEADING
+    parts = {
+        key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")
+    }
+    parts.pop("scale", None)
+    charts = [
+        drawn("Loss", {"training": "train/loss", "evaluation": "eval/loss"}),
+        drawn(display_name(metric) + " (%)" * share, names, 100 if share else 1),
+        drawn("Parts of the loss", parts),
+        drawn("Learning rate", {"": "train/lr"}),
+        drawn("Images per second", {"": "perf/images_per_second"}),
+    ]
+    note = "Dotted: the best model" + ", and where a start resumed." if len(marks) > 1 else "Dotted: the best model."
+    empty = not any(charts)
+    shown = "No rows yet." if empty else join([element("div", *charts, kind="charts"), element("p", note, kind="soft")])
+    return section("Curves", shown)
+
+
+def _numbers(run: PastRun) -> Html:
+    return element("div", _part(_results, run), _part(_classes, run), kind="pair")
+
+
+def _results(run: PastRun) -> Html:
+    best, last = run.evaluation("best"), run.evaluation("last")
+    keys = [
+        key for key in dict.fromkeys((*best, *last)) if not key.startswith(("eval/AP_class/", "eval/ema_AP_class/"))
+    ]
+    rows = [(display_name(key), *(in_words(side.get(key), "loss" not in key) for side in (best, last))) for key in keys]
+    if not rows:
+        return Html("")
+    head = ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))]
+    return section("Results", table(head, rows))
+
+
+def _pictures(run: PastRun) -> Html:
+    found = {path.stem: path for path in sorted((run.path / "pictures").glob("*.png")) if path.stem != "curves"}
+    figures = []
+    for name in (*(name for name in _CAPTIONS if name in found), *(name for name in found if name not in _CAPTIONS)):
+        caption = _CAPTIONS.get(name, name.replace("_", " "))
+        try:
+            figures.append(picture(found[name], caption))
+        except (OSError, ValueError) as error:
+            figures.append(element("p", f"{found[name].name}: can't be shown: {error}", kind="soft"))
+    return section("Pictures", element("div", *figures, kind="pictures")) if figures else Html("")
+
+
+def _classes(run: PastRun) -> Html:
+    columns = {
+        key: values
+        for key, values in run.results.items()
+        if isinstance(values, dict) and values and all(v is None or finite(v) is not None for v in values.values())
+    }
+    if not columns:
+        return Html("")
+    first = columns.get("per_class") or next(iter(columns.values()))
+    names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)[:_MOST_CLASSES]
+    titles = (
+        ["AP" if "AP" in run.results else "F1" if "f1" in run.results else "accuracy"] if "per_class" in columns else []
+    )
+    titles += [key.replace("_", " ") for key in columns if key != "per_class"]
+    ordered = sorted(columns, key=lambda key: key != "per_class")
+    rows = [(name, *(columns[key].get(name) for key in ordered)) for name in names]
+    left_out = f"The {len(names):,} lowest of {len(first):,} classes." if len(first) > len(names) else ""
+    note = f"Of the best model, on the validation data; the lowest come first. {left_out}"
+    return section("Classes", element("p", note, kind="soft"), table(["class", *titles], rows, sortable=True))
+
+
+def _start_table(run: PastRun) -> Html:
+    return section("Start table", facts(run.starts[-1].table.items())) if run.starts else Html("")
+
+
+def _timings(run: PastRun) -> Html:
+    seconds, step = finite(run.summary.get("train_seconds")), finite(run.summary.get("step"))
+    whole = sum(start.seconds for start in run.starts)
+    rows = [("wall time, all starts", duration(whole) if whole else "")]
+    if seconds and step:
+        rows += [("training", f"{duration(seconds)}, {1000 * seconds / step:,.1f} ms per step")]
+        rows += [
+            (
+                "outside training",
+                f"{duration(whole - seconds)}: start-up, evaluations, checkpoints" if whole > seconds else "",
+            )
+        ]
+    for name, key, unit in (("images/s", "perf/images_per_second", ""), ("waiting for data", "perf/data_wait", "%")):
+        if values := [value for _, value in _points(run.rows, key)]:
+            low, middle, high = min(values), statistics.median(values), max(values)
+            shown = [f"{100 * v:.1f} %" if unit else f"{v:,.0f}" for v in (middle, low, high)]
+            rows.append((name, f"median {shown[0]}, from {shown[1]} to {shown[2]} between rows"))
+    if memory := [value for _, value in _points(run.rows, "perf/gpu_memory_gb")]:
+        rows.append(("GPU memory", f"{max(memory):.1f} GiB at most, main process"))
+    return section("Timings", facts(rows)) if any(value for _, value in rows) else Html("")
+
+
+def _faults(run: PastRun) -> Html:
+    broken, skipped = (int(finite(run.summary.get(key)) or 0) for key in ("broken", "skipped_steps"))
+    resumed = sum(bool(start.resumed_from) for start in run.starts)
+    rows = [
+        ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
+        ("broken images", f"{broken:,} in training"),
+        ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
+    ]
+    status = str(run.status.get("status") or "unknown")
+    starts = []
+    for start in run.starts:
+        end = start.end or (
+            f"status: {status}" if start is run.starts[-1] else "no last line: killed, or lost its machine"
+        )
+        begin = f"step {start.resumed_from:,}" if start.resumed_from else "the beginning"
+        starts.append((str(start.time), start.table.get("layout", ""), begin, end))
+    parts: list[object] = [facts(rows)]
+    if starts:
+        parts += [element("h3", "Starts"), table(["time", "layout", "from", "end"], starts)]
+    if run.events:
+        shown = "\n".join(f"{time}  {line}" for time, line in run.events[-_MOST_EVENTS:])
+        parts.append(
+            element("h3", f"Messages of the log{f', the last {_MOST_EVENTS}' * (len(run.events) > _MOST_EVENTS)}")
+        )
+        parts.append(element("pre", shown))
+    return section("Faults and restarts", *parts)
+
+
+def _environment(run: PastRun) -> Html:
+    packages = run.environment.get("packages")
+    rows = [
+        (key, listed(value)) for key, value in run.environment.items() if key not in ("packages", "source", "ranks")
+    ]
+    rows += [("devices", listed(run.environment.get("ranks")))]
+    rows += list(packages.items()) if isinstance(packages, dict) else []
+    return section("Environment", facts((name, "" if value is None else value) for name, value in rows))
+
+
+def _repeat(run: PastRun) -> Html:
+    commit = str(run.environment.get("commit") or "")
+    known = re.fullmatch(r"([0-9a-f]{7,40})(\+changes)?", commit)
+    lines = ([f"git checkout {known[1]}"] if known else []) + [run.repeat_command]
+    notes = [f"The recipe's own source is kept in {run.path / FOLDER}."]
+    if known and known[2]:
+        notes.insert(0, "The recipe was changed after this commit, or files beside it were.")
+    config = table(["flag", "value"], [(f"--{key}", listed(value)) for key, value in run.config.items()])
+    whole = element("details", element("summary", f"Complete configuration: {len(run.config)} flags"), config)
+    parts = [element("pre", "\n".join(lines)), *(element("p", note, kind="soft") for note in notes)]
+    if launch := run.environment.get("launch") or run.environment.get("command"):
+        parts += [element("p", "As it was typed for the newest start:"), element("pre", launch)]
+    return section("Repeat", *parts, whole if run.config else "")
+
+
+_PARTS = (
+    _head,
+    _curves,
+    _numbers,
+    _pictures,
+    _start_table,
+    _timings,
+    _faults,
+    _repeat,
+    _environment,
+)
+
+
+def _points(rows: Iterable[dict], key: str, scale: float = 1) -> list[tuple[float, float]]:
+    return [(row["step"], scale * row[key]) for row in rows if finite(row.get(key)) is not None]

@@ -1,0 +1,40 @@
+"""Write the page report.html of a run again, from the files of its folder.
+
+    python -m tools.report runs/x
+
+A run writes it when it ends. Of a run that was killed or copied from elsewhere, or was made by an older version, this writes
+it later. No network, GPU or data are needed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from common.errors import Refused
+
+
+def main(argv: list[str] | None = None) -> None:
+    described, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m tools.report",
+        description=described,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="+", type=Path, help="run folders")
+    folders = parser.parse_args(argv).run
+    from common.run.report import write  # takes a moment, which --help need not
+
+    for folder in folders:
+        try:
+            print(write(folder))
+        except OSError as error:
+            raise Refused(f"{folder}: report.html can't be written there ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
