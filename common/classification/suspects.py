@@ -31,7 +31,9 @@ def report(source: Source, suspects: Suspects, path: Path) -> None:
             suggested, margin = _suggested(source, index, int(suspects.others[place])), f"{suspects.margins[place]:.6f}"
         numbers = margin, f"{suspects.losses[place]:.6f}", suspects.seen[place]
         writer.writerow([place + 1, source.name(index), label, suggested, *numbers])
-        rows.append((index, label, suggested, f"margin {suspects.margins[place]:.2f}" if margin else f"loss {numbers[1]}"))
+        rows.append(
+            (index, label, suggested, f"margin {suspects.margins[place]:.2f}" if margin else f"loss {numbers[1]}")
+        )
     replace_file(path.parent.parent / "suspicious.csv", text.getvalue().encode())
     plots.suspicious(source, rows[:SHOWN], path)
 

@@ -221,6 +221,7 @@ class Run:
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self.accelerator.device, self.config)
+        facts["micro_steps"] = self.plan.micro_steps
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(self.accelerator, facts)
@@ -370,7 +371,7 @@ class Run:
         self._saving.save(self.step)
 
     def suspects(self) -> Suspects:
-        """The training samples whose labels are most likely wrong, by the whole run so far; on the main process. A collective."""
+        """The training samples whose labels are most likely wrong, by all steps so far; on the main process. A collective."""
         self._settle()
         self._audit.gather()
         return self._audit.suspects()

@@ -94,7 +94,9 @@ class Audit:
             step_then, rows, broken = self._copied.popleft()
             rows = rows.numpy().astype(np.float64)
             if broken:
-                names = [self._source.name(index) for index in self._stream.indices(self._positions([step_then])).tolist()]
+                names = [
+                    self._source.name(index) for index in self._stream.indices(self._positions([step_then])).tolist()
+                ]
                 rows[:, [any(text.startswith(f"{name}: ") for text in broken) for name in names]] = np.nan
             self._known.append((step_then, rows))
 
@@ -112,7 +114,9 @@ class Audit:
 
     def _positions(self, steps: list[int]) -> np.ndarray:
         """int64[n]: this rank's positions of the stream in these steps."""
-        return np.concatenate([np.zeros(0, np.int64), *(self._stream.positions(step - 1, self._span) for step in steps)])
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(self._stream.positions(step - 1, self._span) for step in steps)]
+        )
 
     def _add(self, positions: np.ndarray, rows: np.ndarray) -> None:
         sound = np.isfinite(rows).all(0)
