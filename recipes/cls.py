@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from common.classification import plots, sources
+from common.classification import plots, sources, suspects
 from common.classification.augmentation import Normalize
 from common.classification.balancing import class_weights, sample_weights
 from common.classification.batches import EvaluationSamples, TrainingSamples
@@ -271,8 +271,9 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
     }
 
 
-def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
-    """Pictures of the last evaluation."""
+def draw(run: Run, train: sources.Source, val: sources.Source, found: Evaluation) -> None:
+    """Pictures of the last evaluation, and of labels that are likely wrong."""
+    run.draw("suspicious", suspects.report, train, run.suspects())
     if found.counts.confusion is not None:
         run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
     if found.mistakes:
@@ -303,6 +304,7 @@ def main() -> None:
             images, targets = augment(batch)
             with accelerator.autocast():
                 logits = network(images)  # [B, K]
+            run.audit(logits, batch.labels, targets)  # finds labels that are likely wrong
             return loss_fn(logits, targets)
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
@@ -334,7 +336,7 @@ def main() -> None:
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.ends():
-                    draw(run, val, found)
+                    draw(run, *data, found)
             if run.saves():
                 run.save()
 

@@ -1,6 +1,5 @@
-"""Pictures of a classifier's evaluation: confusion matrix, most confident mistakes, and reliability diagram."""
+"""Pictures of a classifier: confusion matrix, mistakes and reliability diagram of an evaluation, and suspicious labels."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,43 +14,30 @@ from common.run.plots import (
     GREEN,
     INK,
     ORANGE,
-    breadth,
+    Cell,
+    arrow,
     confusion,
     evaluation_of,
-    footnote,
     new_figure,
+    run_of,
     save,
+    sheet,
     short,
     title,
 )
 
-__all__ = ["captioned", "confusion", "mistakes", "reliability"]
+__all__ = ["captioned", "confusion", "mistakes", "reliability", "suspicious"]
 
 
 def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
     """Draw a sheet of wrongly classified images of `source`, captioned "true → predicted"."""
-    columns = min(6, max(len(mistakes), 3))
-    lines = max(1, math.ceil(len(mistakes) / columns))
-    figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)
-    grid = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes in grid:
-        axes.set_axis_off()
-    for axes, mistake in zip(grid, mistakes, strict=False):
-        pixels = np.asarray(source.image(mistake.index))
-        every = 1 + max(pixels.shape[:2]) // 512
-        pixels = pixels[::every, ::every]
-        height, width = pixels.shape[:2]
-        half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
-        axes.imshow(pixels, cmap="gray", interpolation="nearest" if half < 50 else "antialiased")
-        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
-        true, guess = (short(source.classes[index], 19) for index in (mistake.label, mistake.predicted))
-        caption = f"{true} → {guess}" if breadth(true + guess) <= 17 else f"{true}\n→ {guess}"
+    cells = []
+    for mistake in mistakes:
+        names = source.classes[mistake.label], source.classes[mistake.predicted]
         share = f"{mistake.confidence:.0%}".replace("%", " %")
-        axes.set_title(f"{caption}\n{share}", fontsize=9, color=INK, parse_math=False)
-        footnote(axes, source.name(mistake.index), 32)
+        cells.append(_cell(source, mistake.index, f"{arrow(*names)}\n{share}"))
     found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
-    title(figure.suptitle, f"{evaluation_of(path)}: {found}")
-    save(figure, path)
+    sheet(cells, f"{evaluation_of(path)}: {found}", path)
 
 
 def reliability(calibration: Calibration, path: Path) -> None:
@@ -103,3 +89,14 @@ def captioned(image: Image.Image, found: Sequence[tuple[str, float]], path: Path
     lines = [f"{short(name, 40)} {score:.1%}".replace("%", " %") for name, score in found]
     axes.set_title("\n".join(lines) or "no class", fontsize=10, color=INK, parse_math=False)
     save(figure, path)
+
+
+def suspicious(source: Source, rows: Sequence[tuple[int, str, str, str]], path: Path) -> None:
+    """Draw a sheet of training images whose labels are likely wrong: `rows` of index, label, suggested label, and a number."""
+    cells = [_cell(source, index, f"{arrow(*names)}\n{number}") for index, *names, number in rows]
+    found = "labels that are likely wrong (given → suggested)" if rows else "no sample was audited"
+    sheet(cells, f"{run_of(path)}, training: {found}", path)
+
+
+def _cell(source: Source, index: int, caption: str) -> Cell:
+    return Cell(np.asarray(source.image(index)), caption, source.name(index))

@@ -11,7 +11,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -148,6 +148,53 @@ def evaluation_of(path: Path) -> str:
 def breadth(text: str) -> float:
     """Width of a text in average Latin letters; Chinese, Japanese and Korean letters are nearly twice as wide."""
     return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+class Cell(NamedTuple):
+    """One image of a sheet."""
+
+    pixels: np.ndarray  # uint8[H, W, 3]
+    caption: str  # above it, one to three lines
+    footnote: str  # the name of the image, below it
+    boxes: Sequence[
+        tuple[Sequence[float], str, str]
+    ] = ()  # left, top, right, bottom in pixels; what stands there; colour
+
+
+def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
+    """Draw images in rows of six, each in a square of the same size."""
+    from matplotlib.patches import Rectangle
+
+    columns = min(6, max(len(cells), 3))
+    lines = max(1, math.ceil(len(cells) / columns))
+    figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, cell in zip(grid, cells, strict=False):
+        height, width = cell.pixels.shape[:2]
+        every = 1 + max(height, width) // 512
+        half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
+        smooth = "nearest" if half < 50 else "antialiased"
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+        axes.imshow(cell.pixels[::every, ::every], cmap="gray", interpolation=smooth, extent=extent)
+        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
+        for (left, top, right, bottom), text, colour in cell.boxes:
+            place = (left - 0.5, top - 0.5), right - left, bottom - top
+            axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=1.2))
+            axes.text(
+                left, top, short(text, 14), fontsize=5.5, color=colour, va="bottom", parse_math=False, clip_on=True
+            )
+        axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
+        footnote(axes, cell.footnote, 32)
+    title(figure.suptitle, headline)
+    save(figure, path)
+
+
+def arrow(name: str, other: str) -> str:
+    """The caption `name → other`, on two lines if it is long."""
+    name, other = short(name, 19), short(other, 19)
+    return f"{name} → {other}" if breadth(name + other) <= 17 else f"{name}\n→ {other}"
 
 
 def short(name: Any, most: int, path: bool = False) -> str:

@@ -40,6 +40,7 @@ from common.run.step_reports import StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
+from common.training.audit import Audit, Suspects
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
@@ -179,9 +180,9 @@ class Run:
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         rows = rows | freezing.describe() | self._rows(schedule, samples.stream) | inexact
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
-        self._start(
-            TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler), schedule, data, export
-        )
+        self._audit = Audit(samples.stream, self.plan, data[0])
+        state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler, self._audit)
+        self._start(state, schedule, data, export)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
         model.train()
@@ -220,6 +221,7 @@ class Run:
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self.accelerator.device, self.config)
+        facts["micro_steps"] = self.plan.micro_steps
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(self.accelerator, facts)
@@ -268,6 +270,14 @@ class Run:
         """
         self._training.backward(losses)
 
+    def audit(self, logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> None:
+        """Judge the labels of a micro-batch by its logits [B, K], for `suspicious.csv`; `targets` [B, K] are those of the loss.
+
+        Call it in `losses_of`: it costs some operations on [B, K], and nothing waits for the device. See `training.audit`.
+        """
+        if self._started:
+            self._training.audit(logits, labels, targets)
+
     def clip_gradients(self, limit: float, mode: str = "norm") -> torch.Tensor:
         """Clip in place if `limit` > 0; returns the global L2 norm before that, a scalar on the device.
 
@@ -288,11 +298,14 @@ class Run:
         self._stop_by_flags()
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
+        self._audit.take(step, outcome.losses, outcome.judged, outcome.broken)
         self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
         self._take_in(reports)
+        if self._audit.is_due(step):
+            self._audit.gather()
         self._end(step)
         if self._profile:
             self._profile.after()
@@ -352,9 +365,16 @@ class Run:
     def save(self) -> None:
         """Make a checkpoint. Training continues as soon as the state is copied; a thread of the main process writes."""
         self._settle()
+        self._audit.gather()
         self._log.flush()
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
+
+    def suspects(self) -> Suspects:
+        """The training samples whose labels are most likely wrong, by all steps so far; on the main process. A collective."""
+        self._settle()
+        self._audit.gather()
+        return self._audit.suspects()
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
@@ -450,5 +470,6 @@ class Run:
             self._records.take_in(
                 report, self._seconds.pop(report.step), self._due(self.config.eval_every, report.step)
             )
+            self._audit.confirm(report.step)
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by

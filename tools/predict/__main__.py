@@ -30,18 +30,30 @@ def arguments() -> argparse.ArgumentParser:
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it")
+    parser.add_argument(
+        "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
+    )
     parser.add_argument(
         "images", nargs="*", help="files, folders, 'globs', @FILE and - (a list of files in FILE or on stdin)"
     )
-    parser.add_argument("--list", action="append", default=[], metavar="FILE", help="a list of files or folders, one per line")
+    parser.add_argument(
+        "--list", action="append", default=[], metavar="FILE", help="a list of files or folders, one per line"
+    )
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    parser.add_argument("--format", choices=("jsonl", "csv", "coco"), default="jsonl", help="coco: results of detectors")
-    parser.add_argument("--images_of", metavar="JSON", help="format coco: the annotations that have the ids of the images")
+    parser.add_argument(
+        "--format", choices=("jsonl", "csv", "coco"), default="jsonl", help="coco: results of detectors"
+    )
+    parser.add_argument(
+        "--images_of", metavar="JSON", help="format coco: the annotations that have the ids of the images"
+    )
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
     parser.add_argument(
-        "--top", type=int, default=None, metavar="K", help="the K best predictions (default: a classifier's best, all boxes)"
+        "--top",
+        type=int,
+        default=None,
+        metavar="K",
+        help="the K best predictions (default: a classifier's best, all boxes)",
     )
     parser.add_argument(
         "--threshold",

@@ -1,0 +1,1 @@
+"""Replay: shows what a step of a run saw. See `__main__.py`."""

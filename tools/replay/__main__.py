@@ -1,0 +1,47 @@
+"""Replay a step of a run: shows the very pictures that it saw, with their labels, losses and margins.
+
+    python -m tools.replay runs/digits --step 1234
+    python -m tools.replay runs/digits --step 1234 --most 96 -o suspicious_step
+
+Works from the run folder alone and changes nothing in it. The run's own recipe, which is executed, resumes a checkpoint from
+before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the network saw them,
+largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and logged). Flags that are
+not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    described, example, told = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m tools.replay",
+        description=f"{described}\n\n{told}",
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
+    parser.add_argument("-o", "--output", type=Path, help="folder to write (default: replay-RUN-STEP, here)")
+    parser.add_argument("--overwrite", action="store_true", help="replace that folder if it exists")
+    parser.add_argument("--most", type=int, default=48, help="pictures on the sheet (default: 48)")
+    parser.add_argument("--from_start", action="store_true", help="make all steps again, without a checkpoint")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    words, flags = arguments().parse_known_args(argv)
+    from common.distributed import launch
+    from tools.replay.replay import replay  # takes seconds, which --help need not
+
+    sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
+    output = words.output or Path(f"replay-{words.run.resolve().name}-{words.step}")
+    launch.run(partial(replay, words.run, words.step, output, flags, words.most, words.from_start, words.overwrite))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""A step of a run, made again by the run's own recipe: what it saw, and what came out of it."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.checkpoints.store import Checkpoints
+from common.config.recipe_source import FOLDER
+from common.distributed.collectives import broadcast_object, gather_objects, gather_to_main, is_main, world_size
+from common.durable X
+from common.errors import Refused
+from common.files import open_regular
+from common.run.folder import read_json
+from common.run.run import Run
+from common.training import timm_models
+from common.training.audit import margins
+from tools.replay.output import write
+from tools.trained import load_recipe
+
+_QUIET = {"tracker": "none", "patience": 0, "max_hours": 0, "profile": ""}  # settings of a replay that change no step
+
+
+class Replay(Run):
+    """A run that ends with step `wanted`, without evaluations and checkpoints, and keeps what that step saw.
+
+    One process makes the micro-batches of all processes of the recorded `layout`, one after another.
+    """
+
+    wanted: int
+    layout: dict  # the run's environment.json
+    made: "Replay"  # the last one; a recipe's main returns nothing
+
+    def prepare(self, model, optimizer, ema, *, plan, schedule, samples, data, **others):
+        Replay.made = self
+        ranks, micro_steps = self.layout.get("world_size", 1), self.layout.get("micro_steps", 1)
+        self._recorded = plan
+        if plan.units >= ranks * micro_steps and not plan.whole:
+            most = plan.unit * -(-plan.units // (ranks * micro_steps))
+            self._recorded = dataclasses.replace(plan, world_size=ranks, max_micro_batch_size=most)
+            if world_size() == 1:
+                plan = dataclasses.replace(plan, max_micro_batch_size=most)
+        self._samples, self._train = samples, data[0]
+        self.rate = schedule(self.wanted - 1)
+        self._seen: dict[str, list] = {"batch": [], "input": [], "judged": [], "losses": []}
+        told = {"plan": plan, "schedule": schedule, "samples": samples, "data": data}
+        network, optimizers = super().prepare(model, optimizer, ema, **told, **others)
+        self.last = self.wanted
+        return partial(self._forward, network), optimizers
+
+    def _keep(self, name: str, value: Any) -> None:
+        if self._started and self.step + 1 == self.wanted:
+            self._seen[name].append(value)
+
+    def _forward(self, network, *inputs):
+        self._keep("input", inputs[0].detach())
+        return network(*inputs)
+
+    def micro_batches(self):
+        for batch in super().micro_batches():
+            self._keep("batch", batch)
+            yield batch
+
+    def audit(self, logits, labels, targets) -> None:
+        super().audit(logits, labels, targets)
+        self._keep("judged", (logits.detach(), labels, targets))
+
+    def backward(self, losses) -> None:
+        self._keep("losses", losses.detach())
+        super().backward(losses)
+
+    def end_step(self, grad_norm) -> None:
+        super().end_step(grad_norm)
+        if self.step == self.wanted:
+            self._settle()
+            self._collect()
+
+    def _take_in(self, reports) -> None:
+        self.report = next((report for report in reports if report.step == self.wanted), None)
+        super()._take_in(reports)
+
+    def evaluates(self) -> bool:
+        return False
+
+    def saves(self) -> bool:
+        return False
+
+    def draw(self, *_) -> None:
+        """A replay leaves nothing in its run folder."""
+
+    def _collect(self) -> None:
+        """Bring the samples of all processes to the main one, in the order of the stream."""
+        losses, seen = torch.cat(self._seen["losses"]).cpu(), self._seen
+        rows = [row for batch in seen["batch"] for row in self._rows_of(batch)]
+        for row, loss in zip(rows, losses.tolist(), strict=True):
+            row["loss"] = loss
+        judgements = [judgement for judged in seen["judged"] for judgement in self._judgements(*judged)]
+        for row, judgement in zip(rows, judgements, strict=False):
+            row |= judgement
+        pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
+        self.rows = [row for theirs in gather_objects(rows) for row in theirs]
+        self.pictures = np.concatenate([theirs for (theirs,) in gather_to_main([pictures]) or [[pictures]]])
+        self.loss = self.report.loss
+        if world_size() == 1:  # each rank of the run summed its own samples, then they summed over ranks
+            plan = self._recorded
+            spans = [
+                (plan.span(rank, 0)[0], plan.span(rank, plan.micro_steps - 1)[1]) for rank in range(plan.world_size)
+            ]
+            sums = [losses[low:high].sum(dtype=torch.float64).item() for low, high in spans]
+            self.loss = sum(sums) / plan.global_batch_size
+
+    def _rows_of(self, batch) -> list[dict]:
+        classes, positions = self._train.classes, batch.positions.cpu().numpy()
+        indices = self._samples.stream.indices(positions)
+        rows = [
+            {"position": position, "image": self._train.name(index)}
+            for position, index in zip(positions.tolist(), indices.tolist(), strict=True)
+        ]
+        for row, target in zip(rows, getattr(batch, "targets", ()), strict=False):
+            boxes = zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True)
+            row["boxes"] = [{"label": classes[label], "box": box} for label, box in boxes]
+        return rows
+
+    def _judgements(self, logits, labels, targets) -> list[dict]:
+        """Of each sample of a classifier's micro-batch: label, mixed target, prediction, and margin."""
+        classes, found = self._train.classes, []
+        guesses = logits.argmax(1).tolist()
+        of_samples = zip(*margins(logits, labels, targets).tolist(), strict=True)
+        labels = labels.cpu().numpy()
+        for place, (margin, other) in enumerate(of_samples):
+            own = np.flatnonzero(labels[place]) if labels.ndim == 2 else [labels[place]]
+            largest, numbers = targets[place].topk(min(5, len(classes)))
+            target = zip(numbers.tolist(), largest.tolist(), strict=True)
+            found.append(
+                {
+                    "label": ", ".join(classes[number] for number in own),
+                    "target": {classes[number]: round(share, 6) for number, share in target if share > 0},
+                    "predicted": classes[guesses[place]],
+                    "likeliest_other": classes[int(other)],
+                    "margin": None if margin != margin else margin,
+                }
+            )
+        return found
+
+    def _pictures(self, batch, images) -> np.ndarray:
+        """uint8[B, 3, H, W]: what the network saw, without normalisation."""
+        if hasattr(batch, "targets"):
+            return batch.images.cpu().numpy()
+        found = timm_models.data_config(self.model, getattr(self.config, "image_size", 0))
+        mean, std = (255 * images.new_tensor(found[name])[:, None, None] for name in ("mean", "std"))
+        return (images * std + mean).round().clamp(0, 255).byte().cpu().numpy()
+
+
+def replay(
+    run: Path, step: int, output: Path, flags: Sequence[str], most: int, from_start: bool, overwrite: bool
+) -> None:
+    """Make `step` of the run in the folder `run` again, and write what it saw to the folder `output`. Raises `Refused`."""
+    if most < 1:
+        raise Refused(f"--most {most}: must be at least 1")
+    if output.exists() and not (overwrite and (output / "step.json").is_file()):
+        way = "add --overwrite, or " if (output / "step.json").is_file() else ""
+        raise Refused(f"{output} exists: {way}name another folder by -o")
+    checkpoint = begin_with(run, step, from_start)
+    recipe = recipe_of(run)
+    Replay.wanted, Replay.layout = step, layout_of(run, step)
+    recipe.Run = Replay
+    said, own = io.StringIO(), sys.argv
+    scratch = broadcast_object(tempfile.mkdtemp(prefix="replay-") if is_main() else None)
+    given = {"config": run / "config.yaml", "output_dir": scratch, "name": run.resolve().name, "resume": checkpoint}
+    sys.argv = [recipe.__file__, *(f"--{name}={value}" for name, value in (given | _QUIET).items()), *flags]
+    try:
+        with contextlib.redirect_stdout(said):
+            recipe.main()
+    finally:
+        sys.argv = own
+        if is_main():
+            shutil.rmtree(scratch, ignore_errors=True)
+    if is_main():
+        write(Replay.made, logged(run), run, output, most)
+
+
+def begin_with(run: Path, step: int, from_start: bool) -> str:
+    """What `--resume` is given: the newest checkpoint before `step`. Raises `Refused` if the step can't be replayed."""
+    if not (run / "config.yaml").is_file():
+        raise Refused(f"{run}: is no run folder, it has no config.yaml")
+    steps = sorted(int(path.name.removeprefix("step_")) for path in Checkpoints(run / "checkpoints").paths())
+    last = max([0, *steps, *(row["step"] for row in logged(run))])
+    if not 1 <= step <= last:
+        raise Refused(f"--step {step}: {run} has made the steps 1 to {last}")
+    if from_start:
+        return "never"
+    if before := [number for number in steps if number < step]:
+        return str((run / "checkpoints" / f"step_{before[-1]:08d}").resolve())
+    there = f"those of {run} allow {steps[0] + 1} to {last}" if steps and steps[0] < last else f"{run} has none"
+    raise Refused(f"--step {step}: needs a checkpoint from before it, {there}; --from_start makes all steps again")
+
+
+def logged(run: Path) -> list[dict]:
+    """The whole rows of metrics.jsonl."""
+    rows = []
+    if (run / "metrics.jsonl").is_file():
+        with open_regular(run / "metrics.jsonl") as lines, contextlib.suppress(ValueError):  # half a line, after a kill
+            rows.extend(map(json.loads, lines))
+    return [row for row in rows if isinstance(row.get("step"), int)]
+
+
+def recipe_of(run: Path) -> ModuleType:
+    """The recipe that the run folder keeps. Raises `Refused` if it has none that can be observed."""
+    name = str(read_json(run / "environment.json").get("recipe", ""))
+    file = run / FOLDER / Path(name).name
+    if not name or not file.is_file():
+        raise Refused(f"{run}: keeps no source of its recipe in {run / FOLDER}, which older runs and notebooks lack")
+    recipe = load_recipe(file.resolve())
+    if not hasattr(recipe, "Run") or not hasattr(recipe, "main"):
+        raise Refused(f"{file}: must import the name Run and have a function main, as recipes/cls.py does")
+    return recipe
+
+
+def layout_of(run: Path, step: int) -> dict:
+    """The environment of the start that made `step`: as the next checkpoint has it, else of the newest start."""
+    later = [path for path in reversed(Checkpoints(run / "checkpoints").paths()) if int(path.name[5:]) >= step]
+    found = read_json(later[0] / "record.json").get("environment") if later else None
+    return found or read_json(run / "environment.json")
