@@ -36,13 +36,14 @@ from common.run.profiling import Profile
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
-from common.run.step_reports import StepReport, StepReports, first_said
+from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
+from common.training.update_size import UpdateSize
 from common.training.warm_up import is_out_of_memory, warm_up
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -182,6 +183,7 @@ class Run:
         self._start(
             TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler), schedule, data, export
         )
+        self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
         model.train()
@@ -237,7 +239,7 @@ class Run:
         for step in range(self.step, self.last):
             if self._profile:
                 self._profile.before(step + 1)
-            self._began = time.perf_counter()
+            self._began, self._lap = time.perf_counter(), Lap(self.accelerator.device)
             watchdog.note("training", step + 1)
             yield step
             if self._stopping or self.step >= self.last:
@@ -266,6 +268,7 @@ class Run:
 
         After the last micro-batch the gradients are those of the mean over the global batch, whatever the layout.
         """
+        self._lap.ready()
         self._training.backward(losses)
 
     def clip_gradients(self, limit: float, mode: str = "norm") -> torch.Tensor:
@@ -274,6 +277,8 @@ class Run:
         mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights (Brock et
         al., 2021).
         """
+        if self._logs(self.step + 1):
+            self._update_size.begin()
         return self._training.clip_gradients(limit, mode)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
@@ -288,7 +293,8 @@ class Run:
         self._stop_by_flags()
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
-        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
+        update = self._update_size.end() if self._logs(step) else None
+        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by, update, self._lap)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
@@ -422,6 +428,10 @@ class Run:
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
+
+    def _logs(self, step: int) -> bool:
+        """Whether a row of `step` is due."""
+        return step % self.config.log_every == 0 or self._due(self.config.eval_every, step)
 
     def _end(self, step: int) -> None:
         """Make `step` the run's last if all ranks know that it is to end; called before its evaluation and its checkpoint."""
