@@ -32,7 +32,7 @@ EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lo
 MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # Names and prefixes in a row that numbers of one's own can't have.
-OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps"}
+OWN_NAMES = {"loss", "grad_norm", "weight_norm", "update_ratio", "loss_scale", "skipped_steps"}
 OWN_PARTS = {"data", "eval", "objects", "perf", "run", "summary"}
 
 
@@ -40,7 +40,7 @@ def check_names(names: Iterable[str]) -> None:
     """Raise `Refused` unless all `names` are free for numbers of one's own."""
     for name in names:
         part, _, rest = str(name).partition("/")
-        if part in OWN_PARTS or (part == "train" and rest in OWN_NAMES):
+        if part in OWN_PARTS or (part == "train" and (rest in OWN_NAMES or re.fullmatch("lr(_.*)?", rest))):
             raise Refused(
                 f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
             )
@@ -55,7 +55,7 @@ class Records:
         self._config, self._path, self._folder = config, path, folder
         self.log = RunLog(folder)
         self.progress = Progress()
-        self._first_loss = 0.0
+        self._first_loss, self._reads_utilization = 0.0, True
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -237,7 +237,8 @@ class Records:
             "train/loss": report.loss,
             "train/lr": self._schedule(report.step - 1),
             "train/grad_norm": report.grad_norm,
-            **self.progress.pace(self._config.global_batch_size),
+            **{f"train/{name}": value for name, value in report.update.items()},
+            **self.progress.pace(self._config.global_batch_size, report.ready),
             "data/broken": self.progress.broken,
             **report.logged,
         }
@@ -245,4 +246,9 @@ class Records:
             row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.progress.skipped}
         if torch.cuda.is_available():
             row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        if torch.cuda.is_available() and self._reads_utilization:
+            try:
+                row["perf/gpu_utilization"] = torch.cuda.utilization() / 100
+            except Exception:  # no nvidia-ml-py, or a device that does not tell
+                self._reads_utilization = False
         return row

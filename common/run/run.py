@@ -36,7 +36,7 @@ from common.run.profiling import Profile
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
-from common.run.step_reports import StepReport, StepReports, first_said
+from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
@@ -44,6 +44,7 @@ from common.training.audit import Audit, Suspects
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
+from common.training.update_size import UpdateSize
 from common.training.warm_up import is_out_of_memory, warm_up
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -183,6 +184,7 @@ class Run:
         self._audit = Audit(samples.stream, self.plan, data[0])
         state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler, self._audit)
         self._start(state, schedule, data, export)
+        self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
         model.train()
@@ -239,7 +241,7 @@ class Run:
         for step in range(self.step, self.last):
             if self._profile:
                 self._profile.before(step + 1)
-            self._began = time.perf_counter()
+            self._began, self._lap = time.perf_counter(), Lap(self.accelerator.device)
             watchdog.note("training", step + 1)
             yield step
             if self._stopping or self.step >= self.last:
@@ -268,6 +270,7 @@ class Run:
 
         After the last micro-batch the gradients are those of the mean over the global batch, whatever the layout.
         """
+        self._lap.ready()
         self._training.backward(losses)
 
     def audit(self, logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> None:
@@ -284,6 +287,8 @@ class Run:
         mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights (Brock et
         al., 2021).
         """
+        if self._logs(self.step + 1):
+            self._update_size.begin()
         return self._training.clip_gradients(limit, mode)
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
@@ -299,7 +304,8 @@ class Run:
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
         self._audit.take(step, outcome.losses, outcome.judged, outcome.broken)
-        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by)
+        update = self._update_size.end() if self._logs(step) else None
+        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by, update, self._lap)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
@@ -442,6 +448,10 @@ class Run:
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
+
+    def _logs(self, step: int) -> bool:
+        """Whether a row of `step` is due."""
+        return step % self.config.log_every == 0 or self._due(self.config.eval_every, step)
 
     def _end(self, step: int) -> None:
         """Make `step` the run's last if all ranks know that it is to end; called before its evaluation and its checkpoint."""

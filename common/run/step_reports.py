@@ -6,16 +6,18 @@ not finite, how many images were broken) is sent in the same few numbers.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from common.distributed.collectives import gather_objects, host_group, world_size
+from common.distributed.collectives import gather_objects, host_group, rank, world_size
 from common.errors import Refused
 from common.training.step import StepOutcome
+from common.training.update_size import Update
 
 _LATE = 2  # steps between a step and its report on an accelerator
 _MOST_NAMES = 1_000  # of custom numbers in a run
@@ -36,6 +38,8 @@ class StepReport:
     ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
     logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
+    update: dict[str, float] = field(default_factory=dict)  # of a step that is logged: size of the update, rates of parts
+    ready: tuple[float, ...] = ()  # of a step that is logged, by rank: seconds of its laps since the last such step
 
 
 @dataclass
@@ -49,11 +53,43 @@ class _Posted:
     copied: object = None  # CUDA event
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
+    update: Update | None = None
+    norms: Sequence[float] = ()
+    lap: "Lap | None" = None
+    ready: int = 0  # how many ranks say how long their laps took
     summed: torch.Tensor | None = None
     grad_norm: float = 0.0
     loss_scale: float | None = None
     skipped: bool = False
     work: object = None
+
+
+class Lap:
+    """The time of this rank from the beginning of a step until it can send its gradients: data and forward passes.
+
+    Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once the step is over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._times = [0.0, 0.0]
+        self._mark(0)
+
+    def ready(self) -> None:
+        """Call it before every backward pass; the last one sends the gradients."""
+        self._mark(1)
+
+    def seconds(self) -> float:
+        """On a GPU the step must be over."""
+        if self._events:
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+    def _mark(self, place: int) -> None:
+        if self._events:
+            self._events[place].record()
+        else:
+            self._times[place] = time.perf_counter()
 
 
 @dataclass
@@ -66,6 +102,7 @@ class StepReports:
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the present step
     _counts: dict[str, int] = field(default_factory=dict)
     _names: tuple[str, ...] = ()  # of custom numbers, known to all ranks
+    _laps: float = 0.0  # seconds of this rank's laps since the last step that was logged
 
     def __post_init__(self) -> None:
         self._loss_scale = self.scaler.get_scale() if self.scaler else None  # of the step that is summed next
@@ -90,19 +127,26 @@ class StepReports:
         grad_norm: torch.Tensor,
         stop: bool,
         ended_by: str = "",
+        update: Update | None = None,
+        lap: Lap | None = None,
     ) -> None:
-        """Take what this rank knows of `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run."""
+        """Take what this rank knows of `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
+
+        `update` is given on all ranks for a step that is logged, `lap` of each step.
+        """
         losses = outcome.losses
         loss = losses.sum(dtype=_exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
         if self.scaler:  # scaling 1 gives the scale; `get_scale` would wait for the device
             numbers.append(self.scaler.scale(torch.ones_like(loss)))
+        if update and update.norms is not None:
+            numbers += update.norms.to(loss.dtype).unbind()
         numbers += [  # a host scalar is added as an argument: a copy would wait for the device
             total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype)
             for total in self._sums.values()
         ]
         numbers = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, outcome, numbers, stop, ended_by, self._counts)
+        posted = _Posted(step, outcome, numbers, stop, ended_by, self._counts, update=update, lap=lap)
         self._sums, self._counts = {}, {}
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
@@ -135,6 +179,8 @@ class StepReports:
             posted.loss_scale, *totals = totals
             posted.skipped = posted.loss_scale < self._loss_scale
             self._loss_scale = posted.loss_scale
+        if posted.update and posted.update.norms is not None:
+            posted.norms, totals = totals[:2], totals[2:]
         posted.logged = {
             name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
         }
@@ -151,6 +197,10 @@ class StepReports:
             bool(posted.ended_by),
             new,
         ]
+        self._laps += posted.lap.seconds() if posted.lap else 0.0
+        if posted.update:
+            posted.ready, seconds, self._laps = world_size(), self._laps, 0.0
+            shared += [seconds * (place == rank()) for place in range(world_size())]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
@@ -162,6 +212,7 @@ class StepReports:
         if posted.work is not None:
             posted.work.wait()
         loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
+        ready, sums = tuple(sums[: posted.ready]), sums[posted.ready :]
         if bad:
             self._refuse(posted)
         if posted.skipped and posted.loss_scale < _LEAST_SCALE:
@@ -175,7 +226,7 @@ class StepReports:
         mean = loss / self.global_batch_size
         wait /= world_size()
         told = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
-        return StepReport(posted.step, mean, posted.grad_norm, wait, *told, logged)
+        return StepReport(posted.step, mean, posted.grad_norm, wait, *told, logged, _of_update(posted), ready)
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
         """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""
@@ -210,6 +261,17 @@ class StepReports:
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
             f"Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples{half}"
         )
+
+
+def _of_update(posted: _Posted) -> dict[str, float]:
+    """Learning rates of parts, norm of the weights, and that of their change as a share of it."""
+    if not posted.update:
+        return {}
+    found = dict(posted.update.rates)
+    if posted.norms:
+        size, change = posted.norms
+        found |= {"weight_norm": size, "update_ratio": change / size if size else 0.0}
+    return found
 
 
 def _exact(device: torch.device) -> torch.dtype:

@@ -1,0 +1,76 @@
+"""What a step does to the weights: their norm, that of their change, and the learning rate of each part.
+
+It is computed only for steps that are logged, on the device, and nothing waits for it. In between there is no copy of the
+weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from common.errors import Refused
+from common.training.parts import parts
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step as rows show it."""
+
+    rates: dict[str, float] = field(default_factory=dict)  # learning rates by name, if there are several
+    norms: torch.Tensor | None = None  # [2], on the device: of the weights before the step, and of their change
+
+
+class UpdateSize:
+    """Measures steps of `optimizers`, which train parameters of `model`."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._groups: dict[str, list[dict]] | None = None  # parameter groups by part, once their rates are set
+        self._weights: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy the weights that have a gradient, so those that the step trains. Called before the optimizers' steps."""
+        if not self._before:
+            self._weights = [weight for weight in self._model.parameters() if weight.grad is not None]
+            self._before = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def end(self) -> Update:
+        """The step that was made since `begin`; without norms if that was not called. Frees the copy."""
+        before, weights, self._before, self._weights = self._before, self._weights, [], []
+        if not before:
+            return Update(self._rates())
+        size = torch.nn.utils.get_total_norm(before)
+        torch._foreach_sub_(before, weights)
+        return Update(self._rates(), torch.stack([size, torch.nn.utils.get_total_norm(before)]))
+
+    def _rates(self) -> dict[str, float]:
+        """`lr_backbone`, `lr_head`, ...; with several rates in a part `lr_backbone_min` and `lr_backbone_max`; else {}."""
+        if self._groups is None:
+            self._groups = self._groups_by_part()
+        rates = {}
+        for part, groups in self._groups.items():
+            of_part = [float(group["lr"]) for group in groups]
+            if len({group.get("lr_scale", group["lr"]) for group in groups}) > 1:
+                rates |= {f"lr{part}_min": min(of_part), f"lr{part}_max": max(of_part)}
+            else:
+                rates[f"lr{part}"] = of_part[0]
+        return rates
+
+    def _groups_by_part(self) -> dict[str, list[dict]]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if group["params"]]
+        if len({group.get("lr_scale", group["lr"]) for group in groups}) < 2:
+            return {}
+        try:
+            part_of = {id(weight): f"_{part}" for part, of_part in parts(self._model).items() for weight in of_part}
+        except Refused:  # a module that does not say which part is its head
+            return {"": groups}
+        found: dict[str, list[dict]] = {}
+        for group in groups:
+            for part in dict.fromkeys(part_of.get(id(weight), "") for weight in group["params"]):
+                found.setdefault(part, []).append(group)
+        return found
