@@ -34,7 +34,10 @@ class Rows:
             parts = [{"scores": of_image} for of_image in scores.cpu().numpy()]
         else:
             parts = [
-                {key: np.asarray(value.cpu()) if isinstance(value, torch.Tensor) else value for key, value in one.items()}
+                {
+                    key: np.asarray(value.cpu()) if isinstance(value, torch.Tensor) else value
+                    for key, value in one.items()
+                }
                 for one in found
             ]
         for index, part in zip(batch.positions.tolist(), parts, strict=True):
