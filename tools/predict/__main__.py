@@ -65,59 +65,73 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    words, flags = arguments().parse_known_intermixed_args()
+def main(argv: list[str] | None = None) -> None:
+    words, flags = arguments().parse_known_intermixed_args(argv)
     if words.top is not None and words.top < 1:
         raise Refused(f"--top {words.top}: must be at least 1")
     if words.threshold is not None and not 0 <= words.threshold <= 1:
         raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
     if not words.images and not words.list:
         raise Refused("no images are named: give files, folders or globs after the model, or --list FILE")
-    from tools.trained import load  # takes seconds, which --help need not
+    from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
     trained = load(words.model, flags)
     if not trained.is_detector and (words.format == "coco" or words.images_of):
         raise Refused("--format coco, --images_of: for detectors; a classifier's rows are jsonl or csv")
     if words.images_of and words.format != "coco":
         raise Refused(f"--images_of {words.images_of}: gives ids to --format coco, not to {words.format}")
+    if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
+        raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     predict(words, trained, launch.start(trained.config))
 
 
 def predict(words: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
+    from common.distributed.collectives import all_or_none, broadcast_object, is_main
+    from tools.predict.output import Output
+    from tools.predict.plan import make_plan
+    from tools.predict.rows import format_of
+
+    with all_or_none("opening the output"):
+        output = Output(words.output, words.overwrite) if is_main() else None
+    with output or contextlib.nullcontext():
+        with all_or_none("listing the images"):
+            plan = make_plan(words, trained) if is_main() else None
+        plan = broadcast_object(plan)
+        for note in plan.pop("notes"):
+            say(note)
+        form = format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
+        if output:
+            output.begin(form)
+        write(words, trained, accelerator, plan, form, output)
+
+
+def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, output) -> None:
+    """Predict the images of `plan`, and give the text of each to the main process's `output`; a collective."""
     import numpy as np
     import torch
     from tqdm import tqdm
 
-    from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main, is_main
-    from tools.predict import images, pictures, rows
-    from tools.predict.output import Output
-    from tools.predict.plan import make_plan
+    from common.distributed.collectives import broadcast_object, gather_to_main
+    from tools.predict import images, pictures
+    from tools.predict.rows import Rows
 
-    with all_or_none("listing the images"):
-        plan = make_plan(words, trained) if is_main() else None
-    plan = broadcast_object(plan)
-    for note in plan["notes"]:
-        say(note)
-    files, least = plan["files"], np.array(plan["thresholds"], np.float32)
-    form = rows.format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
+    files, several = plan.pop("files"), plan["multi_label"]
     if trained.is_detector:
-        source = images.scenes(files, np.array(plan["sizes"]), trained.classes)
+        source = images.scenes(files, np.array(plan.pop("sizes")), trained.classes)
     else:
-        source = images.images(files, trained.classes, plan["multi_label"])
-    count, top = len(files), words.top or (0 if trained.is_detector or plan["multi_label"] else 1)
-    made = rows.Rows(source, least, top, plan["multi_label"])
-    del files, plan  # `source` has them
-    with all_or_none("opening the output"):
-        output = Output(words.output, form, words.overwrite) if is_main() else None
+        source = images.images(files, trained.classes, several)
+    del files  # `source` has them
+    top = words.top or (0 if trained.is_detector or several else 1)
+    made = Rows(source, np.array(plan["thresholds"], np.float32), top, several)
     model, normalize, loader = trained.build(source, accelerator.device)
     loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
     found = trained.recipe.predict(model, loader, accelerator, normalize)
 
-    def texts_of(batches) -> tuple[list[int], list[bytes], list[bool]]:
-        """The numbers of images, their texts, and whether they are broken; draws them, too."""
+    def texts_of(batches) -> tuple[np.ndarray, ...]:
+        """The numbers of the images of `batches`, their texts, and whether they are broken; draws them, too."""
         numbers, texts, broken = [], [], []
-        for index, row in (pair for one in batches for pair in made.of(*one)):
+        for index, row in (pair for batch in batches for pair in made.of(*batch)):
             numbers.append(index)
             texts.append(form.text(index, row).encode())
             broken.append("error" in row)
@@ -125,29 +139,27 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
                 say(f"{row['file']}: {row['error']}", everywhere=True)
             if words.draw and "error" not in row:
                 pictures.draw(words.draw, index, source, row)
-        return numbers, texts, broken
+        # With None, since numpy would turn texts alone into one array.
+        return np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(broken, bool)
 
     rounds, done, at_once, broken = broadcast_object(len(loader)), 0, 1, 0  # the first rank has the most batches
     with (
-        output or contextlib.nullcontext(),
         torch.compiler.set_stance("force_eager"),
-        tqdm(total=count, unit=" images", disable=None if is_main() else True) as bar,
+        tqdm(total=len(source), unit=" images", disable=None if output else True) as bar,
     ):
         while done < rounds:
             began = time.perf_counter()
-            numbers, texts, are_broken = texts_of(islice(found, at_once))
-            columns = np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(are_broken, bool)
-            for theirs in gather_to_main(columns) or ():
-                for index, text in zip(*theirs[:2], strict=True):
-                    output.take(int(index), text)
-                broken += int(theirs[2].sum())
-                bar.update(len(theirs[0]))
+            for numbers, texts, are_broken in gather_to_main(texts_of(islice(found, at_once))) or ():
+                for index, text in zip(numbers.tolist(), texts, strict=True):
+                    output.take(index, text)
+                broken += int(are_broken.sum())
+                bar.update(len(numbers))
             if output:
                 output.flush()
             done += at_once
             is_quick = time.perf_counter() - began < _OFTEN_S
             at_once = broadcast_object(min(2 * at_once, _MOST_AT_ONCE) if is_quick else at_once)
-    say(f"{count:,} images" + (f", {broken:,} of which could not be read" if broken else ""))
+    say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} could not be read" if broken else ""))
 
 
 def say(text: str, everywhere: bool = False) -> None:

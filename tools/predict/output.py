@@ -20,8 +20,9 @@ class Output:
     is a pipe or a device is written to directly. Raises `Refused`.
     """
 
-    def __init__(self, path: str, form: Format, overwrite: bool):
-        self._form, self._waiting, self._next, self._is_empty = form, {}, 0, True
+    def __init__(self, path: str, overwrite: bool):
+        self._waiting: dict[int, bytes] = {}
+        self._next, self._is_empty = 0, True
         self._path = Path(path).resolve() if path != "-" else None
         self._draft: Path | None = None
         if self._path is None:
@@ -46,8 +47,12 @@ class Output:
         self._file.truncate()  # what a process that was killed has left
 
     def __enter__(self) -> "Output":
-        self._write(self._form.head)
         return self
+
+    def begin(self, form: Format) -> None:
+        """Write the head of `form`, whose texts follow."""
+        self._form = form
+        self._write(form.head)
 
     def take(self, index: int, text: bytes) -> None:
         """Write the text of an image, after those of all images before it."""

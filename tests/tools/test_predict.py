@@ -1,0 +1,380 @@
+"""Predict gives what the evaluation measured: the same top-1, image by image, and the same AP; on any number of processes.
+
+Every image is a row, once, in the order given, also one that can't be read. Files are complete or absent.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.distributed import launch as launching
+from common.errors import Refused
+from common.run import eval_only
+from tests.harness.drawings import save_colours
+from tests.harness.launching import ROOT, inherited
+from tools.predict.__main__ import main
+from tools.predict.listing import listing
+from tools.predict.output import Output
+from tools.predict.plan import choose
+from tools.predict.rows import Format
+from tools.trained import load
+
+PAGE = (ROOT / "docs" / "after_training.md").read_text()
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE[: PAGE.index("## Export")], re.MULTILINE | re.DOTALL)
+
+
+def held_out(run: Path):
+    """The source of the images that `run` was evaluated on."""
+    trained = load(str(run), reads_data=True)
+    launching.start(trained.config)
+    return eval_only.read(trained.config, trained.origin, trained.recipe.build_data)[0]
+
+
+@pytest.fixture(scope="module")
+def digits(trained_classifier, tmp_path_factory) -> Path:
+    """The validation images of the classifier as files, one folder per class."""
+    folder, source = tmp_path_factory.mktemp("digits"), held_out(trained_classifier)
+    for index, label in enumerate(source.labels.tolist()):
+        (folder / str(label)).mkdir(exist_ok=True)
+        source.image(index).save(folder / str(label) / f"{index}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_boxes(trained_detector, tmp_path_factory) -> Path:
+    """A folder with the validation images of the detector in val/, and instances.json."""
+    folder, source = tmp_path_factory.mktemp("boxes"), held_out(trained_detector)
+    (folder / "val").mkdir()
+    content = {"images": [], "annotations": [], "categories": []}
+    content["categories"] = [{"id": 7 + 3 * number, "name": name} for number, name in enumerate(source.classes)]
+    for index, (width, height) in enumerate(source.sizes.tolist()):
+        source.image(index).save(folder / "val" / f"{index}.png")
+        content["images"].append(
+            {"id": 1000 - index, "file_name": f"val/{index}.png", "width": width, "height": height}
+        )
+        for row in range(source.offsets[index], source.offsets[index + 1]):
+            left, top, right, bottom = source.boxes[row].tolist()
+            object_ = {"id": row + 1, "image_id": 1000 - index, "category_id": 7 + 3 * int(source.labels[row])}
+            object_ |= {"bbox": [left, top, right - left, bottom - top], "area": float(source.areas[row])}
+            content["annotations"].append(object_ | {"iscrowd": int(source.crowd[row])})
+    (folder / "instances.json").write_text(json.dumps(content))
+    return folder
+
+
+def rows_of(*words: object, tmp_path: Path) -> list[dict]:
+    """The rows that a call in this process writes."""
+    main([*map(str, words), "-o", str(tmp_path / "rows.jsonl"), "--overwrite", "--workers", "0"])
+    return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+
+
+def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
+    launch, trained_classifier, digits, tmp_path
+) -> None:
+    files = [str(path) for path in sorted(digits.rglob("*.png"))]
+    for processes in (2, 3):
+        words = [trained_classifier, digits, "-o", tmp_path / f"{processes}.jsonl", "--max_micro_batch_size", 16]
+        done = launch("multi_cpu", "-m", "tools.predict", *words, flags=["--num_processes", processes])
+        assert done.returncode == 0, done.stderr
+        assert not done.stdout and done.stderr.count("359 images") == 1
+    rows = rows_of(trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path)
+    text = (tmp_path / "rows.jsonl").read_text()
+    assert (tmp_path / "2.jsonl").read_text() == (tmp_path / "3.jsonl").read_text() == text
+    assert [row["file"] for row in rows] == files and len(files) == 359
+    right = [row["predictions"][0]["class"] == Path(row["file"]).parent.name for row in rows]
+    assert np.mean(right) == json.loads((trained_classifier / "best" / "results.json").read_text())["top1"]
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    assert len(SCRIPT.splitlines()) <= 15
+    words = [sys.executable, tmp_path / "script.py", trained_classifier / "best", *files]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=inherited() | {"OMP_NUM_THREADS": "1"})
+    theirs = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
+    assert [(file, name) for file, name, _ in theirs] == [(row["file"], row["predictions"][0]["class"]) for row in rows]
+    ours = [row["predictions"][0]["score"] for row in rows]
+    assert np.array([float(score) for *_, score in theirs]) == pytest.approx(ours, abs=1e-4)
+
+
+def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(launch, trained_detector, of_boxes, tmp_path) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    found, truth = tmp_path / "found.json", of_boxes / "instances.json"
+    words = [trained_detector, of_boxes / "val", "--format", "coco", "--images_of", truth, "-o", found]
+    done = launch("multi_cpu", "-m", "tools.predict", *words)
+    assert done.returncode == 0, done.stderr
+    truth = COCO(truth)
+    evaluation = COCOeval(truth, truth.loadRes(str(found)), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    recorded = json.loads((trained_detector / "best" / "results.json").read_text())
+    numbers = [recorded[name] for name in ("AP", "AP50", "AP75", "APs", "APm")]
+    assert recorded["AP"] > 0.05 and evaluation.stats[:5] == pytest.approx(numbers, abs=1e-6)
+
+    rows = rows_of(trained_detector, of_boxes / "val", "--threshold", 0, tmp_path=tmp_path)
+    boxes = [one for row in rows for one in row["predictions"]]
+    assert len(boxes) == len(json.loads(found.read_text()))
+    best = rows_of(trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
+    for many, few in zip(rows, best, strict=True):
+        assert few["predictions"] == [one for one in many["predictions"] if one["score"] >= 0.2][:2]
+
+
+@pytest.fixture
+def odd(digits, tmp_path) -> tuple[Path, dict[str, str]]:
+    """A folder of odd files, and what is wrong with each of them, "" if nothing."""
+    folder, good = tmp_path / "odd", next(digits.rglob("*.png"))
+    (folder / "b.png").mkdir(parents=True)  # a folder with an image's extension
+    for name in ("a b.png", "new\nline.png", 'ünï,日本,"q".png', os.fsdecode(b"bad\xff.png"), "b.png/LARGE.PNG"):
+        shutil.copy(good, folder / name)
+    for name, content in {"zero.png": b"", "text.jpg": b"hello", "cut.png": good.read_bytes()[:-50]}.items():
+        (folder / name).write_bytes(content)
+    (folder / "notes.txt").write_text("")
+    (folder / "gone.png").symlink_to("nowhere")
+    os.mkfifo(folder / "fifo.png")
+    Image.new("1", (12_000, 9_000)).save(folder / "huge.png")
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.new("RGB", (40, 20)).save(folder / "turned.jpg", exif=exif)
+    wrong = {"zero.png": "not an image", "text.jpg": "not an image", "cut.png": "truncated", "huge.png": "limit"}
+    wrong |= {"gone.png": "No such file", "fifo.png": "not a regular file"}
+    return folder, wrong
+
+
+@pytest.mark.parametrize("recipe", ["cls", "det"])
+def test_files_that_cannot_be_read_are_rows_with_their_reason(request, recipe, odd, tmp_path, capsys) -> None:
+    folder, wrong = odd
+    run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
+    rows = rows_of(run, folder, folder / "never.png", tmp_path=tmp_path)
+    by_name = {os.fsencode(Path(row["file"]).name): row for row in rows}
+    assert len(by_name) == len(rows) == 13 and rows[-1]["file"].endswith("never.png")
+    for name, row in by_name.items():
+        reason = {**wrong, "never.png": "No such file"}.get(os.fsdecode(name), "")
+        assert ("predictions" in row) == (not reason) and reason in row.get("error", ""), row
+    assert recipe == "cls" or (by_name[b"turned.jpg"]["width"], by_name[b"turned.jpg"]["height"]) == (20, 40)
+    said = capsys.readouterr().err
+    assert "1 files without an image's extension were left out: .txt 1" in said
+    assert "13 images, 7 could not be read" in said
+
+    main(
+        [
+            str(run),
+            str(folder),
+            "-o",
+            str(tmp_path / "rows.csv"),
+            "--format",
+            "csv",
+            "--workers",
+            "0",
+            "--threshold",
+            "0.1",
+        ]
+    )
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
+    assert len({line["file"] for line in lines}) == 12 and str(folder / "new\nline.png") in {
+        line["file"] for line in lines
+    }
+    assert sum(bool(line["error"]) for line in lines) == 6
+    assert recipe == "cls" or all(line["left"] for line in lines if line["class"])
+
+
+def test_pictures_are_drawn_of_what_can_be_read(trained_classifier, trained_detector, odd, tmp_path) -> None:
+    folder, wrong = odd
+    for run in (trained_classifier, trained_detector):
+        rows = rows_of(run, folder, "--draw", tmp_path / run.name, tmp_path=tmp_path)
+        drawn = sorted(path.name for path in (tmp_path / run.name).iterdir())
+        assert [int(name[:6]) for name in drawn] == [number for number, row in enumerate(rows) if "error" not in row]
+        assert len(drawn) == 12 - len(wrong)
+        assert min(np.asarray(Image.open(tmp_path / run.name / name)).std() for name in drawn) > 1
+
+
+def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/2.png", "a/1.png", "a/x/3.jpg", "b.png", "[b].png", "c.txt", "@at.png"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert listing(["b.png", "a"], [])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
+    assert listing(["**/*.png", "[b].png", "@at.png"], [])[0] == ["@at.png", "[b].png", "a/1.png", "a/2.png", "b.png"]
+    Path("list.txt").write_bytes(b"a/x\r\n\nb.png\nnowhere.png\n")
+    assert listing(["@list.txt"], [])[0] == listing([], ["list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
+    Path("list.txt").write_bytes(b"new\nline.png\0b.png\0")
+    files, notes = listing(["b.png"], ["list.txt"])
+    assert files == ["b.png", "new\nline.png"] and "1 files were named more than once" in notes[0]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"c.txt\n")))
+    assert listing(["-"], [])[0] == ["c.txt"]
+    Path("empty").mkdir()
+    Path("empty/a.md").touch()
+    for words, text in {"empty": "empty: no image is there; 1 files.*.md 1", "n*.gif": "n.*no file matches"}.items():
+        with pytest.raises(Refused, match=text):
+            listing([words], [])
+
+
+def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
+    def chosen(asked=None, is_detector=True, several=False, all_boxes=False):
+        return choose(str(tmp_path), ("a", "b"), asked, is_detector, several, all_boxes)[0].tolist()
+
+    assert chosen() == pytest.approx([0.3, 0.3]) and chosen(is_detector=False) == [0, 0]
+    assert chosen(is_detector=False, several=True) == [0.5, 0.5] and chosen(all_boxes=True) == [0, 0]
+    (tmp_path / "results.json").write_text('{"thresholds": {"b": 0.25, "a": null}}')
+    assert chosen() == pytest.approx([0.3, 0.25]) and chosen(0.75) == [0.75, 0.75]
+    assert "lacks 1 class" in choose(str(tmp_path), ("a", "b"), None, True, False, False)[1]
+    (tmp_path / "report.json").write_text('{"thresholds": {"b": 0.5, "a": 0.125}}')
+    assert chosen() == [0.125, 0.5] and chosen(all_boxes=True) == [0, 0] and chosen(is_detector=False) == [0, 0]
+    (tmp_path / "report.json").write_text('{"thresholds": {"b": "high"}}')
+    with pytest.raises(Refused, match=r"report.json: its thresholds.*--threshold"):
+        chosen()
+
+
+def test_texts_are_written_in_order_and_the_file_appears_when_it_is_complete(tmp_path) -> None:
+    form, path = Format(lambda index, row: "", "[", ",", "]"), tmp_path / "out"
+    with Output(str(path), False) as output:
+        output.begin(form)
+        output.take(1, b"b")
+        output.flush()
+        assert (tmp_path / ".out.tmp").read_text() == "[" and not path.exists()
+        output.take(0, b"a")
+        output.take(2, b"")
+        output.take(3, b"d")
+        output.flush()
+        assert (tmp_path / ".out.tmp").read_text() == "[a,b,d"
+    assert path.read_text() == "[a,b,d]" and os.listdir(tmp_path) == ["out"]
+    with pytest.raises(Refused, match="--overwrite"):
+        Output(str(path), False)
+    (tmp_path / ".out.tmp").write_text("what a killed process has left, which is long")
+    failing = Output(str(path), True)
+    failing.begin(form)
+    failing.__exit__(KeyError)
+    assert path.read_text() == "[a,b,d]" and os.listdir(tmp_path) == ["out"]
+    with Output(str(path), True) as output:
+        output.begin(form)
+    assert path.read_text() == "[]"
+    full = Output("/dev/full", False)
+    full.begin(form)
+    with pytest.raises(Refused, match="No space left"):
+        full.flush()
+    assert Path("/dev/full").is_char_device()
+
+
+def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_detector, digits, tmp_path) -> None:
+    (tmp_path / "old.jsonl").write_text("old")
+    (tmp_path / "instances.json").write_text('{"images": [], "categories": []}')
+    content = {
+        "images": [{"id": 1, "file_name": next(digits.rglob("*.png")).name}],
+        "categories": [{"id": 1, "name": "0"}],
+    }
+    (tmp_path / "categories.json").write_text(json.dumps(content))
+    image = str(next(digits.rglob("*.png")))
+    coco = ["--format", "coco", "--images_of"]
+    for run, words, text in (
+        (trained_classifier, [], "no images are named"),
+        (trained_classifier, [image, "--top", "0"], "--top 0: must be at least 1"),
+        (trained_classifier, [image, "--threshold", "1.5"], "--threshold 1.5: must be between 0 and 1"),
+        (trained_classifier, [image, "--format", "coco"], "for detectors"),
+        (trained_classifier, [image, "--learning_rate", "3"], "unknown flag --learning_rate"),
+        (trained_classifier, [image, "-o", str(tmp_path / "old.jsonl")], "old.jsonl: exists.*--overwrite"),
+        (trained_classifier, [image, "-o", str(tmp_path / "no" / "x")], "No such file or directory"),
+        (trained_classifier, [image, "-o", str(tmp_path)], "is a folder"),
+        (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),
+        (trained_detector, [image, "--images_of", "x.json"], "--images_of x.json: gives ids to --format coco"),
+        (trained_detector, [image, *coco, str(tmp_path / "old.jsonl")], "not COCO's annotations"),
+        (trained_detector, [image, *coco, str(tmp_path / "instances.json")], "is none of the 0 images"),
+        (trained_detector, [image, *coco, str(tmp_path / "categories.json")], "has no category 1, 2"),
+        (trained_detector, [image, *coco, "x.json", "-o", "x.json"], "is the file of --images_of"),
+        (tmp_path, [image], "neither config.json nor manifest.json"),
+    ):
+        before = sorted(os.listdir(tmp_path))
+        with pytest.raises(Refused, match=text) as refusal:
+            main([str(run), *words, *([] if "--learning_rate" in words else ["--workers", "0"])])
+        assert "\n" not in str(refusal.value) and sorted(os.listdir(tmp_path)) == before, words
+    assert (tmp_path / "old.jsonl").read_text() == "old"
+
+
+def test_two_files_on_three_processes_and_a_refusal_once_on_two(launch, trained_detector, of_boxes, tmp_path) -> None:
+    files = [of_boxes / "val" / "1.png", of_boxes / "val" / "0.png"]
+    three = launch.start("multi_cpu", "-m", "tools.predict", trained_detector, *files, flags=["--num_processes", 3])
+    refused = launch("multi_cpu", "-m", "tools.predict", trained_detector, tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("no image is there") == 1
+    assert f"predict: {tmp_path}: no image is there" in refused.stderr
+    done = three.finish()
+    assert done.returncode == 0, done.stderr
+    expected = rows_of(trained_detector, *files, tmp_path=tmp_path)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+
+
+def test_rows_stream_to_a_reader_who_may_leave_and_a_kill_leaves_no_file(launch, trained_classifier, digits, tmp_path):
+    """Of a pipe that nobody has read to its end: its first rows are there although the last image is not computed."""
+    os.mkfifo(tmp_path / "pipe")
+    many = tmp_path / "list.txt"
+    for number in range(60):  # more than a pipe holds
+        (tmp_path / f"{number}").symlink_to(digits)
+    many.write_text("".join(f"{tmp_path / str(number)}\n" for number in range(60)))
+    words = ["-m", "tools.predict", trained_classifier, "--list", many, "--workers", 1, "--max_micro_batch_size", 16]
+    leaver = launch.start_python(*words[:3], "--list", many, "-o", tmp_path / "pipe", *words[5:])
+    with (tmp_path / "pipe").open() as reader:
+        assert json.loads(reader.readline())["file"] == str(tmp_path / "0" / "0" / min(os.listdir(digits / "0")))
+        assert leaver.process.poll() is None
+    done = leaver.finish()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+    killed = launch.start_python(*words[:3], "--list", many, "-o", tmp_path / "rows.jsonl", *words[5:])
+    while killed.process.poll() is None:
+        draft = tmp_path / ".rows.jsonl.tmp"
+        if draft.exists() and draft.stat().st_size:
+            killed.process.send_signal(signal.SIGKILL)
+            break
+    assert killed.finish().returncode == -signal.SIGKILL and not (tmp_path / "rows.jsonl").exists()
+    assert len(rows_of(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
+
+
+def test_a_model_of_several_labels_gives_every_class_above_its_threshold(run_several, tmp_path) -> None:
+    save_colours(tmp_path / "colours")
+    words = ["--data", tmp_path / "colours", "--loss", "bce", "--epochs", 3, "--output_dir", tmp_path]
+    run_several(1, {"several": words})
+    run, images = tmp_path / "several", tmp_path / "images"
+    images.mkdir()
+    source = held_out(run)
+    for index in range(len(source)):
+        source.image(index).save(images / f"{index:03d}.png")
+    recorded = json.loads((run / "best" / "results.json").read_text())
+    for weights in (run, next((run / "checkpoints").iterdir())):
+        rows = rows_of(weights, images, tmp_path=tmp_path)
+        predicted = [{one["class"] for one in row["predictions"]} for row in rows]
+        true = [{source.classes[place] for place in np.flatnonzero(labels)} for labels in source.labels]
+        exact = np.mean([ours == theirs for ours, theirs in zip(predicted, true, strict=True)])
+        assert weights != run or exact == pytest.approx(recorded["exact_match"])
+        assert {len(one) for one in predicted} - {1}  # none or several
+
+
+@pytest.mark.long
+def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    words = ["--detector", "mask_rcnn", "--data", scenes, "--max_steps", 60, "--output_dir", tmp_path]
+    run_several(1, {"masks": words}, recipe="recipes/det.py")
+    truth, found = scenes / "val.json", tmp_path / "found.json"
+    words = [tmp_path / "masks", scenes / "val", "--format", "coco", "--images_of", truth, "-o", found, "--workers", 0]
+    main([*map(str, words), "--draw", str(tmp_path / "drawn")])
+    truth = COCO(truth)
+    for annotation in truth.dataset["annotations"]:
+        annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
+    truth.createIndex()
+    recorded = json.loads((tmp_path / "masks" / "best" / "results.json").read_text())
+    for kind, prefix in (("bbox", ""), ("segm", "mask_")):
+        evaluation = COCOeval(truth, truth.loadRes(str(found)), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        assert evaluation.stats[:3] == pytest.approx(
+            [recorded[f"{prefix}{name}"] for name in ("AP", "AP50", "AP75")], abs=1e-6
+        )
+    assert recorded["mask_AP50"] > 0
