@@ -6,6 +6,7 @@ it, so there is one way to read and resize images for training, evaluation and t
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,13 +54,16 @@ class Trained:
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
     """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
 
-    A run folder means its best/. Of a run, the recipe is the one kept in its run folder, which is executed; else that of
-    recipes/. With `reads_data`, the flags or the run must name the data. Raises `Refused`.
+    A run folder means its best/, the folder of its checkpoints the mean of their weights. Of a run, the recipe is the one
+    kept in its run folder, which is executed; else that of recipes/. With `reads_data`, the flags or the run must name the
+    data. Raises `Refused`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
         weights, folder = str(folder / "best"), folder / "best"
     origin = sources_of_weights.origin(weights)
+    if origin.steps and os.environ.get("RANK", "0") == "0":
+        print(f"{weights}: {origin.mean}", file=sys.stderr)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
     kept = [
         parent / FOLDER / f"{name}.py" for parent in (folder.parent, folder.parent.parent)

@@ -62,7 +62,7 @@ def reliability(calibration: Calibration, path: Path) -> None:
     left = np.arange(BINS) * width
     figure = new_figure(5.6, 6.6)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    upper.plot((0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="as often right as confident", zorder=3)
+    upper.plot((0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated", zorder=3)
     accuracies = right[filled] / images[filled]
     upper.bar(left[filled], accuracies, width, align="edge", color="#9CC9E3", edgecolor="white", label="accuracy")
     headline = "no images"
@@ -86,7 +86,7 @@ def reliability(calibration: Calibration, path: Path) -> None:
     for axes in (upper, lower):
         axes.xaxis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper left", edgecolor="none", framealpha=0.85)
+        axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99), fontsize=9)
     upper.yaxis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
     title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
     save(figure, path)

@@ -125,6 +125,7 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
         "run": origin.run.get("name"),
         "recipe": origin.run.get("recipe"),
         "step": origin.run.get("step"),
+        "mean_of_steps": list(origin.steps) or None,
         "data": config.data,
         "part": val.origin,
         "fingerprint": val.fingerprint,

@@ -93,11 +93,63 @@ def test_top5_of_fewer_classes_is_certain_and_nothing_counted_is_none() -> None:
     assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
 
 
-def test_with_very_many_classes_only_the_matrix_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_very_many_classes_the_matrix_is_left_out_and_thresholds_are_coarser(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with_matrix = counted(*samples())
     monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
     without = counted(*samples())
-    assert without.confusion is None and without.results() == with_matrix.results()
+    coarse, fine = without.results(), with_matrix.results()
+    assert without.confusion is None and coarse | {"thresholds": fine["thresholds"]} == fine
+    assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_precision_recall_and_f1_of_each_class_agree_with_scikit_learn(multi_label: bool) -> None:
+    """Also of a class that nothing shows, one that is never predicted, an image with a NaN, and ties."""
+    logits, labels = samples()
+    logits[:, 5], logits[17] = -9, float("nan")
+    labels[labels == 6] = 0
+    predicted = torch.where(logits.isnan().any(1), 7, logits.argmax(1))  # a NaN predicts nothing
+    if multi_label:
+        labels, predicted = F.one_hot(labels, 7) | F.one_hot(labels.roll(1), 7), (logits > 0).long()
+    wanted = sklearn.metrics.precision_recall_fscore_support(labels, predicted, labels=range(7), zero_division=np.nan)
+    found = counted(logits, labels, multi_label=multi_label).per_class()
+    for key, column in zip(("precision", "recall", "f1", "images"), wanted, strict=True):
+        here = [np.nan if row[key] is None else row[key] for row in found]
+        np.testing.assert_allclose(here, column, rtol=1e-12, equal_nan=True, err_msg=key)
+    assert found[6]["images"] == 0 and found[6]["recall"] is found[6]["threshold"] is None
+    assert found[5]["precision"] is None and found[5]["f1"] == 0
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_a_threshold_has_the_best_f1_of_scikit_learns_curve(multi_label: bool) -> None:
+    logits, labels = samples(classes=3)
+    labels[labels == 2] = 0
+    logits[labels == 1, 1] += 1
+    scores = logits.sigmoid() if multi_label else logits.softmax(1)
+    truth = F.one_hot(labels, 3).bool()
+    counts = counted(logits, truth if multi_label else labels, multi_label=multi_label)
+    assert counts.per_class()[2]["threshold"] is None, "of a class that nothing shows"
+    steps = np.arange(metrics.SCORE_BINS) / metrics.SCORE_BINS
+    for place in (0, 1):
+        row = counts.per_class()[place]
+        rounded = np.floor(scores[:, place].numpy() * metrics.SCORE_BINS) / metrics.SCORE_BINS
+        precision, recall, _ = sklearn.metrics.precision_recall_curve(truth[:, place], rounded)
+        best = (2 * precision * recall / np.maximum(precision + recall, 1e-12)).max()
+        assert row["f1_at_threshold"] == pytest.approx(best, rel=1e-12)
+        true, taken = truth[:, place].numpy()[:, None], scores[:, place].numpy()[:, None] >= steps
+        every = 2 * (true & taken).sum(0) / (true.sum() + taken.sum(0))
+        assert row["threshold"] == min(steps[every == every.max()], key=lambda step: abs(step - 0.5))
+        assert every.max() > every[metrics.SCORE_BINS // 2], "a choice that matters"
+
+
+def test_a_perfect_class_keeps_one_half_and_unreadable_images_are_missed_at_any_threshold() -> None:
+    counts = ClassificationCounts(2, "cpu")
+    counts.update(torch.eye(2) * 10, torch.arange(2))
+    assert counts.thresholds() == ([0.5, 0.5], [1, 1])
+    counts.update(torch.eye(2) * 10, torch.arange(2), readable=torch.tensor([True, False]))
+    assert counts.thresholds() == ([0.5, 0.5], [1, 2 / 3])
 
 
 def evaluate_a_share() -> tuple[dict, list, list[Mistake], dict]:
@@ -107,7 +159,7 @@ def evaluate_a_share() -> tuple[dict, list, list[Mistake], dict]:
     mine = torch.arange(len(labels))[collectives.rank() :: collectives.world_size()]
     counts, mistakes = counted(logits[mine], labels[mine]), Mistakes(keep=10)
     for these in mine.split(16):
-        mistakes.update(logits[these].softmax(1), labels[these], these)
+        mistakes.update(*logits[these].softmax(1).max(1), labels[these], these)
     own = counts.results()
     total = counts.reduce()
     assert counts.results() == own and counts.reduce().results() == total.results(), "reduce changed its own counts"
@@ -135,7 +187,7 @@ def test_mistakes_are_the_most_confident_wrong_ones_in_a_fixed_order() -> None:
     for keep in (5, 24, 500):
         mistakes = Mistakes(keep)
         for these in torch.arange(203).flip(0).split(17):
-            mistakes.update(probabilities[these], labels[these], these)
+            mistakes.update(confidences[these], predicted[these], labels[these], these)
         expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
         assert mistakes.merge() == expected
     assert Mistakes().merge() == []
@@ -143,6 +195,11 @@ def test_mistakes_are_the_most_confident_wrong_ones_in_a_fixed_order() -> None:
 
 def test_an_unreadable_image_is_no_mistake_to_look_at() -> None:
     mistakes = Mistakes()
-    wrong = torch.tensor([[0.9, 0.1]] * 3)
-    mistakes.update(wrong, torch.tensor([1, 1, -1]), torch.arange(3), readable=torch.tensor([True, False, True]))
+    sure, first, readable = (
+        torch.full((4,), 0.9),
+        torch.zeros(4, dtype=torch.int64),
+        torch.tensor([True, False, True, True]),
+    )
+    sure[3] = float("nan")
+    mistakes.update(sure, first, torch.tensor([1, 1, -1, 1]), torch.arange(4), readable)
     assert [mistake.index for mistake in mistakes.merge()] == [0]
