@@ -219,7 +219,8 @@ def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequ
     model, data_config = build_model(config, classes, device)
     eval_only.load_weights(model, origin)
     *_, normalize = build_augmentation(config, data, data_config, device)
-    return model, normalize, build_val_loader(config, data, data_config, config.max_micro_batch_size)
+    loader = build_val_loader(config, data, data_config, config.max_micro_batch_size)
+    return eval_only.viewed(config, model), normalize, loader
 
 
 def batch_norm_of(config: Config) -> str:

@@ -26,6 +26,7 @@ from common.config.fields import (
     option,
     path_option,
     whole_numbers,
+    wrong_with_sizes,
 )
 from common.config.parsing import parse
 from common.data.batch_plan import BatchPlan
@@ -44,6 +45,7 @@ from common.detection.grouping import GroupedStream
 from common.detection.models import detectors
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation, read_range
+from common.detection.views import Views
 from common.detection.weights import sources as sources_of_weights
 from common.detection.weights.begin import begin_with, read_once
 from common.distributed import launch
@@ -93,6 +95,8 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Families of transformers: not used."""
     eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
+    eval_sizes: str = option("", check=wrong_with_sizes, added=True, of_evaluation=True)
+    """With --eval_only: show each image at each of these short sides (480,640,800), and merge the detections."""
     repeat_threshold: float = option(0.0, low=0, high=1)
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
@@ -229,7 +233,7 @@ def build_samples(config: Config, train: Annotated, stream: Stream, model, varie
 
 def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
     """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
-    samples = EvaluationScenes(val, plain, model.stride, fill)
+    samples = EvaluationScenes(val, plain, model.stride, fill, Views.of(config, plain, model))
     return evaluation_loader(samples, size, config.workers)
 
 
@@ -251,9 +255,8 @@ def predict(model, loader, accelerator, normalize):
     for batch in loader:
         batch = batch.to(accelerator.device)
         with accelerator.autocast():
-            detections = model.detect(normalize(batch), batch.sizes)
-        of_images = zip(detections, batch.positions.tolist(), batch.sizes, strict=True)
-        yield batch, [loader.dataset.restored(*of_image) for of_image in of_images]
+            found = [model.detect(normalize(view), view.sizes) for view in batch.views]
+        yield batch, loader.dataset.merged(found, batch)
 
 
 @torch.no_grad()

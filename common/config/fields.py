@@ -14,7 +14,18 @@ MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
 MOST_EPOCHS = 10**6
 
 
-def option(default, *, low=None, high=None, may_change=False, check=None, photographs=None, added=False, formerly=None):
+def option(
+    default,
+    *,
+    low=None,
+    high=None,
+    may_change=False,
+    check=None,
+    photographs=None,
+    added=False,
+    formerly=None,
+    of_evaluation=False,
+):
     """A field of a configuration.
 
     Args:
@@ -23,10 +34,12 @@ def option(default, *, low=None, high=None, may_change=False, check=None, photog
         check: check(value) returns what is wrong with a text, or "" if nothing is.
         photographs: the default for data other than digits (`common.training.defaults`).
         added: the field is newer than some runs; these resume only with its default.
+        of_evaluation: only --eval_only takes it: a run measures the model as it exports it.
         formerly: the name that the field had in older runs, and their values by present ones; these resume.
     """
     limits = {"low": low, "high": high, "check": check}
     others = {"may_change": may_change, "photographs": photographs, "added": added, "formerly": formerly}
+    others |= {"of_evaluation": of_evaluation}
     return dataclasses.field(default=default, metadata=limits | others)
 
 
@@ -63,6 +76,14 @@ def _wrong_with_path(text: str) -> str:
     user = text.split("/")[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
         return f"there is no user {user[1:]}; a folder of that name is ./{user}"
+    return ""
+
+
+def wrong_with_sizes(text: str) -> str:
+    """Why `text` can't be the sizes of --eval_sizes, or "" if it can."""
+    sizes = whole_numbers(text, ",")
+    if text and not (sizes and 1 <= min(sizes) and max(sizes) <= 8192 and len(set(sizes)) == len(sizes) <= 10):
+        return "must be up to 10 different lengths in pixels joined by commas, such as 480,640,800, each at most 8192"
     return ""
 
 
@@ -117,6 +138,8 @@ class RunConfig(SharedFields):
     split: str = option("", added=True)
     """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
     train, or all for data without splits. Default: val, or the held-out share if there is none."""
+    eval_flip: bool = option(False, added=True, of_evaluation=True)
+    """With --eval_only: show each image also mirrored left to right. Probabilities are averaged, detections are merged."""
     image_column: str = ""
     """Tables: column of the images (default: found by its type)."""
     global_batch_size: int = option(64, low=1, high=2**20)

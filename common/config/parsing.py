@@ -62,6 +62,12 @@ def parse(
     config = _checked(_parse(config_class, argv, default, program))
     if weights := getattr(config, "eval_only", ""):
         return _checked(_for_evaluation(config_class, origin(weights), layers, argv, program))
+    for field in dataclasses.fields(config):
+        if field.metadata.get("of_evaluation") and getattr(config, field.name) != field.default:
+            raise Refused(
+                f"--{field.name} is for --eval_only: a run measures the model as it exports it; leave it out, and evaluate "
+                "best/ with it"
+            )
     suited = suit(config) if suit else {}
     if suited != (_suited or {}):  # until it is stable: the model depends on the data, the image size on the model
         return parse(config_class, words, program, suit, origin, suited)

@@ -6,7 +6,7 @@ evaluation each image has the canvas that it would have alone.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from common.detection.data import outlines
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.device_decoding import Laid
 from common.detection.transforms import BoxAugmentation
+from common.detection.views import Views, mirrored_back
 from common.errors import Refused
 from common.training import drop_path
 
@@ -44,6 +45,12 @@ class DetectionBatch(Movable):
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # what losses are divided by, over the global batch
     encoded: Encoded | None = None  # images that the device has yet to decode onto `images`
+    mirrored: bool = False  # left to right, within their sizes; only of an evaluation
+    others: list["DetectionBatch"] = field(default_factory=list)  # other views of the same images, see `Views`
+
+    @property
+    def views(self) -> list["DetectionBatch"]:
+        return [self, *self.others]
 
     def complete(self) -> "DetectionBatch":
         """The batch with all of its images, decoded on its device."""
@@ -173,38 +180,72 @@ class EvaluationScenes(Dataset):
     """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
 
     Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
-    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
+    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas, in each
+    of the views.
     """
 
     source: Annotated
     augmentation: BoxAugmentation
     stride: int
     fill: tuple[int, int, int]
+    views: Views | None = None  # default: each image once, at the size of `augmentation`
+
+    def __post_init__(self) -> None:
+        self.views = self.views or Views((self.augmentation,))
 
     def batches(self, most: int) -> list[np.ndarray]:
-        """The indices of all images, in batches of up to `most` images with the same canvas, large ones first."""
-        canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
-        order = np.lexsort((*canvases.T, -canvases.prod(1)))
+        """The indices of all images, in batches of up to `most` images with the same canvases, large ones first."""
+        indices = np.arange(len(self.source))
+        canvases = np.hstack([_multiples(sizes, self.stride) for sizes in self._sizes(indices)])
+        order = np.lexsort((*canvases.T, -canvases[:, :2].prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
         return [group[start : start + most] for group in alike for start in range(0, len(group), most)]
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
-        sizes = self._sizes(indices)
-        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
-            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
-        samples, broken = [], []
-        for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
+        images, broken = [], []
+        for index in indices.tolist():
             try:
-                image = self.source.picture(index).whole()
+                images.append(self.source.picture(index).whole())
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image = _empty(self.source.sizes[index]).image.whole()
-            pixels = resized(image, (height, width), "bilinear")
-            samples.append(Sample(pixels, *map(torch.from_numpy, _NO_BOXES)))
-        return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
+                images.append(_empty(self.source.sizes[index]).image.whole())
+        batch, *others = [
+            self._view(images, indices, sizes, mirrored)
+            for sizes in self._sizes(indices)
+            for mirrored in ((False, True) if self.views.flip else (False,))
+        ]
+        return replace(batch, broken=tuple(broken), others=others)
 
-    def _sizes(self, indices: np.ndarray) -> np.ndarray:
-        return self.augmentation.sizes(indices, self.source.sizes[indices])
+    def _view(self, images: list, indices: np.ndarray, sizes: np.ndarray, mirrored: bool) -> DetectionBatch:
+        """The decoded images of `indices`, resized to `sizes` int[n, 2] (width, height)."""
+        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
+            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
+        samples = []
+        for image, (width, height) in zip(images, sizes.tolist(), strict=True):
+            pixels = resized(image, (height, width), "bilinear")
+            samples.append(Sample(pixels.flip(2) if mirrored else pixels, *map(torch.from_numpy, _NO_BOXES)))
+        batch = _batch(samples, indices, _canvas(sizes, self.stride), self.fill, ())
+        return replace(batch, mirrored=mirrored)
+
+    def _sizes(self, indices: np.ndarray) -> list[np.ndarray]:
+        """int64[n, 2] of each size of the views: width and height of these images."""
+        return [one.sizes(indices, self.source.sizes[indices]) for one in self.views.augmentations]
+
+    def merged(self, found: list[list[dict[str, torch.Tensor]]], batch: DetectionBatch) -> list[dict]:
+        """`restored` detections of each image of a batch; `found` has those of each of its views, in the order of `views`."""
+        if len(found) == 1:
+            of_images = zip(found[0], batch.positions.tolist(), batch.sizes, strict=True)
+            return [self.restored(*of_image) for of_image in of_images]
+        images = []
+        for place, index in enumerate(batch.positions.tolist()):
+            parts = []
+            for view, of_view in zip(batch.views, found, strict=True):
+                part, size = of_view[place], view.sizes[place]
+                part = mirrored_back(part, size[0]) if view.mirrored else part
+                parts.append(part | {"boxes": self.to_original(part["boxes"], index, size)})
+            original = torch.from_numpy(self.source.sizes[index]).to(batch.sizes)
+            images.append(self.restored(self.views.merged(parts), index, original))
+        return images
 
     def restored(self, found: dict[str, torch.Tensor], index: int, size: torch.Tensor) -> dict:
         """Detections on the canvas -> with boxes in pixels of the original image, and masks as `rles` of its pixels."""

@@ -1,0 +1,171 @@
+"""Detections in mirror images and at other sizes lie where they are in the original, and each object stays once."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from common.detection.batches import EvaluationScenes, blank_padding
+from common.detection.data.annotated import FixedImages
+from common.detection.models.detectors import build_detector
+from common.detection.models.spec import DetectorSpec
+from common.detection.transforms import BoxAugmentation
+from common.detection.views import Views
+
+PLAIN = BoxAugmentation(0, (48,), 96)
+SIZES = ((64, 48), (48, 48), (90, 60), (48, 70))  # width, height
+
+
+class Painted(FixedImages):
+    """One image of each of `SIZES`, of noise, in which a bright box has a brighter left half."""
+
+    def __init__(self, mirrored: bool = False):
+        random = np.random.default_rng(0)
+        self.pixels, boxes = [], []
+        for width, height in SIZES:
+            image = random.integers(0, 100, (height, width, 3), dtype=np.uint8)
+            left, top = random.integers(2, 12, 2)
+            image[top : top + 20, left : left + 24] = 180
+            image[top : top + 20, left : left + 12] = 250
+            boxes.append((left, top, left + 24, top + 20))
+            self.pixels.append(np.ascontiguousarray(image[:, ::-1]) if mirrored else image)
+        count = len(SIZES)
+        columns = dict(classes=("box",), category_ids=np.arange(1), image_ids=np.arange(count), sizes=np.array(SIZES))
+        columns |= dict(offsets=np.arange(count + 1), boxes=np.array(boxes, np.float32), labels=np.zeros(count, int))
+        columns |= dict(crowd=np.zeros(count, bool), areas=np.full(count, 480.0))
+        super().__init__(**columns)
+
+    def content(self, index):
+        from PIL import Image
+
+        return Image.fromarray(self.pixels[index])
+
+    def name(self, index):
+        return str(index)
+
+
+class Bright(torch.nn.Module):
+    """Finds the bright pixels: one box, with a mask of those that are brighter."""
+
+    def detect(self, images, sizes):
+        found = []
+        for image in images[:, 0]:
+            rows, columns = (image > 0.6).nonzero(as_tuple=True)
+            left, top, right, bottom = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+            part = image[None, None, top:bottom, left:right]
+            mask = (torch.nn.functional.interpolate(part, (28, 28), mode="bilinear") > 0.85).double()[0]
+            box = torch.stack([left, top, right, bottom]).double()[None]
+            found.append(
+                {"boxes": box, "scores": torch.ones(1).double(), "labels": torch.zeros(1).long(), "masks": mask}
+            )
+        return found
+
+
+def found_by(detector, source, views: Views) -> dict[int, dict]:
+    """What `recipes.det.predict` yields, by image; batches travel as from a data worker."""
+    scenes, found = EvaluationScenes(source, PLAIN, 16, (0, 0, 0), views), {}
+    for indices in scenes.batches(3):
+        batch = pickle.loads(pickle.dumps(scenes.__getitems__(indices))).to("cpu")
+        normalised = [blank_padding(view.images.double() / 255, view.sizes) for view in batch.views]
+        seen = [detector.detect(images, view.sizes) for images, view in zip(normalised, batch.views, strict=True)]
+        found |= dict(zip(indices.tolist(), scenes.merged(seen, batch), strict=True))
+    assert sorted(found) == list(range(len(source)))
+    return found
+
+
+def sized(*sides: int) -> tuple[BoxAugmentation, ...]:
+    return tuple(BoxAugmentation(0, (side,), 2 * side) for side in sides)
+
+
+def test_what_is_symmetric_is_found_where_it_is_and_once() -> None:
+    source = Painted()
+    alone = found_by(Bright(), source, Views((PLAIN,)))
+    mirrored = found_by(Bright(), source, Views((PLAIN,), flip=True))
+    several = found_by(Bright(), source, Views(sized(48, 64, 96, 40), flip=True))
+    for index in range(len(source)):
+        for found in (alone, mirrored, several):
+            assert len(found[index]["boxes"]) == len(found[index]["rles"]) == 1
+        assert torch.equal(mirrored[index]["boxes"], alone[index]["boxes"])
+        assert mirrored[index]["rles"] == alone[index]["rles"]
+        true = torch.from_numpy(source.boxes[index])[None]
+        assert several[index]["boxes"].sub(true).abs().max() < 2.5  # of a pixel of the smallest view
+        only_mirrored = found_by(OnlyMirrored(), source, Views((PLAIN,), flip=True))
+        assert torch.equal(only_mirrored[index]["boxes"], alone[index]["boxes"])
+        assert only_mirrored[index]["rles"] == alone[index]["rles"]
+
+
+class OnlyMirrored(Bright):
+    """Sees nothing but mirror images, in which the right half is brighter."""
+
+    def detect(self, images, sizes):
+        found = super().detect(images, sizes)
+        kept = [of["masks"][0, 8:20, -6].mean() > 0.5 for of in found]
+        return [
+            {name: column[: int(keep)] for name, column in of.items()} for of, keep in zip(found, kept, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def fcos():
+    """A detector of random weights, with detections of any score."""
+    torch.manual_seed(0)
+    detector = build_detector(DetectorSpec("fcos", "test_resnet", 1, levels=(3, 4), width=32, convolutions=1)).double()
+    detector.score_threshold = 0.0
+    return detector.eval()
+
+
+def test_of_a_mirror_image_the_mirrored_boxes_are_found(fcos) -> None:
+    views = Views((PLAIN,), flip=True, nms_threshold=0.6)
+    found, mirrored = (found_by(fcos, source, views) for source in (Painted(), Painted(mirrored=True)))
+    plain = found_by(fcos, Painted(mirrored=True), Views((PLAIN,)))
+    differs = False
+    for index, (width, _) in enumerate(SIZES):
+        assert len(found[index]["boxes"]) > 5
+        wanted = found[index]["boxes"].clone()
+        wanted[:, [0, 2]] = width - wanted[:, [2, 0]]
+        assert torch.allclose(mirrored[index]["scores"], found[index]["scores"], atol=1e-12)
+        assert torch.allclose(mirrored[index]["boxes"], wanted, atol=1e-9)
+        differs |= len(plain[index]["scores"]) != len(found[index]["scores"]) or not torch.allclose(
+            plain[index]["scores"], found[index]["scores"]
+        )
+    assert differs  # the detector itself is not symmetric
+
+
+def test_a_view_of_one_size_is_an_evaluation_at_that_size(fcos) -> None:
+    (larger,) = sized(64)
+    by_view = found_by(fcos, Painted(), Views((larger,)))
+    scenes = EvaluationScenes(Painted(), larger, 16, (0, 0, 0))
+    for indices in scenes.batches(3):
+        batch = scenes.__getitems__(indices)
+        seen = fcos.detect(blank_padding(batch.images.double() / 255, batch.sizes), batch.sizes)
+        for index, of_image, size in zip(indices.tolist(), seen, batch.sizes, strict=True):
+            wanted = scenes.restored(of_image, index, size)
+            assert all(torch.equal(by_view[index][name], wanted[name]) for name in wanted)
+
+
+def test_every_view_has_the_canvas_that_its_image_has_alone() -> None:
+    scenes = EvaluationScenes(Painted(), PLAIN, 16, (0, 0, 0), Views(sized(48, 72), flip=True))
+    for indices in scenes.batches(3):
+        together = scenes.__getitems__(indices).views
+        assert [view.mirrored for view in together] == [False, True, False, True]
+        for place, index in enumerate(indices.tolist()):
+            alone = scenes.__getitems__(np.array([index])).views
+            assert all(
+                torch.equal(one.images[place], other.images[0]) for one, other in zip(together, alone, strict=True)
+            )
+
+
+def test_of_boxes_that_overlap_the_best_of_each_class_stays() -> None:
+    box, near, far = [0.0, 0, 10, 10], [1.0, 0, 11, 10], [30.0, 0, 40, 10]
+
+    def part(rows):
+        boxes, scores, labels = zip(*rows, strict=True)
+        return {"boxes": torch.tensor(boxes), "scores": torch.tensor(scores), "labels": torch.tensor(labels)}
+
+    parts = [part([(box, 0.5, 0), (far, 0.2, 0)]), part([(near, 0.9, 0), (near, 0.4, 1)])]
+    merged = Views((PLAIN,), True, 0.7, limit=3).merged(parts)
+    assert merged["boxes"].tolist() == [near, near, far]
+    assert (merged["labels"].tolist(), merged["scores"].tolist()) == ([0, 1, 0], pytest.approx([0.9, 0.4, 0.2]))
+    assert len(Views((PLAIN,), True, 0.9).merged(parts)["boxes"]) == 4
+    assert len(Views((PLAIN,), True, 0.9, limit=2).merged(parts)["boxes"]) == 2
