@@ -19,7 +19,6 @@ import torch
 from common.checkpoints.store import Checkpoints
 from common.config.recipe_source import FOLDER
 from common.distributed.collectives import broadcast_object, gather_objects, gather_to_main, is_main, world_size
-from common.durable X
 from common.errors import Refused
 from common.files import open_regular
 from common.run.folder import read_json
