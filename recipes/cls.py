@@ -276,7 +276,7 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
 
 
 def draw(run: Run, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
-    """Pictures of the last evaluation."""
+    """Pictures of the newest evaluation."""
     if counts.confusion is not None:
         run.draw("confusion", plots.confusion, counts.confusion, val.classes)
     if mistakes:
@@ -335,7 +335,7 @@ def main() -> None:
 
             if run.evaluates():
                 counts, mistakes = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
-                if run.ends():
+                if run.draws():
                     draw(run, val, counts, mistakes)
             if run.saves():
                 run.save()

@@ -295,7 +295,7 @@ def start_rows(config: Config, data: tuple, model, begins: str, samples: Trainin
 
 
 def draw(run: Run, val: Annotated, found: Detections) -> None:
-    """Pictures of the last evaluation."""
+    """Pictures of the newest evaluation."""
     matches = Matches(val, *found.columns())
     run.draw("predictions", plots.predictions, val, matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
@@ -360,7 +360,7 @@ def main() -> None:
 
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="AP")
-                if run.ends():
+                if run.draws():
                     draw(run, val, found)
             if run.saves():
                 run.save()
