@@ -273,7 +273,7 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
 
 
 def draw(run: Run, train: sources.Source, val: sources.Source, found: Evaluation) -> None:
-    """Pictures of the last evaluation, and of labels that are likely wrong."""
+    """Pictures of the newest evaluation, and of labels that are likely wrong."""
     run.draw("suspicious", suspects.report, train, run.suspects())
     if found.counts.confusion is not None:
         run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
@@ -336,7 +336,7 @@ def main() -> None:
 
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
-                if run.ends():
+                if run.draws():
                     draw(run, *data, found)
             if run.saves():
                 run.save()

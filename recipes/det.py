@@ -299,7 +299,7 @@ def start_rows(config: Config, data: tuple, model, begins: str, samples: Trainin
 
 
 def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) -> None:
-    """Pictures of the last evaluation; a report is `thorough`."""
+    """Pictures of the newest evaluation; a report is `thorough`."""
     judgement, matches = found.judgement, found.judgement.matches
     run.draw("predictions", plots.predictions, val, matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
@@ -368,7 +368,7 @@ def main() -> None:
 
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="AP")
-                if run.ends():
+                if run.draws():
                     draw(run, val, found)
             if run.saves():
                 run.save()

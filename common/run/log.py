@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from common.errors import printable
 from common.run.folder import RunFolder
-from common.run.tracking import BoxedImage, Tracker
+from common.run.tracking import Example, Tracker
 
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
@@ -86,9 +86,13 @@ class RunLog:
             raise self._failure
 
     def summary(self, values: dict) -> None:
-        """Write the last and best results to summary.json and to the dashboard's table of runs."""
+        """Write summary.json, and show the results."""
         if self._folder:  # also when a finished run starts again: it may have been killed before this
             self._folder.write("summary.json", values)
+        self.results(values)
+
+    def results(self, values: dict) -> None:
+        """Show the best and the last results in the dashboard's table of runs."""
         if self._tracker:
             self._tracker.summary(
                 {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}
@@ -104,12 +108,12 @@ class RunLog:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, step: int, pictures: dict, boxed_images: Sequence[BoxedImage] | None = None) -> None:
-        """Send image files of `step` (key -> path) to the dashboard, and images with boxes if there are any."""
+    def pictures(self, step: int, pictures: dict, examples: Sequence[Example] | None = None) -> None:
+        """Send image files of `step` (key -> path) to the dashboard, and images with boxes or labels if there are any."""
         if self._tracker:
             self._tracker.images(step, pictures)
-            if boxed_images:
-                self._tracker.boxed_images(step, boxed_images)
+            if examples:
+                self._tracker.examples(step, examples)
 
     def _show(self, row: dict) -> None:
         parts = [f"{name} {row[key]:.4g}" for key, name in _SHOWN.items() if row.get(key) is not None]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from common.run.tracking import Tracker
 from common.training.optimizer import Schedule
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
+MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
+FIRST_DRAWING_S = 1.0  # about what the first pictures take
 MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # Names and prefixes in a row that numbers of one's own can't have.
@@ -56,6 +59,10 @@ class Records:
         self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss, self._reads_utilization = 0.0, True
+        self._drawing, self._trained_before = (
+            FIRST_DRAWING_S,
+            0.0,
+        )  # seconds: of pictures, of training in earlier starts
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -114,6 +121,7 @@ class Records:
     def share(self) -> None:
         """Give all ranks the totals of the checkpoint, to count on from; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
+        self._trained_before = self.progress.seconds
         config = self._config
         self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
 
@@ -168,22 +176,29 @@ class Records:
                 raise Refused(text)
             self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
         self.log.note(step, numbers)
-        return self.progress.judge(step, numbers, f"eval/{leading}")
+        better = self.progress.judge(step, numbers, f"eval/{leading}")
+        self.log.results({"best": self.progress.best, "last": self.progress.last})
+        return better
+
+    def has_time_to_draw(self) -> bool:
+        """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""
+        return self._drawing <= MOST_DRAWING * (self.progress.seconds - self._trained_before)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """See `Run.draw`; on the main process."""
         if self._folder and not self._folder.lost:
-            path = self._path / "pictures" / f"{name}.png"
+            path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
-                boxed_images = function(*arguments, path)
+                examples = function(*arguments, path)
                 if letters := fonts.missing():
                     self.log.say(
                         f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
                         "Noto Sans CJK (Debian: fonts-noto-cjk)"
                     )
-                self.log.pictures(self.progress.step, {name: path}, boxed_images)
+                self.log.pictures(self.progress.step, {name: path}, examples)
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+            self._drawing += time.perf_counter() - began
 
     def checkpoint(self) -> dict:
         """What a checkpoint holds beside tensors."""

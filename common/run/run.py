@@ -382,10 +382,18 @@ class Run:
         self._audit.gather()
         return self._audit.suspects()
 
+    def draws(self) -> bool:
+        """Whether pictures of an evaluation are due: after the last one, and while they take little of the run's time.
+
+        A collective, after evaluations, instead of `ends`.
+        """
+        ends = self.ends()
+        return broadcast_object(ends or self._records.has_time_to_draw())
+
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
 
-        Images with boxes that it returns go to the dashboard, too.
+        Images with boxes or labels that it returns (`tracking.BoxedImage`, `tracking.MistakenImage`) go to the dashboard, too.
         """
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
+from common.config.fields import list_of
 from common.errors import Refused
 
 if TYPE_CHECKING:
@@ -62,6 +63,20 @@ class Box:
     score: float | None = None
 
 
+@dataclass(frozen=True)
+class MistakenImage:
+    """An image that was classified wrongly: its true and its predicted class, and the probability of the latter."""
+
+    image: "Image.Image"
+    name: str
+    true: str
+    predicted: str
+    confidence: float
+
+
+Example = BoxedImage | MistakenImage
+
+
 class Tracker:
     """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
@@ -74,7 +89,7 @@ class Tracker:
         folder: The run folder; the tracker's files go below it.
         project: The tracker's group of runs.
         name: The run's display name.
-        config: The run's complete config.
+        config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
         run_id: The `run_id` of the run that resumes; None for a new run.
         sent_up_to: The last step the tracker has; rows up to it are not sent again.
         say: Logs one line; also called from the tracker's thread.
@@ -130,9 +145,14 @@ class Tracker:
         """Queues image files of `step`."""
         self._put(lambda backend, pictures=dict(pictures): backend.images(step, pictures))
 
-    def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Queues images with boxes of `step`; only W&B shows boxes."""
-        self._put(lambda backend, images=tuple(images): backend.boxed_images(step, images))
+    def examples(self, step: int, examples: Sequence[Example]) -> None:
+        """Queues images with boxes or with labels of `step`; only W&B shows them."""
+        boxed = tuple(example for example in examples if isinstance(example, BoxedImage))
+        mistaken = tuple(example for example in examples if isinstance(example, MistakenImage))
+        if boxed:
+            self._put(lambda backend: backend.boxed_images(step, boxed))
+        if mistaken:
+            self._put(lambda backend: backend.mistaken_images(step, mistaken))
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -190,10 +210,13 @@ class _Backend:
         self.tracker.log(metrics, step=step)
 
     def summary(self, values: dict) -> None:
-        self.tracker.log({f"summary/{key}": value for key, value in values.items()})
+        self.tracker.log({f"summary/{key}": value for key, value in values.items()}, step=values.get("last/step"))
 
     def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
         """Does nothing by default: a plot that shows the boxes is sent as well."""
+
+    def mistaken_images(self, step: int, images: Sequence[MistakenImage]) -> None:
+        """Does nothing by default: a plot that shows the images is sent as well."""
 
     def finish(self, exit_code: int) -> None:
         self.tracker.finish()
@@ -216,6 +239,8 @@ class _WandB(_Backend):
                 x_transaction_log_flush_interval=1.0,  # a killed run loses at most so many seconds of rows; default 15
             )
             run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
+            run |= {key: config.get(key) or None for key in ("group", "notes")}
+            run["tags"] = list_of(config.get("tags", "")) or None
             tracker = WandBTracker(project, **run)
             tracker.start()
             return tracker
@@ -264,6 +289,14 @@ class _WandB(_Backend):
             row[f"objects/{number:02d}"] = wandb.Image(image.image, caption=image.name, boxes=boxes)
         self.log(step, row)
 
+    def mistaken_images(self, step, images):
+        import wandb
+
+        table = wandb.Table(columns=["image", "name", "true", "predicted", "confidence"])
+        for image in images:
+            table.add_data(wandb.Image(image.image), image.name, image.true, image.predicted, image.confidence)
+        self.log(step, {"mistakes_table": table})
+
     def finish(self, exit_code):
         self.run.finish(exit_code=exit_code)
 
@@ -296,7 +329,8 @@ class _Trackio(_Backend):
     def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
         files = _writable(folder / "trackio")
         os.environ["TRACKIO_DIR"] = str(files)  # read when the package is imported
-        self.tracker = TrackioTracker(project, name=name, resume="allow", config=config, embed=False)
+        of_group = {"group": config.get("group") or None}
+        self.tracker = TrackioTracker(project, name=name, resume="allow", config=config, embed=False, **of_group)
         self.tracker.start()
         self.where = f"{files} (to look: TRACKIO_DIR={files} trackio show)"
 

@@ -256,7 +256,7 @@ def test_the_command_line_is_what_is_parsed_by_default(monkeypatch: pytest.Monke
 def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     run = identity(Config())
     may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints bucket_cap_mb
-        eval_every log_every workers tracker project max_broken_share dry_run
+        eval_every log_every workers tracker project tags group notes max_broken_share dry_run
         collective_timeout profile allow_changed_source deterministic patience max_hours""".split()
     added = {field.name for field in dataclasses.fields(Config) if field.metadata.get("added")}
     assert {field.name for field in dataclasses.fields(Config)} - run.keys() == {*may_change, *added}

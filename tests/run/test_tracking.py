@@ -94,7 +94,7 @@ cat = Box((10, 20, 50, 40), 3, "cat")
 wide = BoxedImage(Image.new("RGB", (100, 50)), "a/wide one.jpg", {"ground_truth": [cat], "predictions": [
     Box((12.5, 20, 50, 40), 3, "cat", 0.75), Box((0, 0, 100, 50), 5, "dog", 0.25)]})
 grey = BoxedImage(Image.new("L", (8, 16)), "grey", {"ground_truth": [], "predictions": []})
-tracker.boxed_images(8, [wide, grey])
+tracker.examples(8, [wide, grey])
 tracker.finish(timeout_s=60)
 """
 
@@ -261,7 +261,7 @@ def test_boxes_that_a_tracker_refuses_do_not_end_it(backend, tmp_path) -> None:
 
     backend.boxed_images = refuse
     tracker = tracker_of(tmp_path, said.append)
-    tracker.boxed_images(1, [tracking.BoxedImage(None, "a", {})])
+    tracker.examples(1, [tracking.BoxedImage(None, "a", {})])
     tracker.log(2, {"a": 1.0})
     tracker.finish()
     assert backend.rows == [(2, {"a": 1.0})]
@@ -293,7 +293,7 @@ def test_only_the_main_process_sends_and_none_means_nothing(backend, tmp_path) -
         tracker.log(1, {"a": 1.0})
         tracker.summary({"a": 1.0})
         tracker.images(1, {"a": tmp_path / "a.png"})
-        tracker.boxed_images(1, [tracking.BoxedImage(None, "a", {})])
+        tracker.examples(1, [tracking.BoxedImage(None, "a", {})])
         tracker.finish()
         assert tracker.where() == "" and tracker.run_id
     assert backend.rows == [] and list(tmp_path.iterdir()) == []
@@ -329,7 +329,7 @@ def test_tensorboard_gets_rows_results_and_pictures(tmp_path: Path) -> None:
             tracker.log(step, {"train/loss": 1 / step})
         tracker.summary({"best/top1": 0.5})
         tracker.images(5, {"curves": tmp_path / "curves.png"})  # of a step whose row comes later
-        tracker.boxed_images(5, [tracking.BoxedImage(Image.new("RGB", (4, 4)), "a", {})])  # it knows no boxes
+        tracker.examples(5, [tracking.BoxedImage(Image.new("RGB", (4, 4)), "a", {})])  # it knows no boxes
         tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert said == []
