@@ -117,6 +117,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
     from tools.predict.rows import Rows
 
     files, several = plan.pop("files"), plan["multi_label"]
+    source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.scenes(files, np.array(plan.pop("sizes")), trained.classes)
     else:

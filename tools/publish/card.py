@@ -140,13 +140,15 @@ def _training(run: Finished) -> list[str]:
 
 def _limits(run: Finished) -> str:
     per_class = {name: value for name, value in (run.results.get("per_class") or {}).items() if value is not None}
-    weakest = sorted(per_class, key=per_class.get)[:WEAKEST]
+    weakest = sorted(per_class, key=lambda name: per_class[name])[:WEAKEST]
     unmeasured = [name for name, value in (run.results.get("per_class") or {}).items() if value is None]
     name = _NAMES.get(run.leading, run.leading)
     part = f" ({_cell(plain(run.start['evaluated']))})" if "evaluated" in run.start else ""
     lines = [
-        f"- Measured on {run.results['count']:,} images{part}, and on nothing else. Expect less on other cameras, places and times.",
-        f"- Chosen as the best of {run.evaluations} evaluations ({name}) on these same images, so the figures are a little high.",
+        f"- Measured on {run.results['count']:,} images{part}, and on nothing else. Expect less on other cameras, places "
+        "and times.",
+        f"- Chosen as the best of {run.evaluations} evaluations ({name}) on these same images, so the figures are a little "
+        "high.",
     ]
     if weakest:
         lines.append(
