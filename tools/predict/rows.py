@@ -45,6 +45,9 @@ class Rows:
             if str(index) in reasons:
                 yield index, row | {"error": reasons[str(index)]}
                 continue
+            if not np.isfinite(part["scores"]).all():
+                yield index, row | {"error": "the model's scores are not finite numbers"}
+                continue
             if "boxes" in part:
                 row["width"], row["height"] = self.source.sizes[index].tolist()
             yield index, row | {"predictions": self._predictions(part)}

@@ -64,6 +64,7 @@ def arguments() -> argparse.ArgumentParser:
         description=described,
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument(
