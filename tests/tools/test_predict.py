@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from common.distributed import launch as launching
@@ -24,10 +26,11 @@ from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited
 from tools.predict.__main__ import main
+from tools.predict.images import images
 from tools.predict.listing import listing
 from tools.predict.output import Output
 from tools.predict.plan import choose
-from tools.predict.rows import Format
+from tools.predict.rows import Format, Rows
 from tools.trained import load
 
 PAGE = (ROOT / "docs" / "after_training.md").read_text()
@@ -163,7 +166,7 @@ def test_files_that_cannot_be_read_are_rows_with_their_reason(request, recipe, o
     assert recipe == "cls" or (by_name[b"turned.jpg"]["width"], by_name[b"turned.jpg"]["height"]) == (20, 40)
     said = capsys.readouterr().err
     assert "1 files without an image's extension were left out: .txt 1" in said
-    assert "13 images, 7 could not be read" in said
+    assert "13 images, 7 with an error" in said
 
     main(
         [
@@ -234,6 +237,14 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
         chosen()
 
 
+def test_scores_that_are_no_numbers_are_an_error_of_their_row() -> None:
+    source = images(["a.png", "b.png"], ("x", "y"), multi_label=False)
+    batch = SimpleNamespace(positions=torch.arange(2), broken=())
+    rows = Rows(source, np.zeros(2, np.float32), top=1).of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
+    (_, right), (_, wrong) = rows
+    assert right["predictions"][0]["class"] == "y" and "not finite" in wrong["error"]
+
+
 def test_texts_are_written_in_order_and_the_file_appears_when_it_is_complete(tmp_path) -> None:
     form, path = Format(lambda index, row: "", "[", ",", "]"), tmp_path / "out"
     with Output(str(path), False) as output:
@@ -279,6 +290,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
         (trained_classifier, [image, "--top", "0"], "--top 0: must be at least 1"),
         (trained_classifier, [image, "--threshold", "1.5"], "--threshold 1.5: must be between 0 and 1"),
         (trained_classifier, [image, "--format", "coco"], "for detectors"),
+        (trained_classifier, [image, "--data", "digits"], "--data: is not read here"),
         (trained_classifier, [image, "--learning_rate", "3"], "unknown flag --learning_rate"),
         (trained_classifier, [image, "-o", str(tmp_path / "old.jsonl")], "old.jsonl: exists.*--overwrite"),
         (trained_classifier, [image, "-o", str(tmp_path / "no" / "x")], "No such file or directory"),

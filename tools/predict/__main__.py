@@ -29,6 +29,7 @@ def arguments() -> argparse.ArgumentParser:
         description=described,
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
@@ -73,6 +74,8 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
     if not words.images and not words.list:
         raise Refused("no images are named: give files, folders or globs after the model, or --list FILE")
+    if any(flag.split("=")[0] == "--data" for flag in flags):
+        raise Refused("--data: is not read here; name the images after the model")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
     trained = load(words.model, flags)
@@ -98,7 +101,7 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
         with all_or_none("listing the images"):
             plan = make_plan(words, trained) if is_main() else None
         plan = broadcast_object(plan)
-        for note in plan.pop("notes"):
+        for note in (launch.describe(accelerator, trained.config.dtype), *plan.pop("notes")):
             say(note)
         form = format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
         if output:
@@ -117,6 +120,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
     from tools.predict.rows import Rows
 
     files, several = plan.pop("files"), plan["multi_label"]
+    source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.scenes(files, np.array(plan.pop("sizes")), trained.classes)
     else:
@@ -159,7 +163,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
             done += at_once
             is_quick = time.perf_counter() - began < _OFTEN_S
             at_once = broadcast_object(min(2 * at_once, _MOST_AT_ONCE) if is_quick else at_once)
-    say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} could not be read" if broken else ""))
+    say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} with an error" if broken else ""))
 
 
 def say(text: str, everywhere: bool = False) -> None:
@@ -170,4 +174,7 @@ def say(text: str, everywhere: bool = False) -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = "predict"  # as messages name it
-    launch.run(main)
+    try:
+        launch.run(main)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -73,7 +73,7 @@ class Output:
         if kind is None:
             self._write(self._form.tail, flush=True)
         try:
-            if self._draft and kind is None:
+            if self._draft and self._path and kind is None:
                 os.fsync(self._file.fileno())
                 self._draft.replace(self._path)
                 sync(self._path.parent)

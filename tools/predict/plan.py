@@ -29,7 +29,8 @@ def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
         trained.origin.path, trained.classes, words.threshold, trained.is_detector, several, is_coco
     )
     notes.append(f"threshold: {said}")
-    image_ids, category_ids = [], {}
+    image_ids: list[int] = []
+    category_ids: dict[str, int] = {}
     if words.images_of:
         image_ids, category_ids, more = ids_of(words.images_of, files, trained.classes)
         notes += more
@@ -114,7 +115,8 @@ def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[lis
         raise Refused(
             f"--images_of {file}: has no category {some(unknown)}, which the model knows; it has {some([*categories])}"
         )
-    found = {name: [*categories.values()][place] for name, place in zip(classes, places, strict=True)}
+    numbers_of = [*categories.values()]
+    found = {name: numbers_of[place] for name, place in zip(classes, places, strict=True) if place is not None}
     notes = [f"{len(numbers) - len(ids):,} of the {len(numbers):,} images of {file} are not predicted"]
     return ids, found, notes if len(ids) < len(numbers) else []
 

@@ -45,6 +45,9 @@ class Rows:
             if str(index) in reasons:
                 yield index, row | {"error": reasons[str(index)]}
                 continue
+            if not np.isfinite(part["scores"]).all():
+                yield index, row | {"error": "the model's scores are not finite numbers"}
+                continue
             if "boxes" in part:
                 row["width"], row["height"] = self.source.sizes[index].tolist()
             yield index, row | {"predictions": self._predictions(part)}
@@ -120,7 +123,7 @@ class CocoResults:
     def _result(self, index: int, one: dict) -> dict:
         left, top, right, bottom = map(np.float32, one["box"])
         size = [float(right) - float(left), float(bottom) - float(top)]
-        result = {"image_id": self.image_ids[index], "category_id": self.category_ids[one["class"]]}
+        result: dict = {"image_id": self.image_ids[index], "category_id": self.category_ids[one["class"]]}
         result |= {"bbox": [float(left), float(top), *size], "score": float(np.float32(one["score"]))}
         return result | ({"segmentation": one["mask"]} if "mask" in one else {})
 

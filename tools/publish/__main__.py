@@ -1,0 +1,114 @@
+"""Publish: writes a model card from a run folder, and pushes the best model with it to the Hugging Face hub.
+
+    python -m tools.publish runs/cls-d55fba --to owner/name --license apache-2.0 --private
+    python -m tools.publish runs/cls-d55fba --to owner/name --dry_run FOLDER
+
+The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Folders before the
+names of files are left out of everything that is published. --dry_run writes the folder and pushes nothing.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from common.config.origin import RUN_FILE
+from common.durable import replace_folder, sync_folder
+from common.errors import Refused
+from tools.publish.card import DETECT, card, detect_script, plain
+from tools.publish.run import Finished, read
+
+
+def write(run: Finished, text: str, folder: Path) -> None:
+    """Write what is published: best/, the card, the pictures and, for a detector of torchvision, the script that loads it."""
+    shutil.copytree(run.folder / "best", folder, dirs_exist_ok=True)
+    of_run = json.loads((folder / RUN_FILE).read_text())
+    of_run["config"] = {
+        name: plain(value) if isinstance(value, str) else value for name, value in of_run["config"].items()
+    }
+    (folder / RUN_FILE).write_text(json.dumps(of_run, indent=2) + "\n")
+    if (run.folder / "pictures").is_dir():
+        shutil.copytree(
+            run.folder / "pictures",
+            folder / "pictures",
+            ignore=lambda _, names: [n for n in names if not n.endswith(".png")],
+        )
+    if script := detect_script(run):
+        (folder / DETECT).write_text(script)
+    (folder / "README.md").write_text(text)
+
+
+def push(folder: Path, to: str, private: bool, step: int) -> str:
+    """Upload the folder; returns its address. Raises `Refused` for whatever the hub or the network say against it."""
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        hub.create_repo(to, private=private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=to, folder_path=folder, commit_message=f"Model of step {step}"))
+    except Exception as error:  # of its many libraries: no token, no right, no network, no space
+        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        raise Refused(
+            f"--to {to}: {reason:.300}; log in with `hf auth login`, or look at the folder with --dry_run"
+        ) from None
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    described, _, example = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m tools.publish",
+        description=described,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument(
+        "--to", required=True, metavar="OWNER/NAME", help="the model's name on the hub; it is made if it is new"
+    )
+    parser.add_argument(
+        "--license", default="", help="such as apache-2.0; without one the card says that there is none"
+    )
+    parser.add_argument("--private", action="store_true", help="a new model on the hub is only yours to see")
+    parser.add_argument("--dry_run", type=Path, metavar="FOLDER", help="write this new folder, and push nothing")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    words = arguments().parse_args(argv)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", words.to, re.ASCII):
+        raise Refused(f"--to {words.to}: must be OWNER/NAME, of letters, digits, -, _ and .")
+    run = read(words.run)
+    text = card(run, words.to, words.license)
+    if not words.license:
+        print("no --license is given: the card says so", file=sys.stderr)
+    if words.dry_run:
+        final = words.dry_run.absolute()
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise Refused(f"--dry_run {words.dry_run}: is there already; name a new folder")
+        draft = final.with_name(f".{final.name}.tmp")
+        try:
+            shutil.rmtree(draft, ignore_errors=True)  # what a process that was killed has left
+            write(run, text, draft)
+            sync_folder(draft)
+            replace_folder(final, draft)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise Refused(f"--dry_run {words.dry_run}: {error.strerror or error}") from None
+        print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write(run, text, Path(folder))
+        print(push(Path(folder), words.to, words.private, run.step))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as error:
+        print(f"publish: {error}", file=sys.stderr)
+        sys.exit(2)
