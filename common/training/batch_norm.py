@@ -55,7 +55,8 @@ class StepBatchNorm(_BatchNorm):
             self.collected += statistics
         else:
             y = self._normalize(x)
-        if len(y) == 1 and y.device.type == "cpu" and y.requires_grad and not torch.compiler.is_compiling():
+        # An export to any batch size must not ask for the length.
+        if y.requires_grad and len(y) == 1 and y.device.type == "cpu" and not torch.compiler.is_compiling():
             # torch 2.14 misreads the gradient of a single sample whose places became tokens.
             y.register_hook(torch.Tensor.contiguous)
         if hasattr(self, "act"):  # timm's BatchNormAct2d drops and activates too
@@ -111,12 +112,13 @@ class StepBatchNorm(_BatchNorm):
 
 
 class _MicroBatch:
-    """Number of samples in the current forward pass. A method is the hook, so that a deepcopy has its own."""
+    """Number of samples in the current forward pass of training. A method is the hook, so that a deepcopy has its own."""
 
     samples = 0
 
-    def note(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.samples = len(next(iter(args or kwargs.values())))
+    def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if model.training:  # an export to any batch size must not ask for the length
+            self.samples = len(next(iter(args or kwargs.values())))
 
 
 class _SharedNormalization(torch.autograd.Function):

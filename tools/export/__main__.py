@@ -73,6 +73,7 @@ def load(model: str, flags: list[str], differing: int):
     accelerator = launch.start(trained.config)
     if accelerator.num_processes > 1:
         raise Refused(f"started as {accelerator.num_processes} processes: an export needs one, start it with python -m")
+    launch.say(trained.origin.describe(dataclasses.asdict(trained.config)))
     val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
     if trained.is_detector:
         from tools.export.detector import DetectorTask

@@ -90,7 +90,7 @@ class ClassifierTask:
         """
         count, keep, verdict = len(self._val), chosen(len(self._val)), Verdict()
         pictures, rows = pictures_of(self._val, self._workers), []
-        with tqdm(total=count, desc="proof", unit=" images", leave=False) as bar:
+        with tqdm(total=count, desc="proof", unit=" images", leave=False, disable=None) as bar:
             for batch, logits in self._recipe.predict(self._model, self._loader, self._accelerator, self._normalize):
                 expected = probabilities(logits.float(), self._val.multi_label).cpu().numpy()
                 for index, trained in zip(batch.positions.tolist(), expected, strict=True):

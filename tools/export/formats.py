@@ -11,7 +11,6 @@ import torch
 from common.errors import Refused
 
 _OPSET = 18  # of ONNX
-_MOST = 16384  # pixels of a side, at most; runtimes allow more
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,9 @@ class Format:
 
     file: str  # the model's name in its folder
     packages: tuple[str, ...]  # by the names under which pip installs them, which are those that Python imports
-    write: Callable[[torch.nn.Module, bool, Sequence[str], Path], None]  # the module, batched, its outputs, the file
+    write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]  # the program, its outputs, the file
+    most_images: int | None = None  # at once; None: any number
+    most_pixels: int = 2**16  # of a side of a picture
 
     def check(self, name: str) -> None:
         """Raise `Refused` if a package is missing."""
@@ -29,11 +30,22 @@ class Format:
 
 
 def write(name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[str], folder: Path) -> None:
-    """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format can't express it."""
+    """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format can't express it.
+
+    The module takes one picture, or any number if it is `batched` and the format allows that.
+    """
+    wanted = FORMATS[name]
+    shapes = {
+        axis: torch.export.Dim(side, min=1, max=wanted.most_pixels) for axis, side in ((2, "height"), (3, "width"))
+    }
+    if many := batched and wanted.most_images is None:
+        shapes[0] = torch.export.Dim("batch", min=1)
+    example = torch.zeros(1 + many, 3, 96, 160, dtype=torch.uint8)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of exporters, about their own code
-            FORMATS[name].write(module.eval(), batched, outputs, folder / FORMATS[name].file)
+            program = torch.export.export(module.eval(), (example,), dynamic_shapes=(shapes,))
+            wanted.write(program, outputs, folder / wanted.file)
     except Exception as error:  # exporters raise almost anything
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Refused(
@@ -41,49 +53,38 @@ def write(name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[s
         ) from error
 
 
-def _program(module: torch.nn.Module, batched: bool) -> torch.export.ExportedProgram:
-    height, width = torch.export.Dim("height", min=1, max=_MOST), torch.export.Dim("width", min=1, max=_MOST)
-    shapes = {2: height, 3: width} | ({0: torch.export.Dim("batch", min=1)} if batched else {})
-    example = torch.zeros(1 + batched, 3, 96, 160, dtype=torch.uint8)
-    return torch.export.export(module, (example,), dynamic_shapes=(shapes,))
+def _torch_export(program: torch.export.ExportedProgram, _: Sequence[str], file: Path) -> None:
+    torch.export.save(program, file)
 
 
-def _torch_export(module: torch.nn.Module, batched: bool, outputs: Sequence[str], file: Path) -> None:
-    torch.export.save(_program(module, batched), file)
-
-
-def _onnx(module: torch.nn.Module, batched: bool, outputs: Sequence[str], file: Path) -> None:
-    program = torch.onnx.export(
-        _program(module, batched),
-        dynamo=True,
-        opset_version=_OPSET,
-        input_names=["images"],
-        output_names=list(outputs),
-        verbose=False,
+def _onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
+    written = torch.onnx.export(
+        program, opset_version=_OPSET, input_names=["images"], output_names=list(outputs), verbose=False
     )
-    program.save(file)
+    written.save(file)
 
 
-def _openvino(module: torch.nn.Module, batched: bool, outputs: Sequence[str], file: Path) -> None:
+def _openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
     import openvino
 
     between = file.with_suffix(".onnx")
-    _onnx(module, batched, outputs, between)
+    _onnx(program, outputs, between)  # OpenVINO reads more models from ONNX than from torch
     openvino.save_model(openvino.Core().read_model(between), file, compress_to_fp16=False)
-    between.unlink()
+    for left in file.parent.glob(f"{between.name}*"):  # weights of 2 GB and more are files of their own
+        left.unlink()
 
 
-def _executorch(module: torch.nn.Module, batched: bool, outputs: Sequence[str], file: Path) -> None:
+def _executorch(program: torch.export.ExportedProgram, _: Sequence[str], file: Path) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    program = to_edge_transform_and_lower(_program(module, batched), partitioner=[XnnpackPartitioner()])
-    file.write_bytes(program.to_executorch().buffer)
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    file.write_bytes(lowered.to_executorch().buffer)
 
 
 FORMATS = {
     "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _onnx),
     "torch_export": Format("model.pt2", (), _torch_export),
     "openvino": Format("model.xml", ("openvino", "onnx", "onnxscript"), _openvino),
-    "executorch": Format("model.pte", ("executorch",), _executorch),
+    "executorch": Format("model.pte", ("executorch",), _executorch, 1, 2048),  # its memory is planned for the largest
 }

@@ -23,8 +23,8 @@ def _cubic(x: torch.Tensor) -> torch.Tensor:
 KERNELS = {"bilinear": _linear, "bicubic": _cubic}
 
 
-def half_even(dividend, divisor):
-    """`round(dividend / divisor)` as Python rounds, of whole numbers that a graph may compute."""
+def half_even(dividend: torch.Tensor, divisor: torch.Tensor | int) -> torch.Tensor:
+    """`round(dividend / divisor)` of whole numbers, as Python rounds."""
     return (2 * dividend + divisor - 1 + dividend // divisor % 2) // (2 * divisor)
 
 
@@ -41,27 +41,29 @@ class Preprocessing(torch.nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        height, width = images.shape[2:]
+        # Sizes are tensors: not every runtime knows all arithmetic of plain numbers.
+        height, width = (torch.full((), side, dtype=torch.int64) for side in images.shape[2:])
         rows, columns = self.resized(height, width)
-        # Columns first, and whole levels after each: so does Pillow.
-        pixels = images.double() @ self.weights(width, columns, self.size[1]).T
-        pixels = self.weights(height, rows, self.size[0]) @ self.levels(pixels)
-        return (self.levels(pixels).float() - self.mean) / self.std
+        horizontal = self.weights(torch.arange(images.shape[3]), width, columns, self.size[1])
+        vertical = self.weights(torch.arange(images.shape[2]), height, rows, self.size[0])
+        pixels = self.levels(images.double() @ horizontal.T)  # rounded after each direction, as Pillow does
+        pixels = self.levels(vertical @ pixels)
+        return (pixels.float() - self.mean) / self.std
 
-    def resized(self, height, width) -> tuple:
-        """Height and width after resizing, as timm computes them: otherwise for squares."""
-        (top, side), is_square = self.covered, self.covered[0] == self.covered[1]
-        divided = (lambda dividend, divisor: dividend // divisor) if is_square else half_even
-        return torch.sym_max(top, divided(height * side, width)), torch.sym_max(side, divided(width * top, height))
+    def resized(self, height: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Height and width after resizing; timm rounds otherwise for squares."""
+        top, side = self.covered
+        divided = torch.floor_divide if top == side else half_even
+        return divided(height * side, width).clamp(min=top), divided(width * top, height).clamp(min=side)
 
-    def weights(self, length, resized, count: int) -> torch.Tensor:
-        """float64[count, length]: how much each pixel of a line counts in each of `count` resized ones, at the centre."""
+    def weights(self, pixels: torch.Tensor, length: torch.Tensor, resized: torch.Tensor, count: int) -> torch.Tensor:
+        """float64[count, length]: how much each of `pixels` of a line counts in each of `count` resized ones, at the centre."""
         places = torch.arange(count) + half_even(resized - count, 2)
-        centres = (2 * places + 1) * length  # in units of half a resized pixel, exactly
+        centres = (2 * places + 1) * length  # in units of half a resized pixel, so that they are whole
         whole = centres // (2 * resized)
         part = (centres - whole * (2 * resized)).double() / (2 * resized)
-        distances = (torch.arange(length) - whole[:, None]).double() + (0.5 - part)[:, None]
-        reach = (torch.ones((), dtype=torch.float64) * length / resized).clamp(min=1)
+        distances = (pixels - whole[:, None]).double() + (0.5 - part)[:, None]
+        reach = (length.double() / resized).clamp(min=1)
         weights = self.kernel((distances / reach).abs())
         weights = weights / weights.sum(1, keepdim=True)
         return torch.floor(weights * _STEPS + 0.5) / _STEPS

@@ -140,24 +140,25 @@ def export(task: Task, name: str, folder: Path, seconds: float) -> dict:
 
 def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
     formats.write(name, task.module, task.batched, list(task.outputs), draft)
-    session = verify.open_model(draft, name, formats.FORMATS[name].file, list(task.outputs))
+    written = formats.FORMATS[name]
+    session = _within(written.most_pixels, verify.open_model(draft, name, written.file, list(task.outputs)), name)
     verdict = task.judge(session)
     if verdict.refusal:
         raise Refused(f"--to {name}: {verdict.refusal}: {'; '.join(verdict.worst[:_NAMED])}; nothing was written")
-    arrays = {}
+    one, arrays = not task.batched or written.most_images == 1, {}
     for number, vector in enumerate(verdict.vectors):
         arrays |= {f"picture_{number}": vector.picture}
         arrays |= {f"{output}_{number}": array for output, array in vector.outputs.items()}
     np.savez_compressed(draft / "vectors.npz", **arrays)  # type: ignore[arg-type]
     about = {
         "format": name,
-        "model": formats.FORMATS[name].file,
-        "input": f"images: uint8[{'N' if task.batched else 1}, 3, height, width], RGB, upright, of any size",
+        "model": written.file,
+        "input": f"images: uint8[{'1' if one else 'N'}, 3, height, width], RGB, upright, sides up to {written.most_pixels}",
         "outputs": dict(task.outputs),
         "batched": task.batched,
         **task.about,
         "validation": verdict.figures,
-        "latency": [latency(session, shape, seconds) for shape in task.shapes],
+        "latency": [latency(session, shape, seconds) for shape in task.shapes if shape[0] == 1 or not one],
         "versions": versions(name),
         "tolerance": verdict.tolerance,
         "vectors": [vector.name for vector in verdict.vectors],
@@ -168,6 +169,20 @@ def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
     if fault := verify.verify(draft):
         raise Refused(f"--to {name}: its own test vectors differ: {fault}; nothing was written")
     return about
+
+
+def _within(most: int, session: Session, name: str) -> Session:
+    """The session, which refuses pictures that the format has no room for."""
+
+    def run(images: np.ndarray) -> dict[str, np.ndarray]:
+        if max(images.shape[2:]) > most:
+            sides = " x ".join(map(str, images.shape[2:]))
+            raise Refused(
+                f"--to {name}: takes pictures of up to {most} pixels a side, and one has {sides}: take another format"
+            )
+        return session(images)
+
+    return run
 
 
 def table(about: Mapping, folder: Path) -> str:

@@ -1,0 +1,268 @@
+"""An exported classifier is the model that was measured: in each format, on every validation image, and without torch.
+
+What differs from the trained model is refused by the images' names, and a refused export leaves nothing behind.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import skimage.data
+import torch
+from PIL import Image
+
+from common.classification.transforms import evaluation_transform
+from common.errors import Refused
+from common.training import batch_norm, timm_models
+from tests.harness.launching import ROOT
+from tools.export import classifier, formats, proof, verify
+from tools.export.__main__ import load, main
+from tools.export.preprocessing import Preprocessing
+
+QUICK = ("--seconds", "0", "--workers", "0")
+
+
+def check(folder: Path, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Run verify.py of an export where some packages can't be imported."""
+    hidden = folder.parent / "hidden"
+    hidden.mkdir(exist_ok=True)
+    for package in blocked:
+        (hidden / f"{package}.py").write_text(f"raise ImportError('{package} is not there')\n")
+    return subprocess.run(
+        [sys.executable, folder / "verify.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(hidden) if blocked else ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_path) -> None:
+    run = tmp_path / "run"
+    for part in ("best", "source"):
+        shutil.copytree(trained_classifier / part, run / part)
+    shutil.copy(trained_classifier / "config.yaml", run)
+    recorded = json.loads((run / "best" / "results.json").read_text())
+    # As a person starts it, with data workers.
+    command = [sys.executable, "-m", "tools.export", run, "--to", "onnx", "--seconds", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("torch_export", "openvino"):
+        main([str(run / "best"), "--to", name, *QUICK])
+    assert sorted(path.name for path in (run / "export").iterdir()) == ["onnx", "openvino", "torch_export"]
+
+    for name, blocked in (
+        ("onnx", ("torch", "timm", "tools", "common")),
+        ("openvino", ("torch",)),
+        ("torch_export", ()),
+    ):
+        folder = run / "export" / name
+        about = json.loads((folder / "export.json").read_text())
+        figures = about["validation"]
+        assert figures["images"] == 359 and figures["differing"] == 0 and figures["largest_difference"] < 1e-4
+        assert figures["top1"] == figures["top1_exported"] == pytest.approx(recorded["top1"], abs=1e-12)
+        assert about["classes"] == [*"0123456789"] and len(about["vectors"]) == 10
+        assert [row["shape"][0] for row in about["latency"]] == [1, 2, 4, 8, 16]
+        assert all(0 < row["median_ms"] <= row["p99_ms"] for row in about["latency"])
+        checked = check(folder, blocked)
+        assert checked.returncode == 0 and checked.stdout.count("\n") == 1, checked.stdout + checked.stderr
+    without = check(run / "export" / "torch_export", ("torch",))  # the packages were indeed out of reach
+    assert without.returncode == 1 and "torch is not there" in without.stdout
+
+    # Weights that were changed: by the hash, and by what they compute if the hash was changed, too.
+    folder = run / "export" / "openvino"
+    weights = (folder / "model.bin").read_bytes()
+    bias = safetensors.numpy.load_file(run / "best" / "model.safetensors")["fc.bias"]
+    assert weights.count(bias.tobytes()) == 1
+    weights = weights.replace(bias.tobytes(), (bias + (np.arange(10) == 3).astype(np.float32)).tobytes())
+    (folder / "model.bin").write_bytes(weights)
+    checked = check(folder)
+    assert checked.returncode == 1 and "model.bin is not the file that was measured" in checked.stdout
+    about = json.loads((folder / "export.json").read_text())
+    about["files"]["model.bin"] = hashlib.sha256(weights).hexdigest()
+    (folder / "export.json").write_text(json.dumps(about))
+    checked = check(folder)
+    assert checked.returncode == 1 and "digits[" in checked.stdout and "probabilities differ by" in checked.stdout
+
+    # A new export replaces the old one.
+    main([str(run), "--to", "openvino", *QUICK])
+    assert check(folder).returncode == 0
+
+
+class WithoutAntialiasing(Preprocessing):
+    """Interpolates between the two nearest pixels, as ONNX's Resize does by default."""
+
+    def weights(self, pixels, length, resized, count):
+        places = (torch.arange(count) + 0.5 + (resized - count) // 2) * length / resized - 0.5
+        return (1 - (pixels - places[:, None]).abs()).clamp(min=0).double()
+
+
+def other_mean(config: dict) -> Preprocessing:
+    return classifier_preprocessing(config | {"mean": (0.1, 0.1, 0.1)})
+
+
+def without_antialiasing(config: dict) -> Preprocessing:
+    size = config["input_size"][1:]
+    return WithoutAntialiasing(size, size, "bilinear", config["mean"], config["std"])
+
+
+classifier_preprocessing = classifier.preprocessing_of
+
+
+@pytest.mark.parametrize("wrong", [other_mean, without_antialiasing])
+def test_another_preprocessing_is_refused_by_the_names_of_the_images(
+    wrong, trained_classifier, tmp_path, monkeypatch
+) -> None:
+    # Digits four times as large; of four columns one pair is the digit, and the other its negative.
+    digits = load(str(trained_classifier), ["--workers", "0"], 0)._val
+    for index in range(30):
+        pixels = np.asarray(digits.image(index)).repeat(4, 0).repeat(4, 1).copy()
+        pixels[:, ::4], pixels[:, 3::4] = 255 - pixels[:, ::4], 255 - pixels[:, 3::4]
+        place = tmp_path / "data" / digits.classes[digits.labels[index]]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{index}.png")
+    words = [str(trained_classifier), "--to", "torch_export", "--data", str(tmp_path / "data"), *QUICK]
+    output = tmp_path / "new" / "folder"
+    monkeypatch.setattr(classifier, "preprocessing_of", wrong)
+    with pytest.raises(Refused, match=r"of 30 images differ .*\d+\.png: \d 0\.\d+ -> \d 0\.\d+.*nothing was written"):
+        main([*words, "-o", str(output)])
+    assert not output.parent.exists()
+    main([*words, "-o", str(output), "--differing", "30"])
+    figures = json.loads((output / "export.json").read_text())["validation"]
+    assert 0 < figures["differing"] <= 30 and figures["largest_difference"] > classifier.MOVED
+
+
+PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
+
+
+@pytest.mark.parametrize(
+    "size, crop_pct, interpolation",
+    [
+        ((224, 224), 0.875, "bicubic"),
+        ((160, 192), 0.9, "bilinear"),
+        ((288, 288), 1.0, "bilinear"),
+        ((64, 64), 0.95, "bicubic"),
+    ],
+)
+def test_pixels_are_those_of_the_evaluation_to_the_last_level(size, crop_pct, interpolation) -> None:
+    config = {"input_size": (3, *size), "crop_pct": crop_pct, "interpolation": interpolation}
+    config |= {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}
+    inside, outside = classifier.preprocessing_of(config), evaluation_transform(config)
+    pictures = [getattr(skimage.data, name)() for name in PHOTOGRAPHS]
+    pictures += [pictures[2][:7, :5], pictures[3][:101, :333], pictures[2][:3, :400], pictures[0][:1, :1]]
+    for picture in pictures:
+        pixels = inside(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0]
+        assert torch.equal(pixels.round(), torch.as_tensor(outside(Image.fromarray(picture))).float())
+
+
+def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
+    model = timm_models.build_classifier("convnext_atto", 10)
+    batch_norm.convert(model, "group", group_size=4)
+    config = timm_models.data_config(model.eval())
+    assert config["input_size"] == (3, 224, 224) and config["crop_pct"] < 1
+    with torch.no_grad():  # random weights hardly tell pictures apart
+        model.get_classifier().weight.mul_(20)
+    exported = classifier.Classifier(model, classifier.preprocessing_of(config), multi_label=False).eval()
+    photographs = [np.ascontiguousarray(getattr(skimage.data, name)().transpose(2, 0, 1)[None]) for name in PHOTOGRAPHS]
+    with torch.no_grad():
+        expected = [exported(torch.from_numpy(photograph)).numpy() for photograph in photographs]
+    assert np.std(expected, 0).max() > 0.05
+    for name, limit in (("onnx", 1e-5), ("openvino", 1e-3)):
+        formats.write(name, exported, True, ["probabilities"], tmp_path)
+        session = verify.open_model(tmp_path, name, formats.FORMATS[name].file, ["probabilities"])
+        for photograph, probabilities in zip(photographs, expected, strict=True):
+            assert np.abs(session(photograph)["probabilities"] - probabilities).max() <= limit
+        several = session(photographs[1].repeat(3, 0))["probabilities"]
+        assert several.shape == (3, 10) and np.abs(several - expected[1]).max() <= limit
+
+
+def test_each_class_of_multi_label_data_has_a_probability_of_its_own(tmp_path) -> None:
+    model = timm_models.build_classifier("test_vit", 3, image_size=32)
+    config = timm_models.data_config(model, 32, 1.0)
+    timm_models.export(model, ("a", "b", "c"), config, True, {}, tmp_path / "best")
+    rows = ["path,a,b,c"]
+    for index in range(8):
+        pixels = np.random.default_rng(index).integers(0, 256, (40 + index, 50, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{index}.png")
+        rows.append(f"{index}.png,{index % 2},{index // 2 % 2},{index // 4}")
+    (tmp_path / "8.png").write_bytes(b"no picture")
+    (tmp_path / "labels.csv").write_text("\n".join([*rows, "8.png,1,1,1"]))
+    flags = ["--data", tmp_path / "labels.csv", "--label_column", "a,b,c", "--loss", "bce", "--max_broken_share", "0.5"]
+    main([*map(str, [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK])])
+    about = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert about["multi_label"] and about["validation"]["images"] == 8 and about["validation"]["unreadable"] == 1
+    with np.load(tmp_path / "out" / "vectors.npz") as vectors:
+        assert abs(vectors["probabilities_0"].sum() - 1) > 0.01
+    assert "accuracy" in about["validation"] and check(tmp_path / "out").returncode == 0
+
+
+def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, tmp_path) -> None:
+    own = "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 4), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), "
+    own += "torch.nn.Linear(16, 10))"
+    model = eval(own)
+    config = {
+        "input_size": (3, 32, 32),
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+    }
+    timm_models.export(model, [*"0123456789"], config, False, {}, tmp_path / "best")
+    record = json.loads((trained_classifier / "best" / "run.json").read_text())
+    (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    source = (ROOT / "recipes" / "cls.py").read_text()
+    begin, end = (
+        source.index("        model = timm_models.build_classifier("),
+        source.index("        data_config = timm_models"),
+    )
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "mine.py").write_text(f"{source[:begin]}        model = {own}\n{source[end:]}")
+    main([str(tmp_path / "best"), "--to", "torch_export", *QUICK])
+    about = json.loads((tmp_path / "export" / "torch_export" / "export.json").read_text())
+    assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
+
+
+def test_bad_input_is_refused_before_anything_is_read(trained_classifier, tmp_path, monkeypatch, capsys) -> None:
+    run = str(trained_classifier)
+    with pytest.raises(SystemExit) as ended:
+        main([run, "--to", "caffe"])
+    assert ended.value.code == 2 and "torch_export" in capsys.readouterr().err
+    monkeypatch.setattr(proof, "export", None)  # none of these may come so far
+    (tmp_path / "file").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    shutil.copytree(trained_classifier / "best", tmp_path / "best")
+    (tmp_path / "best" / "run.json").unlink()
+    for words, told in (
+        ([run, "-o", tmp_path / "file" / "out"], r"--output .*file.*can't be written"),
+        ([run, "-o", tmp_path / "mine"], r"--output .*mine: .*no export"),
+        ([tmp_path / "best"], r"--data"),
+        ([tmp_path / "nowhere"], r"nowhere.*nothing is there"),
+        ([run, "--data", tmp_path / "gone"], r"--data .*gone"),
+        ([run, "--no_such_flag", "1"], r"no_such_flag"),
+    ):
+        with pytest.raises(Refused, match=told):
+            main([*map(str, words), "--to", "torch_export", *QUICK])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        Refused, match=r"--to openvino: needs openvino, onnx, onnxscript: pip install openvino onnx onnxscript"
+    ):
+        main([str(tmp_path / "nowhere"), "--to", "openvino"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]
+
+
+def test_a_model_that_a_format_cannot_express_is_refused_in_one_line(tmp_path) -> None:
+    class Counting(torch.nn.Module):
+        def forward(self, images):
+            return images.new_ones(len(images), int(images.sum()) % 7)
+
+    with pytest.raises(Refused, match=r"--to torch_export: the model can't be written .*another format") as refusal:
+        formats.write("torch_export", Counting(), True, ["x"], tmp_path)
+    assert "\n" not in str(refusal.value)
