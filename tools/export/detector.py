@@ -190,7 +190,8 @@ def compare(trained: dict[str, np.ndarray], exported: dict[str, np.ndarray], cla
         worst = int(far[nearest].argmax())
         if not far[nearest][worst] <= result.worst:
             row, result.worst = rows[worst], float(far[nearest][worst])
-            what = f"{classes[these['labels'][row]]} {these['scores'][row]:.4f} at {np.round(these['boxes'][row]).astype(int)}"
+            place = np.rint(these["boxes"][row]).astype(int).tolist()
+            what = f"{classes[these['labels'][row]]} {these['scores'][row]:.4f} at {place}"
             moved = f"moved by {box[nearest][worst]:.3g} pixels and {score[nearest][worst]:.3g}"
             result.words = f"{what} is {word}" if np.isinf(far[nearest][worst]) else f"{what} {moved}"
     return result
