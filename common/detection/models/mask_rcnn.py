@@ -53,7 +53,7 @@ class MaskRCNN(FasterRCNN):
     def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
         """Add masks [n, 28, 28] in 0..1, each on the grid of its box; see torchvision's `paste_masks_in_image`."""
         places, labels = [one["boxes"] for one in found], [one["labels"] + 1 for one in found]
-        masks = self._mask_logits(features, places, labels, canvas).sigmoid().split([len(one) for one in places])
+        masks = self._mask_logits(features, places, labels, canvas).sigmoid().split([one.shape[0] for one in places])
         return [one | {"masks": mask} for one, mask in zip(found, masks, strict=True)]
 
     def _mask_logits(
@@ -63,4 +63,4 @@ class MaskRCNN(FasterRCNN):
         pooled = self._pool(self.mask_pool, features, places, canvas)
         logits = self.roi_heads["mask_predictor"](self.roi_heads["mask_head"](pooled))
         labels = torch.cat(labels)
-        return logits[torch.arange(len(labels), device=labels.device), labels].to(pooled.dtype)
+        return logits[torch.arange(labels.shape[0], device=labels.device), labels].to(pooled.dtype)

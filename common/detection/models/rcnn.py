@@ -83,7 +83,7 @@ class FasterRCNN(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             proposals = [boxes for boxes, _ in self.rpn.select(outputs, images.shape[2:], list(sizes))]
         logits, deltas = self._predict(features, proposals, images.shape[2:])
-        lengths = [len(boxes) for boxes in proposals]
+        lengths = [boxes.shape[0] for boxes in proposals]
         found = []
         with torch.autocast(images.device.type, enabled=False):
             parts = zip(logits.split(lengths), deltas.split(lengths), proposals, sizes, strict=True)

@@ -1,0 +1,229 @@
+"""An exported detector is the one that was measured: the same boxes, scores and classes for pictures of any size.
+
+It is compared with the recipe's own evaluation: on the validation set by average precision, and detection by detection; on
+photographs for every family of detectors, with and without the runtimes. What differs is refused by the images' names.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import skimage.data
+import torch
+from PIL import Image
+
+from common.data.decoding import resized
+from common.detection.batches import EvaluationScenes
+from common.detection.data.annotated import FixedImages
+from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
+from common.detection.models.spec import DetectorSpec
+from common.detection.transforms import BoxAugmentation
+from tests.harness import small_rf_detr
+from tests.harness.launching import ROOT
+from tools.export import formats, verify
+from tools.export.__main__ import load
+from tools.export.detector import compare
+from tools.export.detector_module import Exportable, Preprocessing
+from tools.trained import RECIPES, load_recipe
+
+CLASSES = tuple("0123456789")
+SPECS = {
+    "fcos": DetectorSpec("fcos", "test_resnet", 10, levels=(3, 6), width=64, convolutions=2),
+    "retinanet": DetectorSpec("retinanet", "test_resnet", 10, levels=(3, 6), width=64, convolutions=2),
+    "faster_rcnn": DetectorSpec("faster_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32),
+    "mask_rcnn": DetectorSpec("mask_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32),
+    "rtdetr_v2": DetectorSpec("rtdetr_v2", "resnet10t", 10, width=64),
+    "dfine": DetectorSpec("dfine", "resnet10t", 10, width=64),
+    "deimv2": DetectorSpec("deimv2", "deimv2_atto", 10),
+    "rf_detr": None,
+}
+DETECTIONS = ("boxes", "scores", "labels")
+
+
+class Photographs(FixedImages):
+    """Photographs of several sizes, without boxes."""
+
+    def __init__(self) -> None:
+        pictures = [getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea", "rocket")]
+        pictures += [pictures[0][:90, :300], pictures[1][:, :37], pictures[2][:64, :64], pictures[3][:33, :600]]
+        self.pictures, count = [Image.fromarray(picture) for picture in pictures], len(pictures)
+        none = np.zeros(0, np.int64)
+        sizes = np.array([picture.size for picture in self.pictures], np.int32)
+        columns = {"sizes": sizes, "offsets": np.zeros(count + 1, np.int64), "boxes": np.zeros((0, 4), np.float32)}
+        columns |= {"labels": none, "crowd": none.astype(bool), "areas": np.zeros(0, np.float32)}
+        super().__init__(CLASSES, np.arange(10), np.arange(count), **columns)
+
+    def content(self, index: int) -> Image.Image:
+        return self.pictures[index]
+
+    def name(self, index: int) -> str:
+        return f"photograph {index}"
+
+    def pixels(self, index: int) -> np.ndarray:
+        """uint8[1, 3, H, W]"""
+        return np.asarray(self.pictures[index]).transpose(2, 0, 1)[None].copy()
+
+
+def built(family: str) -> tuple[Detector, BoxAugmentation]:
+    """A small detector with random weights that finds something, and how images are resized for it."""
+    detector = small_rf_detr.build(10) if family == "rf_detr" else build_detector(SPECS[family])
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in detector.parameters():
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.add_(0.3 * noise * (parameter.abs().mean() + 0.01))
+        if family == "retinanet":
+            detector.head.classification_head.cls_logits.bias.add_(2)
+    side = small_rf_detr.SIDE if family == "rf_detr" else 160
+    return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in OF_TRANSFORMERS)
+
+
+def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -> list[dict[str, np.ndarray]]:
+    """What the recipe's evaluation finds in each image."""
+    recipe = load_recipe(RECIPES / "det.py")
+    normalize, fill = recipe.build_normalize(SimpleNamespace(dtype="float32"), detector, torch.device("cpu"))
+    scenes = EvaluationScenes(source, plain, detector.stride, fill)
+    batches = [scenes.__getitems__(np.array([index])) for index in range(len(source))]
+    loader = type("Loader", (list,), {"dataset": scenes})(batches)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+    return [
+        {name: found[name].numpy() for name in DETECTIONS}
+        for _, (found,) in recipe.predict(detector, loader, accelerator, normalize)
+    ]
+
+
+def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:
+    with torch.no_grad():
+        return dict(zip(DETECTIONS, (column.numpy() for column in module(torch.from_numpy(pixels))), strict=False))
+
+
+def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict) -> None:
+    """Compare what `sessions` {name: (session, largest difference in pixels)} find with the evaluation."""
+    source = Photographs()
+    expected = evaluated(detector, plain, source)
+    assert max(len(one["scores"]) for one in expected) >= 10
+    for name, (session, most) in sessions.items():
+        for index, one in enumerate(expected):
+            found = session(source.pixels(index))
+            assert [found[column].dtype for column in DETECTIONS] == [np.float32, np.float32, np.int64]
+            apart = compare(one, found, CLASSES)
+            assert not apart.differs and apart.box <= most and apart.score <= 1e-3, (name, source.name(index), apart)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_the_module_finds_what_the_evaluation_finds(family) -> None:
+    detector, plain = built(family)
+    module = Exportable(copy.deepcopy(detector), plain)
+    check_photographs(detector, plain, {"torch": (lambda pixels: found_by(module, pixels), 1e-3)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", SPECS)
+def test_every_format_of_every_family_finds_what_the_evaluation_finds(family, tmp_path) -> None:
+    detector, plain = built(family)
+    module = Exportable(copy.deepcopy(detector), plain)
+    outputs = [*DETECTIONS, *(["masks"] if family == "mask_rcnn" else [])]
+    sessions = {}
+    for name in ("onnx", "openvino", "torch_export"):
+        formats.write(name, module, False, outputs, tmp_path)
+        sessions[name] = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs), 0.05
+    check_photographs(detector, plain, sessions)
+
+
+def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
+    run, hidden = tmp_path / "run", tmp_path / "hidden"
+    for part in ("best", "source"):
+        shutil.copytree(trained_detector / part, run / part)
+    shutil.copy(trained_detector / "config.yaml", run)
+    command = [sys.executable, "-m", "tools.export", run, "--to", "onnx", "--seconds", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folder = run / "export" / "onnx"
+    about = json.loads((folder / "export.json").read_text())
+    figures, recorded = about["validation"], json.loads((run / "best" / "results.json").read_text())
+    assert figures["AP"] == pytest.approx(recorded["AP"], abs=1e-6) and figures["AP"] > 0.1
+    assert figures["AP_exported"] == pytest.approx(figures["AP"], abs=1e-4)
+    assert figures["images"] == recorded["count"] and figures["differing"] == 0
+    assert figures["largest_boxes_difference"] < 0.01 and len(about["vectors"]) == 10
+
+    hidden.mkdir()
+    for package in ("torch", "torchvision", "common", "tools"):
+        (hidden / f"{package}.py").write_text(f"raise ImportError('{package} is not there')\n")
+    check = [sys.executable, folder / "verify.py"]
+    environment = os.environ | {"PYTHONPATH": str(hidden)}
+    assert subprocess.run(check, cwd=folder, env=environment, capture_output=True).returncode == 0
+    with np.load(folder / "vectors.npz") as vectors:
+        arrays = dict(vectors)
+    arrays["boxes_3"][0] += 1
+    np.savez_compressed(folder / "vectors.npz", **arrays)
+    del about["files"]["vectors.npz"]
+    (folder / "export.json").write_text(json.dumps(about))
+    done = subprocess.run(check, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{about['vectors'][3]}: missing: " in done.stdout
+
+    # Other sizes than the training's, by both runtimes that read the file.
+    import openvino
+
+    session = verify.open_model(folder, "onnx", "model.onnx", list(DETECTIONS))
+    exactly = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(folder / "model.onnx", "CPU", exactly)
+    run_openvino = lambda pixels: {name: compiled([pixels])[name].copy() for name in DETECTIONS}  # noqa: E731
+    task = load(str(run), ["--workers", "0"], 0)
+    detector, plain = task._model, task._loader.dataset.augmentation
+    check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
+
+
+def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_detector) -> None:
+    task = load(str(trained_detector), ["--workers", "0"], 0)
+    assert not task.judge(lambda pixels: found_by(task.module, pixels)).refusal
+
+    def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
+        found = found_by(task.module, pixels)
+        return found | {"boxes": found["boxes"] + np.float32(2)}
+
+    verdict = task.judge(shifted)
+    assert "AP is 0." in verdict.refusal and "256 of 256 images differ" in verdict.refusal
+    assert not verdict.vectors and len(verdict.worst) == 256
+    assert all(words.startswith("digits[") and "pixels" in words for words in verdict.worst)
+    broken = task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
+    assert "256 of 256 images differ" in broken.refusal
+
+
+def test_pixels_and_sizes_are_those_of_the_evaluation() -> None:
+    draws, wrong, count = np.random.default_rng(0), 0, 0
+    for side, longest, square in ((96, 96, True), (128, 200, False), (480, 800, False)):
+        plain = BoxAugmentation(0, (side,), longest, square=square)
+        preprocessing = Preprocessing(plain, 32, (0.0,) * 3, (1 / 255,) * 3)
+        noise = draws.integers(0, 256, (3, *draws.integers(1, 900, 2)), np.uint8)
+        for picture in (*(Photographs().pixels(index)[0] for index in range(8)), noise, noise[:, :1, :1]):
+            ((width, height),) = plain.sizes(np.zeros(1, int), np.array([picture.shape[:0:-1]])).tolist()
+            canvas, size, original = preprocessing(torch.from_numpy(picture)[None])
+            assert size.tolist() == [width, height] and original.tolist() == [*picture.shape[:0:-1]]
+            assert all(side % 32 == 0 for side in canvas.shape[2:]) and not canvas[0, :, height:].any()
+            expected = resized(torch.from_numpy(picture), (height, width), "bilinear").float()
+            apart = (canvas[0, :, :height, :width] - expected).abs().round()
+            assert apart.max() <= 1
+            wrong, count = wrong + int((apart > 0).sum()), count + apart.numel()
+    assert wrong <= 1e-4 * count
+
+
+def test_counterparts_of_detections() -> None:
+    boxes = np.array([[0, 0, 10, 10], [20, 0, 30, 10], [50, 50, 60, 60]], np.float32)
+    these = {"boxes": boxes, "scores": np.array([0.9, 0.5, 0.1], np.float32), "labels": np.array([1, 2, 3])}
+    part = lambda rows: {name: column[rows] for name, column in these.items()}  # noqa: E731
+    assert not compare(these, part([1, 0, 2]), CLASSES).differs  # in any order
+    assert not compare(these, part([0, 1]), CLASSES).differs  # the lowest may be below the threshold
+    assert compare(these, part([0, 2]), CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is missing"
+    assert compare(part([0, 2]), these, CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is new"
+    apart = compare(these, these | {"boxes": boxes + np.float32(0.5)}, CLASSES)
+    assert not apart.differs and apart.box == 0.5 and apart.score == 0
+    assert compare(these, these | {"labels": np.array([1, 1, 3])}, CLASSES).differs
+    none = part([])
+    assert not compare(none, none, CLASSES).differs and compare(these, none, CLASSES).differs
