@@ -246,8 +246,9 @@ def evaluate(model, loader, accelerator, normalize, val, thorough=False):
     found = Evaluation(val, accelerator.device, thorough)
     for batch, logits in predict(model, loader, accelerator, normalize):
         found.update(batch, logits)
+    results = found.results()
     model.train()
-    return found.results(), found
+    return results, found
 
 
 def evaluate_only(config: Config, accelerator) -> None:

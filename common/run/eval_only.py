@@ -88,8 +88,8 @@ def report_folder(config, origin: Origin, val: Source) -> Path:
     known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
     asked = {key: value for key, value in identity(config).items() if hasattr(config, key)}  # present names only
     differing = {key: asked[key] for key in asked if key not in known or asked[key] != known[key]}
-    part = "held_out" if re.search("held.out", val.origin) else _word(val.origin)
-    leaf = "-".join([_word(weights.name), part] + [short_hash(differing)] * bool(differing))
+    part = "held_out" if re.search("held.out", val.origin) else Path(val.origin.removeprefix("split ")).stem
+    leaf = "-".join([_word(weights.name), _word(part)] + [short_hash(differing)] * bool(differing))
     return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
 
 
@@ -114,6 +114,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
                 replace_folder(folder, draft)
                 launch.say(f"report: {folder}")
             except OSError as error:  # the numbers are not lost with it
+                remove(draft)
                 launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
     launch.say(json.dumps({"eval_only": config.eval_only} | printed))
 
@@ -162,7 +163,7 @@ def _make(folder: Path) -> None:
 
 
 def _word(text: str) -> str:
-    """A text as a part of a file's name: "test/" -> "test"."""
+    """A text as a part of a file's name: "the folder" -> "the_folder"."""
     return re.sub(r"[^\w.]+", "_", text).strip("_.")[-60:] or "_"
 
 
