@@ -1,6 +1,7 @@
 """Detections in mirror images and at other sizes lie where they are in the original, and each object stays once."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from common.detection.models.detectors import build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.detection.views import Views
+from common.errors import Refused
 
 PLAIN = BoxAugmentation(0, (48,), 96)
 SIZES = ((64, 48), (48, 48), (90, 60), (48, 70))  # width, height
@@ -169,3 +171,23 @@ def test_of_boxes_that_overlap_the_best_of_each_class_stays() -> None:
     assert (merged["labels"].tolist(), merged["scores"].tolist()) == ([0, 1, 0], pytest.approx([0.9, 0.4, 0.2]))
     assert len(Views((PLAIN,), True, 0.9).merged(parts)["boxes"]) == 4
     assert len(Views((PLAIN,), True, 0.9, limit=2).merged(parts)["boxes"]) == 2
+
+
+def test_sizes_and_thresholds_are_those_that_were_asked_for(capsys) -> None:
+    config = SimpleNamespace(eval_sizes="", eval_flip=False, detector="rtdetr_v2")
+    own = SimpleNamespace(nms_threshold=0.6, limit=300, stride=32)
+    plain = BoxAugmentation(0, (480,), 800)
+    assert Views.of(config, plain, own) == Views((plain,), False, 0.6, 300)
+    assert capsys.readouterr().out == ""
+    config = SimpleNamespace(eval_sizes="480,640", eval_flip=True, detector="rtdetr_v2")
+    views = Views.of(config, plain, own)
+    assert [(one.short_sides, one.long_side) for one in views.augmentations] == [((480,), 800), ((640,), 1067)]
+    assert capsys.readouterr().out == (
+        "each image is shown at 480, 640 pixels, each also mirrored; boxes are merged by NMS at IoU 0.6\n"
+    )
+    without_nms = SimpleNamespace(stride=32)
+    square = BoxAugmentation(0, (640,), 800, square=True)
+    assert Views.of(config, square, without_nms).nms_threshold == 0.7
+    config.eval_sizes = "640,650"
+    with pytest.raises(Refused, match=r"--eval_sizes 640,650: a square of 650 pixels is no multiple of 32, .* take 672"):
+        Views.of(config, square, without_nms)

@@ -58,10 +58,11 @@ def confidence(judgement: Judgement, path: Path) -> None:
     edges = np.arange(BINS) / BINS
     figure = new_figure(9.6, 4.4)
     numbers, shares = figure.subplots(1, 2)
-    numbers.bar(edges, right, 1 / BINS, align="edge", color=BLUE, edgecolor="white", label="right")
-    numbers.bar(edges, wrong, 1 / BINS, right, align="edge", color=ORANGE, edgecolor="white", label="wrong")
+    numbers.stairs(right, np.arange(BINS + 1) / BINS, fill=True, color=BLUE, label="right")
+    numbers.stairs(wrong, np.arange(BINS + 1) / BINS, color=ORANGE, linewidth=2, label="wrong")
     numbers.axvline(judgement.matches.threshold, color=INK, linewidth=1.2, linestyle=":", label="threshold of best F1")
-    numbers.set(ylabel="detections", ylim=(0, max(1, (right + wrong).max()) * 1.05))
+    numbers.set_yscale("log")  # most detections have a low score
+    numbers.set(ylabel="detections", ylim=(0.7, 2 * max(5, right.max(), wrong.max())))
     numbers.yaxis.set_major_formatter("{x:,.0f}")
     numbers.legend(frameon=True, framealpha=1, edgecolor="white", loc="upper right")
     some = np.flatnonzero(right + wrong)
@@ -87,12 +88,11 @@ def objects(judgement: Judgement, path: Path) -> None:
     for axes, division in zip(panels, DIVISIONS, strict=True):
         groups = judgement.groups(division)
         places = np.arange(len(groups))
-        columns = {
-            key: [100 * (of[key] or 0) for of in groups.values()] for key in ("recall", "recall_at_threshold", "AP50")
-        }
-        axes.bar(places, columns["recall"], 0.7, color=PALE, edgecolor=GREY, label="recall at any score")
-        axes.bar(places, columns["recall_at_threshold"], 0.7, color=BLUE, label="recall at the threshold of best F1")
-        axes.plot(places, columns["AP50"], "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
+        rows = [[of["recall"], of["recall_at_threshold"], of["AP50"]] for of in groups.values()]
+        recall, at_threshold, ap = 100 * np.array(rows, float).T  # NaN, which is not drawn, of no objects
+        axes.bar(places, recall, 0.7, color=PALE, edgecolor=GREY, label="recall at any score")
+        axes.bar(places, at_threshold, 0.7, color=BLUE, label="recall at the threshold of best F1")
+        axes.plot(places, ap, "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
         axes.set_xticks(places, [f"{name}\n{of['count']:,}" for name, of in groups.items()], fontsize=9)
         axes.set(ylim=(0, 104))
         axes.set_title(_TITLES[division], fontsize=10, color=INK)
