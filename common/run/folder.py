@@ -136,10 +136,10 @@ def write_json(path: Path, content: Any) -> None:
     replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object that `write_json` wrote; {} if it is missing or damaged."""
+def read_json(path: Path, most: int = SMALL) -> dict:
+    """A JSON object that `write_json` wrote; {} if it is missing, damaged, or larger than `most` bytes."""
     try:
-        content = json.loads(read_bytes(path, SMALL))
+        content = json.loads(read_bytes(path, most))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -56,7 +56,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], sortable: bool 
     lines = [element("tr", *map(_cell, row)) for row in rows]
     kind = "sortable" if sortable else "plain"
     body = element("table", element("thead", element("tr", *names)), element("tbody", *lines), kind=kind)
-    return element("div", body, kind="scroll")
+    return element("div", body, kind="scroll long")
 
 
 def _cell(value: object) -> Html:
@@ -202,12 +202,12 @@ svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-n
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .pale { opacity: .3; stroke-width: 1; }
 .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
 .dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); } .dot.c3 { fill: var(--c3); }
-.scroll { overflow-x: auto; max-height: 560px; overflow-y: auto; }
+.scroll { overflow-x: auto; } .long { max-height: 560px; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; }
 .facts { width: 100%; } .facts th { font-weight: 500; color: var(--soft); width: 11em; }
-.facts td { overflow-wrap: anywhere; }
+.facts td { overflow-wrap: anywhere; } .plain td:first-child { white-space: nowrap; }
 thead th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
 .sortable { min-width: min(100%, 420px); } .sortable td:first-child { overflow-wrap: anywhere; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; padding-left: 14px; }
@@ -224,7 +224,7 @@ pre { background: var(--paper); border: 1px solid var(--line); border-radius: 8p
 details { margin-top: 14px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
 @media (max-width: 520px) { main { padding: 18px 10px 40px; } section { padding: 14px 12px; } .facts th { width: 7.5em; } }
 @media print { :root { --paper: #fff; --card: #fff; --ink: #000; --soft: #444; --line: #ccc; --c0: #0072B2; --c1: #D55E00;
-  --c2: #009E73; --c3: #9a6fb0; } body { font-size: 11pt; } main { padding: 0; max-width: none; } .scroll { max-height: none; }
+  --c2: #009E73; --c3: #9a6fb0; } body { font-size: 11pt; } main { padding: 0; max-width: none; } .long { max-height: none; }
   section { border: 0; padding: 0; } .tile, figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
   th button::after { content: "" !important; } }
 """

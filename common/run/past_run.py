@@ -32,7 +32,7 @@ class Start:
     table: dict[str, str]  # the start table
     resumed_from: int = 0
     end: str = ""  # the line that says how it ended; "" if it was killed, or is still running
-    seconds: float = 0.0  # up to its last line
+    seconds: float = 0.0  # up to its end or its last line
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PastRun:
     @cached_property
     def results(self) -> dict[str, Any]:
         """The results of the best model, those of classes by name."""
-        return read_json(self.path / "best" / "results.json")
+        return read_json(self.path / "best" / "results.json", MEDIUM)  # with a line for each class
 
     @cached_property
     def rows(self) -> list[dict]:
@@ -121,6 +121,7 @@ class PastRun:
         table: dict[str, str] = {}
         began = None
         for time, line in self.log:
+            ended = bool(starts and starts[-1].end)
             row = _ROW.fullmatch(line)
             if row:
                 began = began or time
@@ -135,7 +136,7 @@ class PastRun:
                     starts[-1].resumed_from = int(found[1])
                 elif starts and re.match(r"stopped by |failed at step |this run (is finished|was ended) ", line):
                     starts[-1].end = line
-            if starts:
+            if starts and not table and not ended:  # what follows may be the next start's
                 starts[-1].seconds = (time - starts[-1].time).total_seconds()
         return starts
 

@@ -73,9 +73,12 @@ def _head(run: PastRun) -> Html:
             tiles.append((in_words(value), f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
     seconds, pace = (finite(run.summary.get(key)) for key in ("train_seconds", "images_per_second"))
     step, epoch = finite(run.summary.get("step")), finite(run.summary.get("epoch"))
-    tiles += [(f"{step:,.0f}", f"steps, {epoch or 0:.1f} epochs")] * (step is not None)
-    tiles += [(duration(seconds), "of training")] * bool(seconds)
-    tiles += [(f"{pace:,.0f}", "images/s, mean")] * bool(pace)
+    if step is not None:
+        tiles.append((f"{step:,.0f}", f"steps, {epoch or 0:.1f} epochs"))
+    if seconds:
+        tiles.append((duration(seconds), "of training"))
+    if pace:
+        tiles.append((f"{pace:,.0f}", "images/s, mean"))
     devices = run.environment.get("ranks")
     if isinstance(devices, list) and devices:
         tiles.append(

@@ -10,6 +10,7 @@ devices: accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m to
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictions = [] if words.recorded else _evaluate(runs, flags, words.output)
     if not is_main():
         return
-    launch.say("\n".join(_describe(runs)))
+    lines = _describe(runs)
     found: dict = {"runs": [tables.facts(run) for run in runs]}
     if not words.recorded:
-        text, found["differences"] = _differences(predictions, words.resamples)
-        launch.say("\n".join(text))
+        more, found["differences"] = _differences(predictions, words.resamples)
+        lines += more
     if words.output:
         with evaluation.writing(words.output):
             from common.durable import make_folder, replace_file
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             make_folder(words.output)
             curves.draw(runs, words.output / "curves.png")
             replace_file(words.output / "comparison.json", (json.dumps(found, indent=2) + "\n").encode())
-        launch.say(f"\nwritten: {words.output / 'curves.png'}, {words.output / 'comparison.json'}")
+        lines += ["", f"written: {words.output / 'curves.png'}, {words.output / 'comparison.json'}"]
+    for line in lines:
+        launch.say(line)
 
 
 def _run_of(path: Path) -> Path:
