@@ -20,6 +20,7 @@ from common.checkpoints.state import TrainingState
 from common.config import recipe_source
 from common.config.fields import RunConfig, steps_between
 from common.config.parsing import identity, short_hash
+from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import fingerprint
@@ -179,6 +180,9 @@ class Run:
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         rows = rows | freezing.describe() | self._rows(schedule, samples.stream) | inexact
+        if self.config.dry_run and self._folder:
+            watchdog.note("looking for duplicates")
+            rows |= duplicates.rows(*data)
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
         self._audit = Audit(samples.stream, self.plan, data[0])
         state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler, self._audit)
