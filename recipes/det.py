@@ -33,7 +33,7 @@ from common.data.cache import open_cache
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
 from common.data.stream import Stream
-from common.detection import balancing, defaults
+from common.detection import balancing, defaults, suspects
 from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
@@ -303,6 +303,15 @@ def draw(run: Run, val: Annotated, found: Detections) -> None:
     run.draw("misses", plots.misses, val, matches)
 
 
+def audit(run: Run, train: Annotated, validate, loader_of) -> None:
+    """Boxes that are likely wrong: the model looks once more at the training images with the largest losses."""
+    worst = run.suspects(suspects.SHARE)
+    images = suspects.images(train, worst)
+    if images is not None:  # of fresh scenes, none is seen twice
+        _, found = validate(run.model, loader=loader_of(images), val=images)
+        run.draw("suspicious", suspects.report, worst, Matches(images, *found.columns()))
+
+
 def main() -> None:
     config = parse(Config, suit=defaults.suited, origin=sources_of_weights.origin)
     accelerator = launch.start(config)
@@ -345,8 +354,9 @@ def main() -> None:
             export=partial(export, source=train, plain=plain),
             rows=start_rows(config, data, model, begins, samples),
         )
-        val_loader = build_val_loader(config, val, plain, model, fill, run.plan.max_micro_batch_size)
-        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
+        of_loader = {"plain": plain, "model": model, "fill": fill, "size": run.plan.max_micro_batch_size}
+        loader_of = partial(build_val_loader, config, **of_loader)
+        validate = partial(evaluate, loader=loader_of(val), accelerator=accelerator, normalize=normalize, val=val)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -362,6 +372,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.ends():
                     draw(run, val, found)
+                    audit(run, train, validate, loader_of)
             if run.saves():
                 run.save()
 

@@ -41,7 +41,7 @@ from common.run.step_reports import StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
-from common.training.audit import Audit, Suspects
+from common.training.audit import WORST, Audit, Suspects
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
@@ -374,11 +374,11 @@ class Run:
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
-    def suspects(self) -> Suspects:
-        """The training samples whose labels are most likely wrong, by all steps so far; on the main process. A collective."""
+    def suspects(self, share: float = WORST) -> Suspects:
+        """The `share` of the training samples that are most likely labelled wrong; on the main process. A collective."""
         self._settle()
         self._audit.gather()
-        return self._audit.suspects()
+        return self._audit.suspects(share)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
