@@ -1,6 +1,6 @@
 """Report of boxes that are likely wrong: missing, moved, or of another class.
 
-The mean losses of a run (`common.training.audit`) say in which images to look, since a wrong box raises the loss of its image. At
+The mean losses of a run (`common.training.audit`) say in which images to look: a wrong box raises the loss of its image. At
 the end the model looks at these images once, and its confident detections are compared with their boxes.
 """
 
