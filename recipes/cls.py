@@ -277,7 +277,9 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
 
 def draw(run: Run, train: sources.Source, val: sources.Source, counts: ClassificationCounts, mistakes: list) -> None:
     """Pictures of the last evaluation, and of labels that are likely wrong."""
-    run.draw("suspicious", suspects.report, train, run.suspects())
+    judged = train, run.suspects()
+    run.table("suspicious", suspects.rows, *judged)
+    run.draw("suspicious", suspects.draw, *judged)
     if counts.confusion is not None:
         run.draw("confusion", plots.confusion, counts.confusion, val.classes)
     if mistakes:

@@ -309,7 +309,9 @@ def audit(run: Run, train: Annotated, validate, loader_of) -> None:
     images = suspects.images(train, worst)
     if images is not None:  # of fresh scenes, none is seen twice
         _, found = validate(run.model, loader=loader_of(images), val=images)
-        run.draw("suspicious", suspects.report, worst, Matches(images, *found.columns()))
+        judged = worst, (matches := Matches(images, *found.columns())), suspects.findings(matches)
+        run.table("suspicious", suspects.rows, *judged)
+        run.draw("suspicious", suspects.draw, *judged)
 
 
 def main() -> None:

@@ -4,8 +4,7 @@ The mean losses of a run (`common.training.audit`) say in which images to look: 
 the end the model looks at these images once, and its confident detections are compared with their boxes.
 """
 
-import csv
-import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from common.data.images import BrokenImage
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
 from common.distributed.collectives import broadcast_object
-from common.durable import replace_file
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 from common.training.audit import Suspects
 
@@ -81,28 +79,30 @@ def findings(matches: Matches) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.weight)
 
 
-def report(suspects: Suspects, matches: Matches, path: Path) -> None:
-    """Write `suspicious.csv` of the run folder, and draw its worst boxes on a sheet at `path`, `pictures/suspicious.png`.
-
-    `matches` are of the images that `suspects` names, in their order.
-    """
-    source, text = matches.source, io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(COLUMNS)
-    found = findings(matches)
+def rows(suspects: Suspects, matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
+    """The rows of `suspicious.csv`. `matches` are of the images that `suspects` names, in their order."""
+    source, table = matches.source, [COLUMNS]
     for place, finding in enumerate(found):
         *box, score, label = matches.rows[finding.detection].tolist()
-        given = ["", "", "", "", ""]
+        given = [""] * 5
         if finding.object >= 0:
             given = [source.classes[source.labels[finding.object]], *_rounded(source.boxes[finding.object].tolist())]
-        loss, seen = suspects.losses[finding.image], suspects.seen[finding.image]
-        row = [place + 1, source.name(finding.image), finding.kind, *given, source.classes[int(label)], *_rounded(box)]
-        writer.writerow([*row, f"{score:.4f}", f"{finding.overlap:.4f}", f"{loss:.6f}", seen])
-    replace_file(path.parent.parent / "suspicious.csv", text.getvalue().encode())
-    cells = [_cell(matches, finding) for finding in found[:SHOWN]]
-    looked = f"by the {len(source):,} images with the largest losses of {suspects.audited:,}"
-    headline = f"boxes that are likely wrong, {looked}" if cells else f"no box looks wrong, {looked}"
-    sheet(cells, f"{run_of(path)}, training: {headline}", path)
+        numbers = (
+            f"{score:.4f}",
+            f"{finding.overlap:.4f}",
+            f"{suspects.losses[finding.image]:.6f}",
+            suspects.seen[finding.image],
+        )
+        names = source.name(finding.image), finding.kind
+        table.append((place + 1, *names, *given, source.classes[int(label)], *_rounded(box), *numbers))
+    return table
+
+
+def draw(suspects: Suspects, matches: Matches, found: Sequence[Finding], path: Path) -> None:
+    """Draw a sheet of the most suspicious boxes."""
+    looked = f"by the {len(matches.source):,} images with the largest losses of {suspects.audited:,}"
+    headline = f"boxes that are likely wrong, {looked}" if found else f"no box looks wrong, {looked}"
+    sheet([_cell(matches, finding) for finding in found[:SHOWN]], f"{run_of(path)}, training: {headline}", path)
 
 
 def _rounded(box: list[float]) -> list[str]:

@@ -388,6 +388,11 @@ class Run:
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
 
+    def table(self, name: str, function: Callable, *arguments) -> None:
+        """Write the rows that `function(*arguments)` returns to `<name>.csv` on the main process; a failure is logged."""
+        watchdog.note(f"writing {name}.csv")
+        self._records.table(name, function, *arguments)
+
     # --- inside
 
     def _stop_by_flags(self) -> None:
