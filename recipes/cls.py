@@ -275,7 +275,9 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
 
 def draw(run: Run, train: sources.Source, val: sources.Source, found: Evaluation) -> None:
     """Pictures of the newest evaluation, and of labels that are likely wrong."""
-    run.draw("suspicious", suspects.report, train, run.suspects())
+    judged = train, run.suspects()
+    run.table("suspicious", suspects.rows, *judged)
+    run.draw("suspicious", suspects.draw, *judged)
     if found.counts.confusion is not None:
         run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
     if found.mistakes:

@@ -34,7 +34,7 @@ from common.data.cache import open_cache
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
 from common.data.stream import Stream
-from common.detection import balancing, defaults
+from common.detection import balancing, defaults, suspects
 from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
@@ -311,6 +311,17 @@ def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) ->
         run.draw("objects", judgement_plots.objects, judgement)
 
 
+def audit(run: Run, train: Annotated, validate, loader_of) -> None:
+    """Boxes that are likely wrong: the model looks once more at the training images with the largest losses."""
+    worst = run.suspects(suspects.SHARE)
+    images = suspects.images(train, worst)
+    if images is not None:  # of fresh scenes, none is seen twice
+        _, found = validate(run.model, loader=loader_of(images), val=images)
+        judged = worst, (matches := Matches(images, *found.columns())), suspects.findings(matches)
+        run.table("suspicious", suspects.rows, *judged)
+        run.draw("suspicious", suspects.draw, *judged)
+
+
 def main() -> None:
     config = parse(Config, suit=defaults.suited, origin=sources_of_weights.origin)
     accelerator = launch.start(config)
@@ -353,8 +364,9 @@ def main() -> None:
             export=partial(export, source=train, plain=plain),
             rows=start_rows(config, data, model, begins, samples),
         )
-        val_loader = build_val_loader(config, val, plain, model, fill, run.plan.max_micro_batch_size)
-        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
+        of_loader = {"plain": plain, "model": model, "fill": fill, "size": run.plan.max_micro_batch_size}
+        loader_of = partial(build_val_loader, config, **of_loader)
+        validate = partial(evaluate, loader=loader_of(val), accelerator=accelerator, normalize=normalize, val=val)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -370,6 +382,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.draws():
                     draw(run, val, found)
+                    audit(run, train, validate, loader_of)
             if run.saves():
                 run.save()
 

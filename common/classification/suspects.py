@@ -1,41 +1,40 @@
 """Report of training images whose labels are likely wrong, as `common.training.audit` finds them."""
 
-import csv
-import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from common.classification import plots
 from common.data.source import Source
-from common.durable import replace_file
 from common.training.audit import Suspects
 
 SHOWN = 24  # images on the sheet
 COLUMNS = ("rank", "image", "label", "suggested", "mean_margin", "mean_loss", "times_seen")
 
 
-def report(source: Source, suspects: Suspects, path: Path) -> None:
-    """Write `suspicious.csv` of the run folder, and draw its worst images on a sheet at `path`, `pictures/suspicious.png`.
-
-    Multi-label data: the suggestion is a class to add, `+cat`, or to take away, `-cat`.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(COLUMNS)
-    rows = []
+def rows(source: Source, suspects: Suspects) -> list[Sequence]:
+    """The rows of `suspicious.csv`. Multi-label data: the suggestion is a class to add, `+cat`, or to take away, `-cat`."""
+    table: list[Sequence] = [COLUMNS]
     for place, index in enumerate(suspects.indices.tolist()):
-        label = _label(source, index)
-        suggested, margin = "", ""
-        if suspects.margins is not None and suspects.others is not None:
-            suggested, margin = _suggested(source, index, int(suspects.others[place])), f"{suspects.margins[place]:.6f}"
-        numbers = margin, f"{suspects.losses[place]:.6f}", suspects.seen[place]
-        writer.writerow([place + 1, source.name(index), label, suggested, *numbers])
-        rows.append(
-            (index, label, suggested, f"margin {suspects.margins[place]:.2f}" if margin else f"loss {numbers[1]}")
-        )
-    replace_file(path.parent.parent / "suspicious.csv", text.getvalue().encode())
-    plots.suspicious(source, rows[:SHOWN], path)
+        numbers = _margin(suspects, place, 6), f"{suspects.losses[place]:.6f}", suspects.seen[place]
+        names = source.name(index), _label(source, index), _suggested(source, suspects, place)
+        table.append((place + 1, *names, *numbers))
+    return table
+
+
+def draw(source: Source, suspects: Suspects, path: Path) -> None:
+    """Draw a sheet of the most suspicious images."""
+    shown = []
+    for place, index in enumerate(suspects.indices[:SHOWN].tolist()):
+        margin = _margin(suspects, place, 2)
+        number = f"margin {margin}" if margin else f"loss {suspects.losses[place]:.2f}"
+        shown.append((index, _label(source, index), _suggested(source, suspects, place), number))
+    plots.suspicious(source, shown, path)
+
+
+def _margin(suspects: Suspects, place: int, digits: int) -> str:
+    return "" if suspects.margins is None else f"{suspects.margins[place]:.{digits}f}"
 
 
 def _label(source: Source, index: int) -> str:
@@ -44,7 +43,9 @@ def _label(source: Source, index: int) -> str:
     return ", ".join(source.classes[place] for place in np.flatnonzero(source.labels[index]))
 
 
-def _suggested(source: Source, index: int, other: int) -> str:
-    if not source.multi_label:
-        return source.classes[other]
-    return f"{'-' if source.labels[index][other] else '+'}{source.classes[other]}"
+def _suggested(source: Source, suspects: Suspects, place: int) -> str:
+    if suspects.others is None:
+        return ""
+    index, other = suspects.indices[place], suspects.others[place]
+    sign = ("-" if source.labels[index][other] else "+") if source.multi_label else ""
+    return f"{sign}{source.classes[other]}"

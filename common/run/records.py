@@ -1,7 +1,9 @@
 """Records of a run beside its checkpoints: totals, rows of metrics, results, and the environment."""
 
 import contextlib
+import csv
 import dataclasses
+import io
 import math
 import re
 import time
@@ -19,6 +21,7 @@ from common.config.recipe_source import Source, difference, keep, stem
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.distributed.collectives import all_or_none, broadcast_object
+from common.durable import replace_file
 from common.errors import Refused
 from common.run import fonts
 from common.run.broken_images import BrokenImages
@@ -199,6 +202,16 @@ class Records:
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             self._drawing += time.perf_counter() - began
+
+    def table(self, name: str, function: Callable, *arguments) -> None:
+        """See `Run.table`; on the main process."""
+        if self._folder and not self._folder.lost:
+            path, text = self._path / f"{name}.csv", io.StringIO()
+            try:
+                csv.writer(text).writerows(function(*arguments))
+                replace_file(path, text.getvalue().encode())
+            except Exception as error:  # nor is a table
+                self.log.say(f"{path} could not be written: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
         """What a checkpoint holds beside tensors."""

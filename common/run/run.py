@@ -20,6 +20,7 @@ from common.checkpoints.state import TrainingState
 from common.config import recipe_source
 from common.config.fields import RunConfig, steps_between
 from common.config.parsing import identity, short_hash
+from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import fingerprint
@@ -40,7 +41,7 @@ from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
-from common.training.audit import Audit, Suspects
+from common.training.audit import WORST, Audit, Suspects
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
@@ -180,6 +181,9 @@ class Run:
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         rows = rows | freezing.describe() | self._rows(schedule, samples.stream) | inexact
+        if self.config.dry_run and self._folder:
+            watchdog.note("looking for duplicates")
+            rows |= duplicates.rows(*data)
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
         self._audit = Audit(samples.stream, self.plan, data[0])
         state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler, self._audit)
@@ -376,11 +380,11 @@ class Run:
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
-    def suspects(self) -> Suspects:
-        """The training samples whose labels are most likely wrong, by all steps so far; on the main process. A collective."""
+    def suspects(self, share: float = WORST) -> Suspects:
+        """The `share` of the training samples that are most likely labelled wrong; on the main process. A collective."""
         self._settle()
         self._audit.gather()
-        return self._audit.suspects()
+        return self._audit.suspects(share)
 
     def draws(self) -> bool:
         """Whether pictures of an evaluation are due: after the last one, and while they take little of the run's time.
@@ -397,6 +401,11 @@ class Run:
         """
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
+
+    def table(self, name: str, function: Callable, *arguments) -> None:
+        """Write the rows that `function(*arguments)` returns to `<name>.csv` on the main process; a failure is logged."""
+        watchdog.note(f"writing {name}.csv")
+        self._records.table(name, function, *arguments)
 
     # --- inside
 

@@ -1,8 +1,8 @@
 """Audit of the training data: sums of each sample's losses and margins over the run, which show wrong labels.
 
-The margin of a sample is the probability of its own label minus that of the likeliest other class. A wrong label has a low
-mean margin, since the other samples teach the model the right one. Source: Pleiss et al., "Identifying Mislabeled Data using
-the Area Under the Margin Ranking", 2020; there margins are of logits.
+The margin of a sample is the logit of its own label minus the largest other one. A wrong label has a low mean margin, since
+the other samples teach the model the right one. Source: Pleiss et al., "Identifying Mislabeled Data using the Area Under the
+Margin Ranking", 2020.
 
 What a step has computed anyway is copied to the host with its report, and every thousand steps, and before a checkpoint, sent
 to the main process. Sums are integers, so their order does not matter: any layout has the same, also after a kill.
@@ -19,7 +19,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.distributed.collectives import gather_to_main, is_main, rank
 
-MOST = 2**24  # audited samples, of 24 bytes each on the main process; of more, every second, third, ... one
+MOST = 2**24  # audited samples, of 28 bytes each on the main process; of more, every second, third, ... one
 WORST, MOST_WORST = 0.06, 10_000  # share of the samples that are reported, and their largest number
 _UNIT, _BEYOND = 2.0**24, 2.0**16  # of the sums: a loss or margin counts in 2^-24, and at most as 2^16
 _STEPS, _ROWS = 1_000, 2**20  # steps, and samples of all ranks, that are kept until they are sent
@@ -32,7 +32,7 @@ class Suspects(NamedTuple):
     margins: np.ndarray | None  # float64[n], means
     losses: np.ndarray  # float64[n], means
     seen: np.ndarray  # int64[n]: how often each was counted
-    others: np.ndarray | None  # int64[n]: likeliest other class, when the sample was last seen
+    others: np.ndarray | None  # int64[n]: the other class that was the likeliest most often, by a majority vote
     audited: int  # samples that were counted at least once
 
 
@@ -51,16 +51,15 @@ def margins(logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -
     logits = logits.detach().to(targets.dtype)
     if labels.ndim == 2:
         apart = (targets - labels.to(targets.dtype)).abs()  # more than by smoothing where mixed images differ
-        right = torch.where(labels, logits.sigmoid(), (-logits).sigmoid())
-        worst, other = right.masked_fill(apart > apart.amin(1, keepdim=True) + 1e-6, 2).min(1)
-        return torch.stack([2 * worst - 1, other.to(targets.dtype)])
-    own, shares = labels[:, None], logits.softmax(1)
-    most = targets.amax(1)
+        right = torch.where(labels, logits, -logits)
+        worst, other = right.masked_fill(apart > apart.amin(1, keepdim=True) + 1e-6, torch.inf).min(1)
+        return torch.stack([worst, other.to(targets.dtype)])
+    own = labels[:, None]
     shown = targets > targets.amin(1, keepdim=True)
-    best, other = shares.masked_fill(shown.scatter_(1, own, True), -1).max(1)
-    margin = shares.gather(1, own).squeeze(1) - best
-    counts = (targets.gather(1, own).squeeze(1) == most) & (best >= 0)
-    return torch.stack([margin.where(counts, torch.nan), other.to(targets.dtype)])
+    best, other = logits.masked_fill(shown.scatter_(1, own, True), -torch.inf).max(1)
+    margin = logits.gather(1, own).squeeze(1) - best  # infinite if no class is left
+    is_own = targets.gather(1, own).squeeze(1) == targets.amax(1)
+    return torch.stack([margin.where(is_own, torch.nan), other.to(targets.dtype)])
 
 
 class Audit:
@@ -130,7 +129,19 @@ class Audit:
             exact = np.rint(values.clip(-_BEYOND, _BEYOND) * _UNIT).astype(np.int64)
             np.add.at(self._column(name, np.int64), indices, exact)
         if len(rows) > 1:
-            self._column("other", np.int32)[indices] = rows[2]  # of several the last, at the largest position
+            self._vote(indices, rows[2].astype(np.int32))
+
+    def _vote(self, indices: np.ndarray, others: np.ndarray) -> None:
+        """Count votes of samples, in the order of their positions, in constant memory. Source: Boyer & Moore, 1981."""
+        leaders, leads = self._column("other", np.int32), self._column("lead", np.int32)
+        by_sample = indices.argsort(kind="stable")
+        _, starts, counts = np.unique(indices[by_sample], return_index=True, return_counts=True)
+        for turn in range(counts.max(initial=0)):
+            rows = by_sample[starts[counts > turn] + turn]  # a vote of each sample
+            index, other = indices[rows], others[rows]
+            for_leader = (leads[index] == 0) | (leaders[index] == other)
+            leaders[index] = np.where(leads[index] == 0, other, leaders[index])
+            leads[index] += np.where(for_leader, 1, -1)
 
     def _column(self, name: str, kind: type) -> np.ndarray:
         return self._sums.setdefault(name, np.zeros(-(-self._stream.size // self._every), kind))
