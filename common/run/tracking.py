@@ -228,6 +228,7 @@ class _WandB(_Backend):
     def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
         files = _writable(folder / "wandb")
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_DATA_DIR", str(files))  # else pictures of tables would pile up in the home folder
         import wandb
 
         def start(mode: str) -> WandBTracker:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.config.fields import RunConfig
 from common.errors import Refused
@@ -53,6 +54,10 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
         "train/loss_scale",
         "train/skipped_steps",
         "perf/gpu_memory_gb",
+        "train/weight_norm",
+        "train/update_ratio",
+        "train/lr_backbone_min",
+        "perf/slowest_rank",
     }:
         with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
             check_names([name])
@@ -65,6 +70,51 @@ def test_the_row_of_a_step_has_the_loss_scale_that_this_step_reported(records) -
     kept.log.flush()
     ((_, row),) = kept.log._tracker.rows
     assert (row["train/loss_scale"], row["train/skipped_steps"]) == (4.0, 2)
+
+
+def test_rows_tell_the_slowest_rank_and_the_gpus_use_where_they_are_known(records, monkeypatch) -> None:
+    kept, used = records(), [0.73, ModuleNotFoundError("pynvml")]
+
+    def utilization() -> float:
+        value = used.pop(0)
+        if isinstance(value, Exception):
+            raise value
+        return 100 * value
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    for step, ready in ((2, (1.0, 4.0, 1.0)), (4, (1.0,)), (6, ())):
+        update = {"weight_norm": 5.0, "lr_head": 0.1}
+        kept.take_in(report(step, 1.0, ready=ready, update=update), 10.0, evaluated=False)
+    kept.log.flush()
+    first, second, third = (row for _, row in kept.log._tracker.rows)
+    assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
+    assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (5.0, 0.1, 2.0)
+    assert first["perf/gpu_utilization"] == pytest.approx(0.73)
+    for row in (second, third):  # asked no more once it failed
+        assert not row.keys() & {"perf/slowest_rank", "perf/slowest_rank_lag", "perf/gpu_utilization"}
+
+
+def test_pictures_before_the_end_take_at_most_a_fiftieth_of_the_training(records) -> None:
+    kept = records()
+    due = []
+    for seconds in (40.0, 60.0, 61.0, 1e6):
+        kept.progress.seconds = seconds
+        due.append(kept.has_time_to_draw())
+        if due[-1]:
+            kept._drawing += 1.0  # as `draw` counts
+    assert due == [False, True, False, True]
+    kept.share()  # a start that resumes has drawn nothing and trained nothing
+    assert not kept.has_time_to_draw()
+
+
+def test_the_best_evaluation_is_shown_as_soon_as_it_is_known(records) -> None:
+    kept = records()
+    for step, top1 in ((2, 0.5), (4, 0.9), (6, 0.7)):
+        kept.evaluation(step, {"top1": top1}, "top1")
+    expected = {"best/step": 4, "best/eval/top1": 0.9, "last/step": 6, "last/eval/top1": 0.7}
+    assert kept.log._tracker.results == expected
 
 
 @pytest.mark.parametrize("name", ["aux", "train/", "/aux", "train/a b", "train/\n", 5, ""])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from common.errors import Refused
 from common.run import step_reports
 from common.run.step_reports import StepReport, StepReports
 from common.training.step import StepOutcome
+from common.training.update_size import Update
 from tests.harness.processes import Processes
 
 NAN, INF = float("nan"), float("inf")
@@ -36,6 +38,8 @@ def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, 
         torch.tensor(norm),
         stop,
         options.get("ended_by", ""),
+        options.get("update"),
+        options.get("lap"),
     )
 
 
@@ -175,6 +179,43 @@ def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, 
     assert [report.stop for report in reports] == [False, False, True, False]  # one rank's wish is everyone's
     assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
     assert reports[2].broken == ("1.png: torn",)
+
+
+def logged_steps() -> list[dict]:
+    state, reports = StepReports(2 * world_size()), []
+    for step in range(1, 5):
+        update = Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step])) if step % 2 == 0 else None
+        state.add({"train/aux": 1.0 * step})
+        lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
+        post(state, step, [1.0, 1.0], update=update, lap=lap)
+        reports += [asdict(report) for report in state.read()]
+    return reports + [asdict(report) for report in state.settle()]
+
+
+def test_logged_steps_tell_the_update_and_how_long_each_rank_took_since_the_last_one(processes: Processes) -> None:
+    answers = processes.run(logged_steps, ranks=3)
+    assert answers == [answers[0]] * 3
+    reports = [StepReport(**report) for report in answers[0]]
+    assert [report.logged for report in reports] == [{"train/aux": step} for step in (1.0, 2.0, 3.0, 4.0)]
+    assert [report.update for report in reports] == [
+        {},
+        {"lr_head": 0.2, "weight_norm": 4.0, "update_ratio": 1.0},
+        {},
+        {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0},
+    ]
+    assert [[*report.ready] for report in reports] == [[], [30.0, 32.0, 34.0], [], [70.0, 72.0, 74.0]]
+
+
+def test_under_fp16_the_update_stands_beside_the_scale() -> None:
+    state = StepReports(1, fp16(8.0))
+    state.add({"train/aux": 3.0})
+    post(state, 1, [1.0], update=Update({}, torch.tensor([4.0, 2.0])))
+    (report,) = state.settle()
+    assert (report.loss_scale, report.update, report.logged) == (
+        8.0,
+        {"weight_norm": 4.0, "update_ratio": 0.5},
+        {"train/aux": 3.0},
+    )
 
 
 def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:

@@ -2,8 +2,6 @@
 
 import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from accelerate import Accelerator
 
 from common.errors import Refused
 from common.run import tracking
+from tests.harness.dashboard import records
 from tests.harness.launching import Launcher, free_port
 
 MAIN, OTHER = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
@@ -65,14 +64,6 @@ def run(launch: Launcher, folder: Path, event="", first=1, last=5, sent_up_to=0,
     return json.loads(ended.stdout) | {"process_s": time.monotonic() - began}
 
 
-def records(folder: Path) -> list[list[dict]]:
-    """The records of every W&B run below the folder, oldest first."""
-    files = sorted(folder.glob("wandb/*run-*/*.wandb"))
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-    texts = [subprocess.run([*inspect, file], capture_output=True, text=True).stdout for file in files]
-    return [[json.loads(line) for line in text.splitlines()] for text in texts]
-
-
 def of_kind(rows: list[dict], kind: str) -> list[dict]:
     return [row[kind] for row in rows if row["type"] == kind]
 
@@ -86,7 +77,7 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from PIL import Image
-from common.run.tracking import Box, BoxedImage, Tracker
+from common.run.tracking import Box, BoxedImage, MistakenImage, Tracker
 
 tracker = Tracker(Accelerator(cpu=True), "wandb", folder=Path(sys.argv[1]), project="p", name="n", config={}, say=print)
 tracker.log(7, {"eval/AP": 0.5})
@@ -95,15 +86,16 @@ wide = BoxedImage(Image.new("RGB", (100, 50)), "a/wide one.jpg", {"ground_truth"
     Box((12.5, 20, 50, 40), 3, "cat", 0.75), Box((0, 0, 100, 50), 5, "dog", 0.25)]})
 grey = BoxedImage(Image.new("L", (8, 16)), "grey", {"ground_truth": [], "predictions": []})
 tracker.examples(8, [wide, grey])
+tracker.examples(9, [MistakenImage(Image.new("RGB", (4, 4)), "7.png", "cat", "dog", 0.75)])
 tracker.finish(timeout_s=60)
 """
 
 
-def test_wandb_gets_boxes_in_its_own_format(launch: Launcher, tmp_path: Path) -> None:
+def test_wandb_gets_boxes_in_its_own_format_and_mistakes_as_a_table(launch: Launcher, tmp_path: Path) -> None:
     ended = launch.start_python("-c", BOXES, tmp_path).finish()
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     (rows,) = records(tmp_path)
-    row = of_kind(rows, "history")[-1]["item"]
+    *_, row, of_table = (history["item"] for history in of_kind(rows, "history"))
     (folder,) = tmp_path.glob("wandb/offline-run-*/files")
     wide = [row[f"objects/01.{key}"] for key in ("_type", "width", "height", "caption")]
     assert (row["step"], wide) == (8, ["image-file", 100, 50, "a/wide one.jpg"])
@@ -118,6 +110,14 @@ def test_wandb_gets_boxes_in_its_own_format(launch: Launcher, tmp_path: Path) ->
         ("dog 0.25", {"score": 0.25}),
     ]
     assert found["box_data"][0]["position"]["minX"] == 0.125
+    (artifact,) = of_kind(rows, "artifact")
+    parts = {part["path"]: Path(part["local_path"]) for part in artifact["manifest"]["contents"]}
+    assert of_table["step"] == 9 and of_table["mistakes_table.nrows"] == 1
+    assert all(path.is_relative_to(tmp_path) for path in parts.values()), "nothing is left in the home folder"
+    table = json.loads(parts["mistakes_table.table.json"].read_text())
+    ((image, *labels),) = table["data"]
+    assert table["columns"] == ["image", "name", "true", "predicted", "confidence"]
+    assert labels == ["7.png", "cat", "dog", 0.75] and parts[image["path"]].is_file()
 
 
 def nothing_listens(port: int) -> dict[str, str]:

@@ -1,0 +1,69 @@
+"""What a logged step says of its update: norms of what trains, and the learning rates of a model's parts."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from common.training.optimizer import set_learning_rate
+from common.training.update_size import UpdateSize
+
+
+class Plain(nn.Module):
+    """A module that does not say which part is its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.tensor(values)) for values in ([3.0], [4.0], [5.0]))
+
+
+def step(size: UpdateSize, optimizers: list, rate: float) -> tuple:
+    """The rates and the norms of a step with a gradient of 1 for every weight that has one."""
+    for optimizer in optimizers:
+        set_learning_rate(optimizer, rate)
+    size.begin()
+    size.begin()  # as in a recipe that clips twice
+    for optimizer in optimizers:
+        optimizer.step()
+    update = size.end()
+    return update.rates, update.norms.tolist()
+
+
+def test_norms_are_of_the_weights_that_a_step_trains_with_several_optimizers() -> None:
+    model = Plain()
+    optimizers = [torch.optim.SGD([model.first, model.third], lr=1.0), torch.optim.SGD([model.second], lr=1.0)]
+    model.first.grad = torch.ones(1)
+    model.second.grad = torch.ones(1)  # the third is frozen in this step
+    size = UpdateSize(model, optimizers)
+    rates, norms = step(size, optimizers, 0.5)
+    assert rates == {} and norms == pytest.approx([5.0, 0.5 * 2**0.5])
+    assert model.first.item() == 2.5 and not size._before and not size._weights, "the copy is freed"
+    assert size.end().norms is None, "nothing was begun"
+
+
+def test_rates_of_parts_are_named_and_bounded() -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    head = [*model.get_classifier().parameters()]
+    rest = [weight for weight in model.parameters() if all(weight is not other for other in head)]
+
+    def rates(*groups: tuple[list, float]) -> dict:
+        optimizer = torch.optim.SGD([{"params": of, "lr_scale": scale} for of, scale in groups], lr=1.0)
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        return step(UpdateSize(model, [optimizer]), [optimizer], 0.5)[0]
+
+    assert rates((rest, 1.0), (head, 1.0)) == {}, "one rate is train/lr"
+    assert rates((rest, 0.1), (head, 1.0)) == {"lr_backbone": 0.05, "lr_head": 0.5}
+    layers = [([weight], 0.5**place) for place, weight in enumerate(rest)]
+    assert rates(*layers, (head, 2.0)) == {
+        "lr_backbone_min": 0.5 * 0.5 ** (len(rest) - 1),
+        "lr_backbone_max": 0.5,
+        "lr_head": 1.0,
+    }
+
+
+def test_a_module_without_parts_has_its_least_and_largest_rate() -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD([{"params": [model.first], "lr": 2.0}, {"params": [model.second]}], lr=1.0)
+    model.first.grad = torch.ones(1)
+    assert step(UpdateSize(model, [optimizer]), [optimizer], 0.5)[0] == {"lr_min": 0.5, "lr_max": 1.0}
