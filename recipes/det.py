@@ -317,7 +317,7 @@ def audit(run: Run, train: Annotated, validate, loader_of) -> None:
     images = suspects.images(train, worst)
     if images is not None:  # of fresh scenes, none is seen twice
         _, found = validate(run.model, loader=loader_of(images), val=images)
-        judged = worst, (matches := Matches(images, *found.columns())), suspects.findings(matches)
+        judged = worst, found.judgement.matches, suspects.findings(found.judgement.matches)
         run.table("suspicious", suspects.rows, *judged)
         run.draw("suspicious", suspects.draw, *judged)
 
@@ -382,6 +382,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.draws():
                     draw(run, val, found)
+                if run.ends():
                     audit(run, train, validate, loader_of)
             if run.saves():
                 run.save()
