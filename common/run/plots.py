@@ -134,6 +134,11 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     save(figure, path)
 
 
+def run_of(path: Path) -> str:
+    """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
+    return Path(path).resolve().parent.parent.name
+
+
 def evaluation_of(path: Path) -> str:
     """What a plot of an evaluation shows, from its path: "NAME, last evaluation" in the run folder NAME.
 
@@ -142,7 +147,7 @@ def evaluation_of(path: Path) -> str:
     folder = Path(path).resolve().parent.parent
     if folder.parent.name == "evaluation":
         return f"{folder.parent.parent.name}, {folder.name.removeprefix('.').removesuffix('.new')}"
-    return f"{folder.name}, last evaluation"
+    return f"{run_of(path)}, last evaluation"
 
 
 def breadth(text: str) -> float:
