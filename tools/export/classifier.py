@@ -64,7 +64,12 @@ class ClassifierTask:
         self._model, self._normalize, self._loader = trained.build(val, accelerator.device)
         self._recipe, self._accelerator, self._workers = trained.recipe, accelerator, trained.config.workers
         self._val, self._places, self._classes, self._differing = val, np.array(places), trained.classes, differing
-        config = self._loader.dataset.transform.data_config
+        config = getattr(self._loader.dataset.transform, "data_config", None)
+        if config is None:
+            raise Refused(
+                f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
+                "common.classification.transforms.evaluation_transform"
+            )
         preprocessing = preprocessing_of(config)
         model = copy.deepcopy(self._model).to("cpu", torch.float32)
         self.module = Classifier(model, preprocessing, val.multi_label).eval()
@@ -93,10 +98,10 @@ class ClassifierTask:
         with tqdm(total=count, desc="proof", unit=" images", leave=False, disable=None) as bar:
             for batch, logits in self._recipe.predict(self._model, self._loader, self._accelerator, self._normalize):
                 expected = probabilities(logits.float(), self._val.multi_label).cpu().numpy()
-                for index, trained in zip(batch.positions.tolist(), expected, strict=True):
+                for index, readable, trained in zip(batch.positions.tolist(), batch.readable, expected, strict=True):
                     bar.update()
                     picture = next(pictures)
-                    if picture is None:
+                    if picture is None or not readable:
                         continue
                     (exported,) = session(picture)["probabilities"]
                     rows.append(self._compare(index, trained, exported))
