@@ -80,12 +80,12 @@ def weights(length: int, original: Tensor, count: int, resized: Tensor) -> Tenso
     centres = (2 * torch.arange(count) + 1)[:, None] * original
     distances = ((2 * torch.arange(length) + 1) * resized - centres).abs()
     reach = 2 * torch.maximum(original, resized)
-    linear = (1 - distances.to(torch.float32) / reach.to(torch.float32)).clamp(min=0)
-    linear = torch.where((torch.arange(count) < resized)[:, None], linear, 0.0)
+    linear = (1 - distances.double() / reach).clamp(min=0)
+    linear = linear * (torch.arange(count) < resized)[:, None]
     linear = linear / linear.sum(1, keepdim=True).clamp(min=1e-6)
     shift = torch.log2((2**_WEIGHT_BITS - 0.5) / linear.max()).floor().clamp(max=_MOST_SHIFT)
     unit = torch.exp2(shift)
-    return levels(linear * unit) / unit
+    return (levels(linear * unit) / unit).to(torch.float32)
 
 
 def levels(values: Tensor) -> Tensor:
