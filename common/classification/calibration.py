@@ -31,6 +31,8 @@ class Calibration:
 
     def __init__(self, device: torch.device | str, temperatures: tuple[float, ...] = (1.0,)):
         self.temperatures = temperatures
+        precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        self._inverse = 1 / torch.tensor(temperatures, dtype=precise, device=device)[:, None]
         # images, right ones, and sum of confidences of each bin; then the sum of the losses
         self._counts = torch.zeros(len(temperatures), 3 * BINS + 1, dtype=torch.int64, device=device)
 
@@ -43,7 +45,7 @@ class Calibration:
         logits = logits - logits.amax(1, keepdim=True)
         true = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
         totals = torch.stack([(logits / temperature).exp().sum(1) for temperature in self.temperatures])  # [T, batch]
-        losses = totals.log() - true / torch.tensor(self.temperatures, device=true.device, dtype=true.dtype)[:, None]
+        losses = totals.log() - true * self._inverse
         confidences = 1 / totals
         bins = ((confidences * BINS).ceil().long() - 1).clamp(0, BINS - 1)
         ones = counted.long().expand_as(bins)

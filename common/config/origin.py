@@ -35,7 +35,7 @@ class Origin:
 
     def describe(self, config: Mapping) -> str:
         """A line that names the weights, and the settings of `config` that differ from those of their run."""
-        step = f"step {self.run['step']}" if not self.steps else self.mean
+        step = self.mean if self.steps else f"step {self.run.get('step')}"
         of = f" of the run {self.run['name']}, {step}" if self.run else ", which names no run"
         parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
         unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA), *(() if self.run else ("data",)))

@@ -107,7 +107,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
             try:
                 remove(draft)
                 draft.mkdir()
-                draw(_Pictures(draft))
+                draw(Pictures(draft))
                 content = {"evaluated": _evaluated(config, origin, val)} | printed | by_name(dict(details), val.classes)
                 write_json(draft / "results.json", content)
                 sync_folder(draft)
@@ -137,7 +137,7 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
     }
 
 
-class _Pictures:
+class Pictures:
     """Draws `pictures/` of a report."""
 
     def __init__(self, folder: Path):

@@ -104,6 +104,8 @@ class Forks:
         but with `pictures`.
         """
         command = [f"{recipe}.py", *map(str, as_digits(words, recipe))]
+        if "--eval_only" in command and "--output_dir" not in command:
+            command += ["--output_dir", str(self.scratch)]  # for reports
         return self._start(functools.partial(_be_recipe, command), before, watch, spared, pictures)
 
     def _start(self, main: Callable[[], None], *options: object) -> Fork:
@@ -206,13 +208,14 @@ def _run(
     import torch
     from tqdm.std import TqdmDefaultWriteLock
 
+    from common.run.eval_only import Pictures
     from common.run.run import Run
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers
     TqdmDefaultWriteLock.mp_lock = None  # a semaphore, which a killed fork would leave behind
     if not pictures:  # matplotlib would take most of the time
-        Run.draw = lambda *_: None
+        Run.draw = Pictures.draw = lambda *_: None
     if before:
         before()
     if watch:

@@ -28,6 +28,7 @@ from pathlib import Path
 from common.distributed.collectives import gather_objects, leave_process_group
 from common.distributed.exit_codes import EXIT_FOLDER
 from common.errors import Refused
+from common.run.eval_only import Pictures
 from common.run.run import Run
 
 
@@ -54,7 +55,7 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 def main(recipe: Path, cases: Path, *options: str) -> None:
     if "without_pictures" in options:
-        Run.draw = lambda *_: None
+        Run.draw = Pictures.draw = lambda *_: None
     os.environ.pop(EXIT_FOLDER, None)  # else the launcher ends all processes with the first run that announces its exit
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):

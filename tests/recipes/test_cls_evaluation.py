@@ -83,11 +83,13 @@ def recorded(run: Outcome, prefix: str = "") -> dict:
 
 
 def assert_same_results(one: dict, other: dict, tolerance: float = 1e-9) -> None:
-    """Counts and what is made of them are equal; the loss is but for the order of its sum."""
+    """Counts and what is made of them are equal; the loss is but for the order of its sum, confidences as weights are."""
     assert one.keys() == other.keys()
     for key, value in one.items():
         if key in ("loss", "ema_loss"):
             assert other[key] == pytest.approx(value, rel=tolerance)
+        elif key in ("ece", "ema_ece"):
+            assert other[key] == pytest.approx(value, abs=1e-7)
         else:
             assert other[key] == value, key
 
@@ -118,12 +120,13 @@ def test_the_confusion_matrix_and_the_mistakes_are_the_same_on_any_layout(pictur
 def test_eval_only_prints_what_the_run_recorded(name: str, what: str, processes: int, runs) -> None:
     """Of an exported model (which timm rounds to float32) and of a checkpoint; of averaged weights where there are some."""
     results = printed(runs[processes][f"{name} {what}"])
-    per_class = results.pop("per_class")
+    per_class, thresholds = results.pop("per_class"), results.pop("thresholds")
     assert results.pop("eval_only").startswith(str(runs[1][name].folder / what))
     tolerance = 1e-7 if (name, what) == ("digits", "best") else 1e-9
     assert_same_results(recorded(runs[1][name], "ema_" if name == "digits" else ""), results, tolerance)
     assert np.mean([*per_class.values()]) == pytest.approx(results["mean_class_accuracy"])
     assert per_class == printed(runs[1][f"{name} {what}"])["per_class"]
+    assert thresholds == printed(runs[1][f"{name} {what}"])["thresholds"]
     assert not runs[processes][f"{name} {what}"].folder.exists()
 
 

@@ -43,7 +43,7 @@ def assert_same(found: dict, wanted: dict) -> None:
     found = {key: value for key, value in found.items() if key != "eval_only"}
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert found[key] == (pytest.approx(value, rel=1e-6) if key == "loss" else value), key
+        assert found[key] == (pytest.approx(value, rel=1e-6) if key in ("loss", "ece") else value), key
 
 
 def rows(folder: Path) -> list[dict]:
@@ -114,7 +114,7 @@ def test_a_checkpoint_has_the_numbers_of_its_step(odd, forks) -> None:
     for step, row in ((3, rows(odd)[0]), (6, rows(odd)[-1])):
         results, said = printed(forks("--eval_only", odd / f"checkpoints/step_{step:08d}", "--workers", 0))
         wanted = {key.removeprefix("eval/ema_"): value for key, value in row.items() if key.startswith("eval/ema_")}
-        assert_same(results, wanted | {"per_class": results["per_class"]})
+        assert_same(results, wanted | {key: results[key] for key in ("per_class", "thresholds")})
         assert row["step"] == step and f"of the run odd, step {step}" in said
 
 
