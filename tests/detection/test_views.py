@@ -189,5 +189,7 @@ def test_sizes_and_thresholds_are_those_that_were_asked_for(capsys) -> None:
     square = BoxAugmentation(0, (640,), 800, square=True)
     assert Views.of(config, square, without_nms).nms_threshold == 0.7
     config.eval_sizes = "640,650"
-    with pytest.raises(Refused, match=r"--eval_sizes 640,650: a square of 650 pixels is no multiple of 32, .* take 672"):
+    with pytest.raises(
+        Refused, match=r"--eval_sizes 640,650: a square of 650 pixels is no multiple of 32, .* take 672"
+    ):
         Views.of(config, square, without_nms)
