@@ -202,30 +202,26 @@ class EvaluationScenes(Dataset):
         return [group[start : start + most] for group in alike for start in range(0, len(group), most)]
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
-        images, broken = [], []
-        for index in indices.tolist():
+        sizes = self._sizes(indices)
+        if any(len(np.unique(_multiples(of_view, self.stride), axis=0)) > 1 for of_view in sizes):
+            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
+        shown, broken = [[] for _ in sizes], []
+        for place, index in enumerate(indices.tolist()):  # whole images are large: one at a time
             try:
-                images.append(self.source.picture(index).whole())
+                image = self.source.picture(index).whole()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                images.append(_empty(self.source.sizes[index]).image.whole())
-        batch, *others = [
-            self._view(images, indices, sizes, mirrored)
-            for sizes in self._sizes(indices)
-            for mirrored in ((False, True) if self.views.flip else (False,))
-        ]
-        return replace(batch, broken=tuple(broken), others=others)
-
-    def _view(self, images: list, indices: np.ndarray, sizes: np.ndarray, mirrored: bool) -> DetectionBatch:
-        """The decoded images of `indices`, resized to `sizes` int[n, 2] (width, height)."""
-        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
-            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
-        samples = []
-        for image, (width, height) in zip(images, sizes.tolist(), strict=True):
-            pixels = resized(image, (height, width), "bilinear")
-            samples.append(Sample(pixels.flip(2) if mirrored else pixels, *map(torch.from_numpy, _NO_BOXES)))
-        batch = _batch(samples, indices, _canvas(sizes, self.stride), self.fill, ())
-        return replace(batch, mirrored=mirrored)
+                image = _empty(self.source.sizes[index]).image.whole()
+            for samples, (width, height) in zip(shown, (of_view[place].tolist() for of_view in sizes), strict=True):
+                samples.append(Sample(resized(image, (height, width), "bilinear"), *map(torch.from_numpy, _NO_BOXES)))
+        views = []
+        for samples, of_view in zip(shown, sizes, strict=True):
+            canvas = _canvas(of_view, self.stride)
+            views.append(_batch(samples, indices, canvas, self.fill, ()))
+            if self.views.flip:
+                samples = [sample._replace(image=sample.image.flip(2)) for sample in samples]
+                views.append(replace(_batch(samples, indices, canvas, self.fill, ()), mirrored=True))
+        return replace(views[0], others=views[1:], broken=tuple(broken))
 
     def _sizes(self, indices: np.ndarray) -> list[np.ndarray]:
         """int64[n, 2] of each size of the views: width and height of these images."""

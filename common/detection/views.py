@@ -45,14 +45,17 @@ class Views:
         sizes = [replace(plain, short_sides=(side,), long_side=long) for side, long in zip(sides, longest, strict=True)]
         threshold, limit = getattr(detector, "nms_threshold", _NMS), getattr(detector, "limit", MOST)
         views = cls(tuple(sizes), config.eval_flip, threshold, limit)
-        if len(sizes) > 1 or views.flip:
+        if config.eval_sizes or views.flip:
             launch.say(str(views))
         return views
 
     def __str__(self) -> str:
         sizes = ", ".join(str(one.short_sides[0]) for one in self.augmentations)
         mirrored = ", each also mirrored" if self.flip else ""
-        return f"each image is shown at {sizes} pixels{mirrored}; boxes are merged by NMS at IoU {self.nms_threshold}"
+        merged = (
+            f"; boxes are merged by NMS at IoU {self.nms_threshold}" if len(self.augmentations) > 1 or self.flip else ""
+        )
+        return f"each image is shown at {sizes} pixels{mirrored}{merged}"
 
     def merged(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Detections of one image in several views, in the same pixels -> the best of all, best first."""

@@ -31,7 +31,7 @@ class Detections:
         default_factory=list
     )  # object[n]: COCO's packed run lengths; none of a detector of boxes
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
-    judgement: Judgement | None = None  # of all images, after `results`; on the main process
+    judgement: Judgement | None = None  # of these detections, after `results`
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
         """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and labels [n] of each, and
@@ -61,9 +61,9 @@ class Detections:
         gathered = gather_to_main((*self.columns(), np.array(self.seen, np.int64), *masks))
         images, rows, seen, masks = _each_image_once(gathered or [])
         self.images, self.rows, self.seen, self.masks = [images], [rows], seen.tolist(), masks
-        self.judgement = Judgement.of(source, *self.columns())
         results = None
         with all_or_none("evaluating the detections"):
+            self.judgement = Judgement.of(source, *self.columns())
             if gathered is not None:
                 results, self.precision = _evaluate(source, images, rows, len(seen))
                 results["thresholds"] = self.judgement.thresholds()
