@@ -312,8 +312,8 @@ def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) ->
 
 
 def audit(run: Run, train: Annotated, validate, loader_of) -> None:
-    """Boxes that are likely wrong: the model looks once more at the training images with the largest losses."""
-    worst = run.suspects(suspects.SHARE)
+    """Boxes that are likely wrong: the model looks once more at training images, at most at 5,000 with the largest losses."""
+    worst = run.suspects(share=1.0)
     images = suspects.images(train, worst)
     if images is not None:  # of fresh scenes, none is seen twice
         _, found = validate(run.model, loader=loader_of(images), val=images)

@@ -1,7 +1,8 @@
 """Report of boxes that are likely wrong: missing, moved, or of another class.
 
-The mean losses of a run (`common.training.audit`) say in which images to look: a wrong box raises the loss of its image. At
-the end the model looks at these images once, and its confident detections are compared with their boxes.
+At the end of a run the model looks at its training images once more, at most at those with the largest mean losses
+(`common.training.audit`), and its confident detections are compared with their boxes. Losses alone would not do: a wrong box is
+one of many in its image.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from common.distributed.collectives import broadcast_object
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 from common.training.audit import Suspects
 
-SHARE, MOST = 0.25, 1_000  # of the training images, with the largest losses, that the model looks at once more
+MOST = 5_000  # training images that the model looks at once more: those with the largest mean losses
 SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")

@@ -1,0 +1,75 @@
+"""Boxes that are missing, moved or relabelled are told from right ones by confident detections, the surest first."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.detection import suspects
+from common.training.audit import Suspects
+from tests.detection.evaluation.test_matching import A, B, moved, one_image
+
+DOWN = (10, 60, 50, 95)
+
+
+def kinds(objects: list, found: list) -> list[tuple[str, int, int]]:
+    matches = one_image(objects, found)
+    return [(finding.kind, finding.object, finding.detection) for finding in suspects.findings(matches)]
+
+
+def test_boxes_that_are_as_the_model_sees_them_are_no_findings() -> None:
+    objects = [(A, 0, False), (B, 1, False)]
+    assert kinds(objects, [(A, 0.9, 0), (moved(B, 2), 0.8, 1)]) == []
+    assert kinds(objects, []) == []
+    # A second detection of another class at a confirmed box, and one in a crowd region, say nothing about boxes.
+    assert kinds(objects, [(A, 0.9, 0), (A, 0.8, 2), (B, 0.9, 1)]) == []
+    assert kinds([*objects, (DOWN, 2, True)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]) == []
+
+
+def test_a_removed_a_moved_and_a_relabelled_box_are_found() -> None:
+    right = [(A, 0, False), (B, 1, False), (DOWN, 2, False)]
+    seen = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
+    assert kinds(right[1:], seen) == [("missing", -1, 0)]
+    assert kinds([(moved(A, 15), 0, False), *right[1:]], seen) == [("moved", 0, 0)]
+    assert kinds([*right[:1], (B, 2, False), *right[2:]], seen) == [("relabelled", 1, 1)]
+    everything = kinds([(moved(A, 15), 0, False), (B, 0, False)], seen)
+    assert everything == [("relabelled", 1, 1), ("missing", -1, 2), ("moved", 0, 0)]
+
+
+def test_a_detection_that_scores_less_than_the_threshold_finds_nothing() -> None:
+    matches = one_image([(A, 0, False)], [(A, 0.9, 0), (B, 0.2, 1)])
+    assert 0.2 < matches.threshold and suspects.findings(matches) == []
+
+
+def test_the_table_names_the_box_and_what_is_suggested(tmp_path: Path) -> None:
+    matches = one_image([(moved(A, 15), 0, False), (B, 2, False)], [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)])
+    object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
+    worst = Suspects(np.array([7]), None, np.array([2.5]), np.array([4]), None, 30)
+    header, *rows = suspects.rows(worst, matches, suspects.findings(matches))
+    assert [dict(zip(header, row, strict=True))["kind"] for row in rows] == ["missing", "relabelled", "moved"]
+    missing, relabelled, shifted = (dict(zip(header, row, strict=True)) for row in rows)
+    assert (missing["label"], missing["left"], missing["suggested"]) == ("", "", "cow")
+    assert (relabelled["label"], relabelled["suggested"], relabelled["mean_loss_of_image"]) == (
+        "cow",
+        "dog",
+        "2.500000",
+    )
+    assert (shifted["left"], shifted["suggested_left"], shifted["overlap"]) == ("25.00", "10.00", "0.4545")
+    with (tmp_path / "suspicious.csv").open("w") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def test_only_images_with_large_losses_are_looked_at_again() -> None:
+    class Train:
+        def part(self, rows: np.ndarray) -> list:
+            return rows.tolist()
+
+    worst = Suspects(np.array([5, 2]), None, np.zeros(2), np.ones(2), None, 8)
+    assert suspects.images(Train(), worst) == [5, 2]
+    assert suspects.images(Train(), worst._replace(indices=np.zeros(0, np.int64))) is None
+
+
+@pytest.mark.parametrize("shift, kind", [(0, []), (4, []), (10, ["moved"]), (20, ["moved"]), (35, ["missing"])])
+def test_the_overlap_tells_a_moved_box_from_another_thing(shift: float, kind: list) -> None:
+    assert [finding[0] for finding in kinds([(moved(A, shift), 0, False)], [(A, 0.9, 0)])] == kind
