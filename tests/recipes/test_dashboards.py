@@ -47,7 +47,9 @@ def die_once_sent(folder: Path, tracker: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("recipe, tracker", [("cls", "wandb"), ("det", "wandb"), ("cls", "tensorboard")])
-def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(forks, scenes, tmp_path, recipe: str, tracker: str) -> None:
+def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
+    forks, scenes, tmp_path, recipe: str, tracker: str
+) -> None:
     folder = tmp_path / "run"
     words = [*FLAGS[recipe].split(), *COMMON.split(), "--output_dir", tmp_path, "--tracker", tracker]
     words += ["--data", scenes] if recipe == "det" else []

@@ -39,7 +39,7 @@ if "--wrong" in sys.argv:
 status("running")
 while step < 6:
     step += 1
-    if rate > 0.9:
+    if words["--name"].endswith("003"):
         status("failed", "the loss is not finite"), sys.exit(2)
     with rows.open("a") as file:
         file.write(json.dumps({"step": step, "eval/top1": 1 - rate if step > 1 else None}) + "\\n")
@@ -93,11 +93,11 @@ def wait_for(what, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("signal", ["kill", "terminate"])
 def test_a_killed_sweep_goes_on_as_if_it_had_not_been(sweep, tmp_path: Path, signal: str) -> None:
-    whole = sweep("whole", "--trials", 9)
+    whole = sweep("whole", "--trials", 8)
     table, errors = whole.communicate(timeout=300)
     assert (whole.returncode, errors) == (0, "")
     (tmp_path / "hold").touch()
-    killed = sweep("killed", "--trials", 9)
+    killed = sweep("killed", "--trials", 8)
     rows = tmp_path / "killed/mine-001/metrics.jsonl"
     wait_for(lambda: rows.exists() and rows.read_text().count("\n") == 3, killed)
     (child,) = psutil.Process(killed.pid).children()
@@ -106,21 +106,19 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(sweep, tmp_path: Path, sig
     psutil.wait_procs([child], 60)
     assert json.loads((rows.parent / "status.json").read_text())["status"] == "resumable", "its run was asked to save"
     (tmp_path / "hold").unlink()
-    resumed = sweep("killed", "--trials", 9)
+    resumed = sweep("killed", "--trials", 8)
     again, errors = resumed.communicate(timeout=300)
     assert (resumed.returncode, errors) == (0, "")
     assert (rows.parent / "starts").read_text() == "0 mine\n3 mine\n", "the unfinished run continues"
     expected = trials(tmp_path / "whole", "mine")
-    assert trials(tmp_path / "killed", "mine") == expected and len(expected) == 9
+    assert trials(tmp_path / "killed", "mine") == expected and len(expected) == 8
     assert again.partition("trial  ")[2] == table.partition("trial  ")[2], "the same table"
 
     states = [state for state, *_ in expected]
-    assert {"COMPLETE", "PRUNED", "FAIL"} <= {*states}, "the seed has one of each"
+    assert {"COMPLETE", "PRUNED"} <= {*states} and states[3] == "FAIL", "the seed has one of each"
     for state, value, params, reported in expected:
         if state == "COMPLETE":
             assert value == 1 - params["lr"] and [*reported] == [2, 3, 4, 5, 6]
-        elif state == "FAIL":
-            assert params["lr"] > 0.9
     best = min((params for state, _, params, _ in expected if state == "COMPLETE"), key=lambda params: params["lr"])
     assert table.splitlines()[-1].endswith(f"--lr={best['lr']} --depth={best['depth']} --opt={best['opt']}")
 
