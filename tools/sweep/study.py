@@ -148,7 +148,7 @@ class Sweep:
                 if step in seen:
                     continue
                 seen[step] = value
-                if step not in reported:
+                if step not in reported and math.isfinite(value):
                     trial.report(value, step)
                 if trial.should_prune():
                     self._child.terminate()

@@ -1,0 +1,214 @@
+"""A sweep reads the file of `wandb sweep`, stops bad trials, and goes on after a kill as if there had been none."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import psutil
+import pytest
+import yaml
+from wandb.sdk.launch.sweeps import utils as wandb_sweeps
+
+from common.errors import Refused
+from tests.harness.launching import ROOT, inherited
+from tests.harness.waiting import Limit
+from tools.sweep.sweep_file import read
+
+# Stands for a recipe: evaluates at steps 1 to 6 with its rate as result, saves each step, and waits at step 3 if told to.
+RECIPE = """
+import json, os, signal, sys, time
+from pathlib import Path
+flags = dict(word.removeprefix("--").split("=") for word in sys.argv[1:] if "=" in word)
+words = dict(zip(sys.argv[1:], sys.argv[2:]))
+folder = Path(words["--output_dir"]) / words["--name"]
+folder.mkdir(parents=True, exist_ok=True)
+def status(what, cause=""):
+    (folder / "status.json").write_text(json.dumps({"status": what, "step": step, "cause": cause, "time": time.time()}))
+def leave(*_):
+    status("resumable"), sys.exit(75)
+signal.signal(signal.SIGTERM, leave)
+rows = folder / "metrics.jsonl"
+step, rate = len(rows.read_text().splitlines()) if rows.exists() else 0, float(flags["lr"])
+with (folder / "starts").open("a") as starts:
+    starts.write(f"{step} {words['--group']}\\n")
+if "--wrong" in sys.argv:
+    sys.exit("--wrong: no such flag")
+status("running")
+while step < 6:
+    step += 1
+    if words["--name"].endswith("003"):
+        status("failed", "the loss is not finite"), sys.exit(2)
+    with rows.open("a") as file:
+        file.write(json.dumps({"step": step, "eval/top1": 1 - rate if step > 1 else None}) + "\\n")
+    while step == 3 and os.path.exists(words["--hold"]) and words["--name"].endswith("001"):
+        time.sleep(0.01)
+status("finished")
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path: Path):
+    """`sweep("a", "--trials", 3)` starts a sweep of the stand-in in the folder a."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    content = {
+        "program": str(tmp_path / "recipe.py"),
+        "method": "bayes",
+        "metric": {"name": "eval/top1", "goal": "maximize"},
+        "parameters": {
+            "lr": {"distribution": "uniform", "min": 0.0, "max": 1.0},
+            "depth": {"min": 1, "max": 9},
+            "opt": {"values": ["sgd", "adamw"]},
+        },
+        "command": ["${env}", "${interpreter}", "${program}", "${args}"],
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+    def start(name: str, *words: object) -> subprocess.Popen:
+        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--hold", tmp_path / "hold", *words]
+        command = [sys.executable, "-m", "tools.sweep", tmp_path / "mine.yaml", *own]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*map(str, command)], cwd=ROOT, env=inherited(), **pipes)
+
+    return start
+
+
+def trials(folder: Path, name: str) -> list[tuple]:
+    """What the study in the folder has of each trial."""
+    study = optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/{name}.db")
+    return [
+        (trial.state.name, trial.value, trial.params, {key: str(of) for key, of in trial.intermediate_values.items()})
+        for trial in study.trials
+    ]
+
+
+def wait_for(what, process: subprocess.Popen) -> None:
+    limit = Limit(120)
+    while not what():
+        assert limit.left() > 0 and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signal", ["kill", "terminate"])
+def test_a_killed_sweep_goes_on_as_if_it_had_not_been(sweep, tmp_path: Path, signal: str) -> None:
+    whole = sweep("whole", "--trials", 6)
+    table, errors = whole.communicate(timeout=300)
+    assert (whole.returncode, errors) == (0, "")
+    (tmp_path / "hold").touch()
+    killed = sweep("killed", "--trials", 6)
+    rows = tmp_path / "killed/mine-001/metrics.jsonl"
+    wait_for(lambda: rows.exists() and rows.read_text().count("\n") == 3, killed)
+    (child,) = psutil.Process(killed.pid).children()
+    getattr(killed, signal)()
+    assert killed.wait(60) == {"kill": -9, "terminate": 75}[signal]
+    psutil.wait_procs([child], 60)
+    assert json.loads((rows.parent / "status.json").read_text())["status"] == "resumable", "its run was asked to save"
+    (tmp_path / "hold").unlink()
+    resumed = sweep("killed", "--trials", 6)
+    again, errors = resumed.communicate(timeout=300)
+    assert (resumed.returncode, errors) == (0, "")
+    assert (rows.parent / "starts").read_text() == "0 mine\n3 mine\n", "the unfinished run continues"
+    expected = trials(tmp_path / "whole", "mine")
+    assert trials(tmp_path / "killed", "mine") == expected and len(expected) == 6
+    assert again.partition("trial  ")[2] == table.partition("trial  ")[2], "the same table"
+
+    states = [state for state, *_ in expected]
+    assert {"COMPLETE", "PRUNED"} <= {*states} and states[3] == "FAIL", "the seed has one of each"
+    for state, value, params, reported in expected:
+        if state == "COMPLETE":
+            assert value == 1 - params["lr"] and [*reported] == [2, 3, 4, 5, 6]
+    best = min((params for state, _, params, _ in expected if state == "COMPLETE"), key=lambda params: params["lr"])
+    assert table.splitlines()[-1].endswith(f"--lr={best['lr']} --depth={best['depth']} --opt={best['opt']}")
+
+
+def test_what_cannot_be_searched_is_refused_in_one_line(sweep, tmp_path: Path) -> None:
+    def refusal(*words: object) -> str:
+        ended = sweep("a", *words)
+        _, errors = ended.communicate(timeout=120)
+        assert ended.returncode == 2 and errors.count("\n") == 1, errors
+        return errors
+
+    assert refusal("--wrong", 1) == "mine-000 did not start: --wrong: no such flag\n"
+    assert "was begun with another flags of the recipe" in refusal("--trials", 1)
+    file = tmp_path / "mine.yaml"
+    content = yaml.safe_load(file.read_text())
+    for change, told in (
+        ({"method": "magic"}, "method magic: must be one of random, bayes, grid"),
+        ({"metric": {"name": "eval/top1"}}, "metric must have a name"),
+        ({"command": ["python"]}, "command must have ${args}"),
+        ({"parameters": {"lr": {"distribution": "beta"}}}, 'parameter lr is {"distribution": "beta"}; give value'),
+        ({"method": "grid"}, "method grid needs `values` of lr, depth"),
+        ({"command": None}, "command: missing"),
+    ):
+        file.write_text(yaml.safe_dump(content | change, sort_keys=False))
+        with pytest.raises(Refused, match=re.escape(told)):
+            read(file)
+    file.write_text("a: [")
+    with pytest.raises(Refused, match="can't be read"):
+        read(file)
+
+
+def test_without_optuna_the_way_out_is_named() -> None:
+    text = "import sys; sys.modules['optuna'] = None; from tools.sweep.__main__ import main; main(['a.yaml'])"
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, env=inherited(), capture_output=True, text=True)
+    assert done.stderr.endswith("Refused: tools.sweep needs Optuna: pip install optuna\n")
+
+
+PRESETS = sorted((ROOT / "recipes" / "presets").glob("sweep_*.yaml"))
+
+
+def rendered(path: Path, values: dict) -> list[str]:
+    """The command of a trial as the agent of `wandb sweep` makes it."""
+    content = yaml.safe_load(path.read_text())
+    parts = wandb_sweeps.create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
+    parts |= {"env": ["/usr/bin/env"], "program": [content["program"]]}
+    words = wandb_sweeps.create_sweep_command(content["command"])
+    return [part for word in words for part in (parts[word[2:-1]] if word.startswith("${") else [word])]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_sweep_of_the_presets_runs_on_two_ranks_as_wandb_starts_it(path: Path, tmp_path: Path) -> None:
+    file = read(path)
+    values = {name: of.values[0] if of.values else of.low for name, of in file.parameters.items()}
+    command = rendered(path, values)
+    ours = file.command(values, None)
+    assert ours[0] == sys.executable and ours[ours.index("launch") :] == command[command.index("launch") :]
+    few = "--max_steps 1 --workers 1 --tracker none --name run --output_dir".split()
+    environment = inherited() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([*command, *few, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert {name: config[name] for name in values} == values
+    (row,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert file.metric in row
+    assert json.loads((tmp_path / "run/environment.json").read_text())["world_size"] == 2
+    assert "tools.sweep" in path.read_text() and "wandb sweep" in path.read_text()
+
+
+@pytest.mark.long
+def test_a_sweep_of_real_runs_is_killed_and_stops_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    content = yaml.safe_load((ROOT / "recipes/presets/sweep_cls.yaml").read_text())
+    content["parameters"] = {"lr": {"values": [0.004, 1000.0]}, "weight_decay": {"values": [0.05, 0.0]}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"method": "grid"}))
+    few = "--max_steps 8 --eval_every 2 --checkpoint_every 1 --log_every 1 --tracker none --workers 1 --unpruned 1 --trials 3"
+
+    def sweep(name: str) -> subprocess.Popen:
+        command = ["-m", "tools.sweep", tmp_path / "mine.yaml", *few.split(), "--output_dir", tmp_path / name]
+        return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=inherited())
+
+    assert sweep("whole").wait() == 0
+    killed, rows = sweep("killed"), tmp_path / "killed/mine-001/metrics.jsonl"
+    wait_for(lambda: rows.exists() and rows.read_text().count("\n") >= 3, killed)
+    killed.kill()
+    killed.wait()
+    assert sweep("killed").wait() == 0
+    expected = trials(tmp_path / "whole", "mine")
+    assert trials(tmp_path / "killed", "mine") == expected
+    assert [state for state, *_ in expected] == ["COMPLETE", "COMPLETE", "PRUNED"]
+    assert expected[2][2]["lr"] == 1000.0
+    log = (rows.parent / "log.txt").read_text()
+    assert log.count("resuming from step") == 1
