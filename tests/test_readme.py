@@ -6,6 +6,7 @@ the only differences from a newcomer's terminal.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -24,7 +25,6 @@ from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
 from tests.harness.several import load
-from tools.adopt import __main__ as adopt
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -121,15 +121,16 @@ def anchors(page: str) -> set[str]:
 def test_every_flag_that_a_page_names_exists() -> None:
     configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {"config", "help"}
-    of_launcher = {
-        option.lstrip("-")
-        for parser in (launch_command_parser(), get_args_parser(), adopt.arguments())  # accelerate launch, torchrun
-        for action in parser._actions
-        for option in action.option_strings
+    tools = [f"tools.{path.parent.name}.__main__" for path in sorted((ROOT / "tools").glob("*/__main__.py"))]
+    parsers = [launch_command_parser(), get_args_parser()]  # accelerate launch, torchrun
+    parsers += [importlib.import_module(tool).arguments() for tool in tools]
+    of_others = {
+        option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings
     }
     for page in (
         "README.md",
         "CONTRIBUTING.md",
+        "docs/after_training.md",
         "docs/run_folder.md",
         "docs/layouts.md",
         "docs/data.md",
@@ -141,7 +142,7 @@ def test_every_flag_that_a_page_names_exists() -> None:
         if page.endswith("other_systems.md"):  # the last column of its tables is ours
             text = "\n".join(re.findall(r"^\|.*\|(.+)\|$", text, re.MULTILINE))
         named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text)}
-        assert named <= flags | of_launcher, f"{page}: {named - flags - of_launcher}"
+        assert named <= flags | of_others, f"{page}: {named - flags - of_others}"
     contract = (ROOT / "docs" / "run_folder.md").read_text()
     table = between(contract, "## Flags that programs may rely on", "A switch is")
     assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
