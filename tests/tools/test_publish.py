@@ -47,7 +47,7 @@ def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_cla
     assert card.data.pipeline_tag == "image-classification" and card.data.metrics == ["accuracy"]
     (of_hub,) = card.data.eval_results
     assert (of_hub.metric_type, of_hub.metric_value) == ("accuracy", results["top1"])
-    overall = figures(text, "validation | ")
+    overall = figures(text, "Result | Validation")
     assert overall["Top-1 accuracy"] == shown(results["top1"]) and overall["Images"] == "359" == str(results["count"])
     assert list(overall.values()) == [shown(value) for value in results.values() if not isinstance(value, dict)]
     assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in results["per_class"].items()}
@@ -80,7 +80,7 @@ def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detec
     results = json.loads((trained_detector / "best" / "results.json").read_text())
     assert card.data.license is None and card.data.pipeline_tag == "object-detection"
     assert card.data.eval_results[0].metric_value == results["AP"]
-    assert figures(text, "validation | ")["AP50"] == shown(results["AP50"])
+    assert figures(text, "Result | Validation")["AP50"] == shown(results["AP50"])
     assert figures(text, "Class | AP") == {name: shown(value) for name, value in results["per_class"].items()}
     (command,) = re.findall(r"^python model/(.*?) model photo\.jpg", text, re.MULTILINE)
     Image.new("RGB", (50, 40), "white").save(tmp_path / "photo.jpg")
@@ -109,7 +109,7 @@ def test_folders_of_a_person_are_not_published() -> None:
     assert plain("recipes/cls.py --data /home/jo/flowers --config recipes/presets/digits.yaml") == (
         "recipes/cls.py --data flowers --config recipes/presets/digits.yaml"
     )
-    assert plain("'/home/jo/a b/x' ~/data/y.csv 3/4 a/b hf-hub:o/n /tmp") == "'b/x' y.csv 3/4 a/b hf-hub:o/n /tmp"
+    assert plain("'/home/jo/a b/x' ~/data/y.csv 3/4 a/b hf-hub:o/n /tmp") == "'a b/x' y.csv 3/4 a/b hf-hub:o/n /tmp"
 
 
 def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:

@@ -109,7 +109,7 @@ def _results(run: Finished) -> list[str]:
     overall = {name: value for name, value in run.results.items() if isinstance(value, int | float) and "/" not in name}
     rows = [f"| {_NAMES.get(name, name)} | {_figure(value)} |" for name, value in overall.items()]
     per_class = run.results.get("per_class") or {}
-    lines = ["\n".join(["| validation | |", "| --- | --- |", *rows])]
+    lines = ["\n".join(["| Result | Validation |", "| --- | --- |", *rows])]
     if per_class:
         what = "AP" if run.is_detector else "F1" if run.leading == "f1" else "Accuracy"
         rows = [f"| {_cell(name)} | {_figure(value)} |" for name, value in per_class.items()]
