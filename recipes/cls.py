@@ -90,7 +90,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     compile: bool = False
     """torch.compile the model, for training; evaluations run it as it is."""
     eval_only: str = path_option("")
-    """Only evaluate this checkpoint or exported model, and print the results."""
+    """Only evaluate this checkpoint, the mean of this folder of checkpoints, or this exported model; leaves a report."""
 
     # What defines a training. --help explains these fields: all recipes have them.
     epochs: float = 10.0

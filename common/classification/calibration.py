@@ -44,7 +44,7 @@ class Calibration:
         logits = torch.where(counted[:, None], logits, 0.0)
         logits = logits - logits.amax(1, keepdim=True)
         true = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-        totals = torch.stack([(logits / temperature).exp().sum(1) for temperature in self.temperatures])  # [T, batch]
+        totals = torch.stack([(logits / temperature).exp_().sum(1) for temperature in self.temperatures])  # [T, batch]
         losses = totals.log() - true * self._inverse
         confidences = 1 / totals
         bins = ((confidences * BINS).ceil().long() - 1).clamp(0, BINS - 1)
@@ -79,7 +79,7 @@ class Calibration:
     def results(self) -> dict:
         """ECE and NLL at temperature 1 and at the best one, which is fitted on these very images; and the bins before it."""
         rows = zip(*self.bins().tolist(), strict=True)
-        found = {"ece": self.ece(), "nll": self._nll(1.0)}
+        found: dict = {"ece": self.ece(), "nll": self._nll(1.0)}
         if len(self.temperatures) > 1:
             best = self.temperature()
             found |= {"temperature": best, "temperature_fitted_on": "the evaluated images"}

@@ -34,7 +34,8 @@ class Evaluation:
         self.counts.update(logits, batch.labels, batch.readable)
         if self.calibration:
             confidences, predicted = logits.softmax(1).max(1)
-            sound = batch.readable & (batch.labels >= 0) & ~confidences.isnan()
+            sound = (batch.labels >= 0) & ~confidences.isnan()
+            sound = sound if batch.readable is None else sound & batch.readable
             self.calibration.update(logits, batch.labels, predicted == batch.labels, sound)
             self._mistakes.update(confidences, predicted, batch.labels, batch.positions, batch.readable)
 

@@ -82,7 +82,7 @@ def load_weights(model: torch.nn.Module, origin: Origin) -> None:
 
 def report_folder(config, origin: Origin, val: Source) -> Path:
     """The folder of the report on `val`: one for each of weights, part of the data, and settings that the run did not have."""
-    weights = Path(origin.path).resolve()
+    weights = Path(origin.path).absolute()
     run = weights.parent if weights.name in ("best", "checkpoints") else weights.parent.parent
     is_of_run = bool(origin.run) and (run / "config.yaml").is_file() and os.access(run, os.W_OK)
     known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
@@ -90,6 +90,7 @@ def report_folder(config, origin: Origin, val: Source) -> Path:
     differing = {key: asked[key] for key in asked if key not in known or asked[key] != known[key]}
     part = "held_out" if re.search("held.out", val.origin) else Path(val.origin.removeprefix("split ")).stem
     leaf = "-".join([_word(weights.name), _word(part)] + [short_hash(differing)] * bool(differing))
+    run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
 
 
