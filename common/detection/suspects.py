@@ -67,10 +67,10 @@ def findings(matches: Matches) -> list[Finding]:
         for row, overlap, same in zip(rows.tolist(), overlaps, alike, strict=True):  # best first
             score, most = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
-            if (overlap * same >= SAME).any() or place in told:
-                continue
             if most < APART:
                 found.append(Finding("missing", image, -1, row, most, score * (1 - most)))
+            elif place in told or (overlap * same >= SAME).any():
+                continue
             elif same[place] and not confirmed[place]:
                 found.append(Finding("moved", image, int(objects[place]), row, most, score * (1 - most)))
                 told.add(place)

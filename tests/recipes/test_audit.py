@@ -114,7 +114,8 @@ def test_the_ranking_is_the_same_on_any_layout_and_after_a_move(run_several, dig
             assert [row[key] for row in other] == [row[key] for row in one], (name, key)
         for key in ("mean_margin", "mean_loss"):
             assert [float(row[key]) for row in other] == pytest.approx([float(row[key]) for row in one], abs=2e-6)
-    assert runs["old"].tensors("audit")["seen"].sum() < 14 * 48 < runs["one"].tensors("audit")["seen"].sum() <= 24 * 48
+    counted = {name: int(runs[name].tensors("audit")["seen"].sum()) for name in ("old", "one")}
+    assert 0 < counted["old"] < 0.75 * counted["one"], "14 of 24 steps"
 
 
 @pytest.mark.long
