@@ -62,10 +62,8 @@ class Records:
         self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss, self._reads_utilization = 0.0, True
-        self._drawing, self._trained_before = (
-            FIRST_DRAWING_S,
-            0.0,
-        )  # seconds: of pictures, of training in earlier starts
+        self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
+        self._trained_before = 0.0  # seconds of training in earlier starts
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:

@@ -291,9 +291,10 @@ class Run:
         mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights (Brock et
         al., 2021).
         """
+        norm = self._training.clip_gradients(limit, mode)
         if self._logs(self.step + 1):
             self._update_size.begin()
-        return self._training.clip_gradients(limit, mode)
+        return norm
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""

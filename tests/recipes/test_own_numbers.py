@@ -49,7 +49,7 @@ def test_numbers_of_ones_own_stand_in_the_rows_and_are_the_same_on_any_layout(ou
     one, three = outcomes["one"], outcomes["three"]
     assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
     assert [row["step"] for row in one.rows] == [row["step"] for row in three.rows] == [2, 3, 4, 6]
-    for name in OWN:
+    for name in (*OWN, "train/weight_norm", "train/update_ratio"):
         np.testing.assert_allclose(three.column(name), one.column(name), rtol=1e-8)
         assert len(one.column(name)) == 4 and (name == "train/half" or np.ptp(one.column(name)) > 0)
     # Squares of the losses whose mean stands beside them.
