@@ -44,7 +44,8 @@ SPECS = {
     "deimv2": DetectorSpec("deimv2", "deimv2_atto", 10),
     "rf_detr": None,
 }
-CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30, "deimv2": 300}  # of class scores, which random weights hardly tell apart
+# Of class scores, which random weights hardly tell apart.
+CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30, "deimv2": 300}
 DETECTIONS = ("boxes", "scores", "labels")
 
 
