@@ -94,7 +94,7 @@ def objects(judgement: Judgement, path: Path) -> None:
         axes.bar(places, at_threshold, 0.7, color=BLUE, label="recall at the threshold of best F1")
         axes.plot(places, ap, "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
         axes.set_xticks(places, [f"{name}\n{of['count']:,}" for name, of in groups.items()], fontsize=9)
-        axes.set(ylim=(0, 104))
+        axes.set(ylim=(0, 104), xlim=(-0.6, len(places) - 0.4))
         axes.set_title(_TITLES[division], fontsize=10, color=INK)
         axes.tick_params(axis="x", length=0)
         axes.spines[["top", "right"]].set_visible(False)
