@@ -61,8 +61,8 @@ def confidence(judgement: Judgement, path: Path) -> None:
     numbers.stairs(right, np.arange(BINS + 1) / BINS, fill=True, color=BLUE, label="right")
     numbers.stairs(wrong, np.arange(BINS + 1) / BINS, color=ORANGE, linewidth=2, label="wrong")
     numbers.axvline(judgement.matches.threshold, color=INK, linewidth=1.2, linestyle=":", label="threshold of best F1")
-    numbers.set_yscale("log")  # most detections have a low score
-    numbers.set(ylabel="detections", ylim=(0.7, 2 * max(5, right.max(), wrong.max())))
+    numbers.set_yscale("symlog", linthresh=1)  # most detections have a low score
+    numbers.set(ylabel="detections", ylim=(0, 30 * max(5, right.max(), wrong.max())))  # room for the legend
     numbers.yaxis.set_major_formatter("{x:,.0f}")
     numbers.legend(frameon=True, framealpha=1, edgecolor="white", loc="upper right")
     some = np.flatnonzero(right + wrong)
