@@ -61,8 +61,8 @@ def confidence(judgement: Judgement, path: Path) -> None:
     numbers.stairs(right, np.arange(BINS + 1) / BINS, fill=True, color=BLUE, label="right")
     numbers.stairs(wrong, np.arange(BINS + 1) / BINS, color=ORANGE, linewidth=2, label="wrong")
     numbers.axvline(judgement.matches.threshold, color=INK, linewidth=1.2, linestyle=":", label="threshold of best F1")
-    numbers.set_yscale("log")  # most detections have a low score
-    numbers.set(ylabel="detections", ylim=(0.7, 2 * max(5, right.max(), wrong.max())))
+    numbers.set_yscale("symlog", linthresh=1)  # most detections have a low score
+    numbers.set(ylabel="detections", ylim=(0, 30 * max(5, right.max(), wrong.max())))  # room for the legend
     numbers.yaxis.set_major_formatter("{x:,.0f}")
     numbers.legend(frameon=True, framealpha=1, edgecolor="white", loc="upper right")
     some = np.flatnonzero(right + wrong)
@@ -94,7 +94,7 @@ def objects(judgement: Judgement, path: Path) -> None:
         axes.bar(places, at_threshold, 0.7, color=BLUE, label="recall at the threshold of best F1")
         axes.plot(places, ap, "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
         axes.set_xticks(places, [f"{name}\n{of['count']:,}" for name, of in groups.items()], fontsize=9)
-        axes.set(ylim=(0, 104))
+        axes.set(ylim=(0, 104), xlim=(-0.6, len(places) - 0.4))
         axes.set_title(_TITLES[division], fontsize=10, color=INK)
         axes.tick_params(axis="x", length=0)
         axes.spines[["top", "right"]].set_visible(False)
