@@ -33,7 +33,7 @@ LOG = """\
 2026-01-01 10:01:00    run folder  runs/a
 2026-01-01 10:01:00  resuming from step 10 of 40 (runs/a/checkpoints/step_00000010)
 2026-01-01 10:01:30  stopped by SIGTERM at step 20: the same command resumes from the last checkpoint
-2026-01-01 10:01:30  wide    no start table, but a table
+2026-01-01 10:01:30    wide    no start table, but a table
 """
 
 
