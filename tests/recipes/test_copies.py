@@ -48,7 +48,7 @@ BREAK = """The loop is left behind a step.
 DRAWS = """Says when it draws.
 @@
 +                    launch.say(f"draws at step {run.step}")
-                     draw(run, val, counts, mistakes)
+                     draw(run, *data, counts, mistakes)
 """
 MEAN = """A mean as loss, of shape [1] or [].
 @@
