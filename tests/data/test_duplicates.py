@@ -1,0 +1,62 @@
+"""A dry run names images that are there twice, within and between the parts, and says how many it has looked at."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.classification import sources
+from common.data import duplicates
+
+
+def picture(seed: int) -> Image.Image:
+    """A smooth picture of 160 x 120 pixels, another one for each seed."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
+    return Image.fromarray(coarse).resize((160, 120), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """14 + 6 different pictures of two classes."""
+    for number in range(20):
+        path = tmp_path / ("train" if number < 14 else "val") / ("cat" if number % 3 else "dog") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(path)
+    return tmp_path
+
+
+def told(folder: Path) -> dict[str, str]:
+    return duplicates.rows(*sources.load(sources.Spec(str(folder), seed=0, val_share=0.2)))
+
+
+def test_different_pictures_are_no_duplicates_and_classes_are_counted(folder: Path) -> None:
+    assert told(folder) == {"balance": "dog has 5, cat 9: 1.8 times as many", "duplicates": "none"}
+
+
+def test_copies_and_other_sizes_are_named_within_and_between_the_parts(folder: Path) -> None:
+    train, val = folder / "train/cat", folder / "val/cat"
+    shutil.copy(train / "01.png", val / "copy.png")
+    shutil.copy(train / "02.png", train / "copy.png")
+    picture(4).resize((80, 60)).save(val / "small.jpg", quality=80)
+    shutil.copy(val / "14.png", val / "again.png")
+    text = told(folder)["duplicates"]
+    exact, near = text.split("; near: ")
+    assert f"1 between train and val ({train / '01.png'} = {val / 'copy.png'})" in exact
+    assert f"1 within train ({train / '02.png'} = {train / 'copy.png'})" in exact
+    assert "1 within val" in exact and near == f"1 between train and val ({train / '04.png'} ~ {val / 'small.jpg'})"
+
+
+def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(duplicates, "MOST", 10)
+    assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
+    monkeypatch.setattr(duplicates, "SECONDS", 0.0)
+    assert told(folder)["duplicates"] == "none (of 0 of 20 images, which were looked at)"
+
+
+def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
+    for number in range(5):
+        Image.new("RGB", (40 + number, 40), (200, 200, 200 + number)).save(folder / f"train/cat/flat{number}.png")
+    (folder / "train/cat/broken.png").write_bytes(b"nothing")
+    assert told(folder)["duplicates"] == "none (of 25 of 26 images, which were looked at)"
