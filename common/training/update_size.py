@@ -52,7 +52,7 @@ class UpdateSize:
         """`lr_backbone`, `lr_head`, ...; with several rates in a part `lr_backbone_min` and `lr_backbone_max`; else {}."""
         if self._groups is None:
             self._groups = self._groups_by_part()
-        rates = {}
+        rates: dict[str, float] = {}
         for part, groups in self._groups.items():
             of_part = [float(group["lr"]) for group in groups]
             if len({group.get("lr_scale", group["lr"]) for group in groups}) > 1:

@@ -75,7 +75,7 @@ class Sweep:
         study = optuna.create_study(
             storage=f"sqlite:///{self.store.resolve()}",
             study_name=self.name,
-            direction=self.file.goal,
+            direction=self.file.goal,  # type: ignore[arg-type]  # checked when the file was read
             pruner=optuna.pruners.MedianPruner(n_startup_trials=self.words.unpruned),
             load_if_exists=True,
         )
@@ -166,8 +166,8 @@ class Sweep:
         for trial in self._study.trials:
             value = "-" if trial.value is None else f"{trial.value:.4f}"
             outcome = trial.user_attrs.get("outcome", trial.state.name.lower())
-            values = (_word(trial.params.get(name, "-")) for name in self.file.parameters)
-            rows.append([self._run(trial), value, *values, outcome])
+            words = (_word(trial.params.get(name, "-")) for name in self.file.parameters)
+            rows.append([self._run(trial), value, *words, outcome])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if any(trial.state is TrialState.COMPLETE for trial in self._study.trials):

@@ -90,7 +90,8 @@ class Errors:
         costs[KINDS[_MISSED]] = self._ap(objects=self.objects - self._of_classes(self.missed))
         costs["false_positives"] = self._ap(kept=hits)
         costs["false_negatives"] = self._ap(objects=self._of_classes(self.found))
-        return {name: None if None in (ap, self.ap50) else ap - self.ap50 for name, ap in costs.items()}
+        ap50 = self.ap50
+        return {name: None if ap is None or ap50 is None else ap - ap50 for name, ap in costs.items()}
 
     @cached_property
     def objects(self) -> np.ndarray:

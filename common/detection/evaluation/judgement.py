@@ -17,7 +17,7 @@ BINS = 15  # of scores
 _COUNTED = 100  # detections of a class in an image
 # How objects are divided into groups: where each begins, and its name. Areas are COCO's, in square pixels of the image; sides
 # are the root of a box's share of the image.
-DIVISIONS = {
+DIVISIONS: dict[str, dict[float, str]] = {
     "area": {0: "small", 32**2: "medium", 96**2: "large"},
     "relative_side": {0: "under 5 %", 0.05: "5-10 %", 0.1: "10-20 %", 0.2: "20-40 %", 0.4: "from 40 %"},
     "aspect_ratio": {0: "under 1:3", 1 / 3: "1:3-2:3", 2 / 3: "2:3-3:2", 3 / 2: "3:2-3:1", 3: "from 3:1"},
@@ -170,4 +170,4 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value.item()
+    return None if np.isnan(value) else float(value)
