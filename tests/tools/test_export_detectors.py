@@ -45,7 +45,7 @@ SPECS = {
     "rf_detr": None,
 }
 # Of class scores, which random weights hardly tell apart.
-CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30, "deimv2": 300}
+CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30}
 DETECTIONS = ("boxes", "scores", "labels")
 
 
@@ -111,11 +111,13 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
     source = Photographs()
     expected = evaluated(detector, plain, source)
     sure = [int((one["scores"] > one["scores"].min(initial=1) + MOVED_SCORE).sum()) for one in expected]
-    assert max(sure) >= 10, sure  # which must have a counterpart
+    # Those must have a counterpart. Scores of a DEIMv2 with random weights are all alike, so that only they are compared.
+    assert max(sure) >= 10 or getattr(detector.model.config, "model_type", "") == "deimv2", sure
     for name, (session, most) in sessions.items():
         for index, one in enumerate(expected):
             found = session(source.pixels(index))
             assert [found[column].dtype for column in DETECTIONS] == [np.float32, np.float32, np.int64]
+            assert np.abs(found["scores"] - one["scores"]).max(initial=0) <= 1e-3
             apart = compare(one, found, CLASSES)
             assert not apart.differs and apart.box <= most and apart.score <= 1e-3, (name, source.name(index), apart)
 
@@ -194,7 +196,7 @@ def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_de
     verdict = task.judge(shifted)
     assert "AP is 0." in verdict.refusal and "256 of 256 images differ" in verdict.refusal
     assert not verdict.vectors and len(verdict.worst) == 256
-    assert all(words.startswith("digits[") and "pixels" in words for words in verdict.worst)
+    assert all(words.startswith("scene[") and "pixels" in words for words in verdict.worst)
     broken = task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
     assert "256 of 256 images differ" in broken.refusal
 
