@@ -62,6 +62,8 @@ def default_folder(model: Path, name: str) -> Path:
 
 def load(model: str, flags: list[str], differing: int):
     """The task of the trained model: its module, and how it is judged on the validation images that the run or `flags` name."""
+    import torch
+
     from common.distributed import launch
     from common.run import eval_only
     from tools import trained as tools_trained
@@ -71,8 +73,10 @@ def load(model: str, flags: list[str], differing: int):
     plain = {name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)}
     trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))
     accelerator = launch.start(trained.config)
-    if accelerator.num_processes > 1:
-        raise Refused(f"started as {accelerator.num_processes} processes: an export needs one, start it with python -m")
+    if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
+        started = f"{accelerator.num_processes} processes, mixed precision {accelerator.mixed_precision}"
+        raise Refused(f"started as {started}: an export compares one process in float32; start it with python -m")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     launch.say(trained.origin.describe(dataclasses.asdict(trained.config)))
     val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
     if trained.is_detector:

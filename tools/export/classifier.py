@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,15 @@ def preprocessing_of(config: dict) -> Preprocessing:
     return Preprocessing(size, covered, config["interpolation"], config["mean"], config["std"])
 
 
+class Compared(NamedTuple):
+    """One image by the trained and by the exported model."""
+
+    differs: bool
+    moved: float  # the largest difference in probability
+    right: tuple[float, float]  # 1 if the model is right; for multi-label data the share of right decisions
+    words: str
+
+
 class ClassifierTask:
     """What a classifier tells the framework, see `tools.export.proof.Task`.
 
@@ -64,7 +73,12 @@ class ClassifierTask:
         self._model, self._normalize, self._loader = trained.build(val, accelerator.device)
         self._recipe, self._accelerator, self._workers = trained.recipe, accelerator, trained.config.workers
         self._val, self._places, self._classes, self._differing = val, np.array(places), trained.classes, differing
-        config = self._loader.dataset.transform.data_config
+        config = getattr(self._loader.dataset.transform, "data_config", None)
+        if config is None:
+            raise Refused(
+                f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
+                "common.classification.transforms.evaluation_transform"
+            )
         preprocessing = preprocessing_of(config)
         model = copy.deepcopy(self._model).to("cpu", torch.float32)
         self.module = Classifier(model, preprocessing, val.multi_label).eval()
@@ -93,10 +107,10 @@ class ClassifierTask:
         with tqdm(total=count, desc="proof", unit=" images", leave=False, disable=None) as bar:
             for batch, logits in self._recipe.predict(self._model, self._loader, self._accelerator, self._normalize):
                 expected = probabilities(logits.float(), self._val.multi_label).cpu().numpy()
-                for index, trained in zip(batch.positions.tolist(), expected, strict=True):
+                for index, readable, trained in zip(batch.positions.tolist(), batch.readable, expected, strict=True):
                     bar.update()
                     picture = next(pictures)
-                    if picture is None:
+                    if picture is None or not readable:
                         continue
                     (exported,) = session(picture)["probabilities"]
                     rows.append(self._compare(index, trained, exported))
@@ -104,26 +118,25 @@ class ClassifierTask:
                         verdict.vectors.append(Vector(self._val.name(index), picture, {"probabilities": trained}))
         if not rows:
             raise Refused(f"none of the {count} validation images can be read")
-        wrong = [row for row in rows if row[0]]
-        largest, name = max(row[1] for row in rows), "accuracy" if self._val.multi_label else "top1"
+        wrong = [row for row in rows if row.differs]
+        largest, name = max(row.moved for row in rows), "accuracy" if self._val.multi_label else "top1"
         verdict.figures = {
             "images": len(rows),
             "unreadable": count - len(rows),
-            name: float(np.mean([row[2] for row in rows])),
-            f"{name}_exported": float(np.mean([row[3] for row in rows])),
+            name: float(np.mean([row.right[0] for row in rows])),
+            f"{name}_exported": float(np.mean([row.right[1] for row in rows])),
             "differing": len(wrong),
             "largest_difference": largest,
         }
         verdict.tolerance = {"probabilities": max(_FLOOR, _SPARE * largest)}
-        verdict.worst = [row[4] for row in sorted(wrong, key=lambda row: -row[1])]
+        verdict.worst = [row.words for row in sorted(wrong, key=lambda row: -row.moved)]
         if len(wrong) > self._differing:
             verdict.refusal = (
                 f"{len(wrong)} of {len(rows)} images differ from the trained model (--differing {self._differing})"
             )
         return verdict
 
-    def _compare(self, index: int, trained: np.ndarray, exported: np.ndarray) -> tuple[bool, float, float, float, str]:
-        """Whether an image differs, by how much in probability, how right both models are, and the difference in words."""
+    def _compare(self, index: int, trained: np.ndarray, exported: np.ndarray) -> Compared:
         moved, label = np.abs(trained - exported), self._val.labels[index]
         place = int(moved.argmax())
         if self._val.multi_label:
@@ -138,7 +151,7 @@ class ClassifierTask:
             words = f"{self._classes[first[0]]} {trained[first[0]]:.4f} -> {self._classes[first[1]]} {exported[first[1]]:.4f}"
         # Not `>`: a NaN differs, too.
         differs |= not moved[place] <= MOVED
-        return differs, float(moved[place]), *right, f"{self._val.name(index)}: {words}"
+        return Compared(differs, float(moved[place]), (right[0], right[1]), f"{self._val.name(index)}: {words}")
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """Height and width of some readable images."""

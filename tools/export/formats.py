@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def _torch_export(program: torch.export.ExportedProgram, _: Sequence[str], file:
 
 
 def _onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
-    written = torch.onnx.export(
+    written: Any = torch.onnx.export(
         program, opset_version=_OPSET, input_names=["images"], output_names=list(outputs), verbose=False
     )
     written.save(file)

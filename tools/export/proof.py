@@ -132,7 +132,7 @@ def export(task: Task, name: str, folder: Path, seconds: float) -> dict:
         for parent in parents:
             with contextlib.suppress(OSError):  # not empty: somebody else's
                 parent.rmdir()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and str(error.filename or folder).startswith(str(folder.parent)):
             raise Refused(f"--output {folder}: {error.strerror or error}; choose another folder") from error
         raise
     return about
@@ -145,7 +145,8 @@ def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
     verdict = task.judge(session)
     if verdict.refusal:
         raise Refused(f"--to {name}: {verdict.refusal}: {'; '.join(verdict.worst[:_NAMED])}; nothing was written")
-    one, arrays = not task.batched or written.most_images == 1, {}
+    one = not task.batched or written.most_images == 1
+    arrays: dict[str, np.ndarray] = {}
     for number, vector in enumerate(verdict.vectors):
         arrays |= {f"picture_{number}": vector.picture}
         arrays |= {f"{output}_{number}": array for output, array in vector.outputs.items()}
@@ -199,7 +200,8 @@ def latency(session: Session, shape: Sequence[int], seconds: float) -> dict:
     """Median and 99th percentile of the time of a call in milliseconds, on this machine's CPU."""
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     session(images)  # the first call allocates
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while len(times) < 10 or time.perf_counter() < end:
         began = time.perf_counter()
         session(images)
