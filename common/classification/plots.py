@@ -55,16 +55,15 @@ def reliability(calibration: Calibration, path: Path) -> None:
     upper.plot((0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated", zorder=3)
     accuracies = right[filled] / images[filled]
     upper.bar(left[filled], accuracies, width, align="edge", color="#9CC9E3", edgecolor="white", label="accuracy")
-    headline = "no images"
-    if filled.any():
-        headline = f"calibration error (ECE) {100 * calibration.ece():.2f} %"
+    ece = calibration.ece()
+    headline = "no images" if ece is None else f"calibration error (ECE) {100 * ece:.2f} %"
     if best := calibration.temperature():
         after = calibration.bins(best).numpy()
         shown = after[0] > 0
         points = after[2][shown] / after[0][shown], after[1][shown] / after[0][shown]
         label = f"at temperature {best:.2f}"
         upper.plot(*points, "o", color=GREEN, markersize=6, label=label, zorder=4, clip_on=False)
-        headline += f",\n{100 * calibration.ece(best):.2f} % at temperature {best:.2f}"
+        headline += f",\n{100 * (calibration.ece(best) or 0):.2f} % at temperature {best:.2f}"
     upper.set_ylabel("share that is right")
     upper.set(xlim=(0, 1), ylim=(0, 1))
     for counts, label, colour, offset in ((right, "right", BLUE, 0), (images - right, "wrong", ORANGE, width / 2)):

@@ -106,7 +106,7 @@ def _near(thumbnails: np.ndarray) -> set[tuple[int, int]]:
                 apart = np.abs(thumbnails[rows][:, None] - thumbnails[rows][None]).mean((2, 3))
                 one, other = np.nonzero(np.triu(apart <= _APART, 1))
                 pairs |= set(zip(rows[one].tolist(), rows[other].tolist(), strict=True))
-    first = {}  # of several that look alike, each with the first one
+    first: dict[int, int] = {}  # of several that look alike, each with the first one
     for one, other in sorted(pairs):
         first.setdefault(other, first.get(one, one))
     return {(one, other) for other, one in first.items()}

@@ -82,13 +82,14 @@ def findings(matches: Matches) -> list[Finding]:
 
 def rows(suspects: Suspects, matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
     """The rows of `suspicious.csv`. `matches` are of the images that `suspects` names, in their order."""
-    source, table = matches.source, [COLUMNS]
+    source = matches.source
+    table: list[Sequence[Any]] = [COLUMNS]
     for place, finding in enumerate(found):
         *box, score, label = matches.rows[finding.detection].tolist()
         given = [""] * 5
         if finding.object >= 0:
             given = [source.classes[source.labels[finding.object]], *_rounded(source.boxes[finding.object].tolist())]
-        numbers = (
+        numbers: tuple[Any, ...] = (
             f"{score:.4f}",
             f"{finding.overlap:.4f}",
             f"{suspects.losses[finding.image]:.6f}",

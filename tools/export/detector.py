@@ -98,7 +98,7 @@ class DetectorTask:
                 detections.update([index], [self._of_data(of_image, index)])
         if not apart:
             raise Refused(f"none of the {count} validation images can be read")
-        self._conclude(verdict, *(detections.results(self._val) for detections in both), apart)
+        self._conclude(verdict, both[0].results(self._val), both[1].results(self._val), apart)
         verdict.figures = {"images": len(apart), "unreadable": unreadable} | verdict.figures
         return verdict
 
@@ -178,9 +178,9 @@ def compare(trained: dict[str, np.ndarray], exported: dict[str, np.ndarray], cla
         if not len(rows):
             continue
         # With a column for none at the end.
-        pad = {"pad_width": ((0, 0), (0, 1)), "constant_values": np.inf}
-        box = np.pad(np.abs(these["boxes"][rows, None] - others["boxes"]).max(-1), **pad)
-        score = np.pad(np.abs(these["scores"][rows, None] - others["scores"]), **pad)
+        none = ((0, 0), (0, 1))
+        box = np.pad(np.abs(these["boxes"][rows, None] - others["boxes"]).max(-1), none, constant_values=np.inf)
+        score = np.pad(np.abs(these["scores"][rows, None] - others["scores"]), none, constant_values=np.inf)
         far = np.maximum(box / MOVED_BOX, score / MOVED_SCORE)
         far[:, :-1][these["labels"][rows, None] != others["labels"]] = np.inf
         nearest = np.arange(len(rows)), far.argmin(1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from common.data.images import BrokenImage
 from common.data.loader import Movable, evaluation_loader
-from common.data.source import Source
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from tools.export import formats, verify
@@ -75,7 +74,7 @@ class Picture(Movable):
 class Pictures(Dataset):
     """Sample indices -> `Picture`, one at a time, for `evaluation_loader`."""
 
-    source: Source
+    source: Any
 
     def batches(self, most: int) -> list[np.ndarray]:
         return [np.array([index]) for index in range(len(self.source))]
@@ -89,8 +88,11 @@ class Pictures(Dataset):
         return Picture(torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)[None])), index)
 
 
-def pictures_of(source: Source, workers: int) -> Iterator[np.ndarray | None]:
-    """Each image of the source in order, uint8[1, 3, H, W], None if it can't be read; data workers decode them."""
+def pictures_of(source: Any, workers: int) -> Iterator[np.ndarray | None]:
+    """Each image of the source in order, uint8[1, 3, H, W], None if it can't be read; data workers decode them.
+
+    `source` has a length and `image(index)`, RGB and upright.
+    """
     for picture in evaluation_loader(Pictures(source), 1, workers):
         yield None if picture.pixels is None else picture.pixels.numpy()
 

@@ -110,6 +110,7 @@ class Replay(Run):
         pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
         self.rows = [row for theirs in gather_objects(rows) for row in theirs]
         self.pictures = np.concatenate([theirs for (theirs,) in gather_to_main([pictures]) or [[pictures]]])
+        assert self.report
         self.loss = self.report.loss
         if world_size() == 1:  # each rank of the run summed its own samples, then they summed over ranks
             plan = self._recorded
@@ -173,11 +174,11 @@ def replay(
     checkpoint = begin_with(run, step, from_start)
     recipe = recipe_of(run)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
-    recipe.Run = Replay
+    vars(recipe)["Run"] = Replay
     said, own = io.StringIO(), sys.argv
     scratch = broadcast_object(tempfile.mkdtemp(prefix="replay-") if is_main() else None)
     given = {"config": run / "config.yaml", "output_dir": scratch, "name": run.resolve().name, "resume": checkpoint}
-    sys.argv = [recipe.__file__, *(f"--{name}={value}" for name, value in (given | _QUIET).items()), *flags]
+    sys.argv = [str(recipe.__file__), *(f"--{name}={value}" for name, value in (given | _QUIET).items()), *flags]
     try:
         with contextlib.redirect_stdout(said):
             recipe.main()
@@ -207,7 +208,7 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
 
 def logged(run: Path) -> list[dict]:
     """The whole rows of metrics.jsonl."""
-    rows = []
+    rows: list[dict] = []
     if (run / "metrics.jsonl").is_file():
         with open_regular(run / "metrics.jsonl") as lines, contextlib.suppress(ValueError):  # half a line, after a kill
             rows.extend(map(json.loads, lines))
