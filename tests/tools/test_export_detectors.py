@@ -25,6 +25,7 @@ from common.detection.data.annotated import FixedImages
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
 from tests.harness import small_rf_detr
 from tests.harness.launching import ROOT
 from tools.export import formats, verify
@@ -197,8 +198,8 @@ def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_de
     assert "AP is 0." in verdict.refusal and "256 of 256 images differ" in verdict.refusal
     assert not verdict.vectors and len(verdict.worst) == 256
     assert all(words.startswith("scene[") and "pixels" in words for words in verdict.worst)
-    broken = task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
-    assert "256 of 256 images differ" in broken.refusal
+    with pytest.raises(Refused, match=r"scene\[0\]: .*not finite"):
+        task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
 
 
 def test_pixels_and_sizes_are_those_of_the_evaluation() -> None:

@@ -89,6 +89,8 @@ class DetectorTask:
                 unreadable += 1
             else:
                 found = session(picture)
+                if not all(np.isfinite(found[name]).all() for name in ("boxes", "scores")):
+                    raise Refused(f"{self._val.name(index)}: the exported model's boxes or scores are not finite")
                 exported = {name: torch.from_numpy(column) for name, column in found.items()}
                 columns = {name: expected[name].numpy() for name in ("boxes", "scores", "labels")}
                 apart.append((compare(columns, found, self._classes), self._val.name(index)))
