@@ -38,7 +38,7 @@ class StepReport:
     ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
     logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
-    # Only of a step that is logged: the size of its update and the rates of parts;
+    # Only of a step that is logged: the size of its update and the rates of parts.
     update: dict[str, float] = field(default_factory=dict)
     ready: tuple[float, ...] = ()  # by rank, seconds of its laps since the last such step
 
