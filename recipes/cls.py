@@ -273,11 +273,12 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
     }
 
 
-def draw(run: Run, train: sources.Source, val: sources.Source, found: Evaluation) -> None:
-    """Pictures of the newest evaluation, and of labels that are likely wrong."""
-    judged = train, run.suspects()
-    run.table("suspicious", suspects.rows, *judged)
-    run.draw("suspicious", suspects.draw, *judged)
+def draw(run: Run, val: sources.Source, found: Evaluation, train: sources.Source | None = None) -> None:
+    """Pictures of the newest evaluation, and of labels in `train` that are likely wrong."""
+    if train is not None:
+        judged = train, run.suspects()
+        run.table("suspicious", suspects.rows, *judged)
+        run.draw("suspicious", suspects.draw, *judged)
     if found.counts.confusion is not None:
         run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
     if found.mistakes:
@@ -340,7 +341,7 @@ def main() -> None:
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.draws():
-                    draw(run, *data, found)
+                    draw(run, val, found, train)
             if run.saves():
                 run.save()
 

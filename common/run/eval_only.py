@@ -56,7 +56,7 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     folder = report_folder(config, origin, val)
     with all_or_none("making the folder of the report"):
         if is_main() and not config.dry_run:
-            _make(folder.parent)
+            _check_writable(folder.parent)
     return val, origin.classes or val.classes, places
 
 
@@ -107,7 +107,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
         if is_main() and not config.dry_run:
             try:
                 remove(draft)
-                draft.mkdir()
+                make_folder(draft)
                 draw(Pictures(draft))
                 content = {"evaluated": _evaluated(config, origin, val)} | printed | by_name(dict(details), val.classes)
                 write_json(draft / "results.json", content)
@@ -153,14 +153,18 @@ class Pictures:
             launch.say(f"{path.name} could not be drawn: {type(error).__name__}: {error}")
 
 
-def _make(folder: Path) -> None:
-    """Make the folder that reports are written to."""
+def _check_writable(folder: Path) -> None:
+    """Raise `Refused` if the folder can't be made or written. If it is missing it is missing afterwards, too."""
+    missing = next((part for part in (*reversed(folder.parents), folder) if not os.path.lexists(part)), None)
     try:
         make_folder(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(None, "no permission")
     except OSError as error:
         raise Refused(f"{folder} can't be written ({error.strerror}); name another --output_dir") from None
+    finally:
+        if missing:
+            remove(missing)
 
 
 def _word(text: str) -> str:

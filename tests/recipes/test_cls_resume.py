@@ -235,11 +235,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(train, tmp_path):
 
 def test_finished_run_started_again_says_so_and_changes_nothing(train, tmp_path):
     assert train("run").code == 0
-    before = content(tmp_path / "run", but=("log.txt", ".lock", "status.json"))
+    before = content(tmp_path / "run", but=("log.txt", ".lock", "status.json", "report.html"))
     again = train("run", "--tracker", "wandb", "--checkpoint_every", 2, "--log_every", 5, "--keep_checkpoints", 1)
     assert again.code == 0, again.stderr
     assert "finished" in again.stdout and "--max_steps" in again.stdout
-    assert content(tmp_path / "run", but=("log.txt", ".lock", "status.json")) == before
+    assert content(tmp_path / "run", but=("log.txt", ".lock", "status.json", "report.html")) == before
     status = read(tmp_path / "run", "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
 

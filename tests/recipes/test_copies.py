@@ -48,7 +48,7 @@ BREAK = """The loop is left behind a step.
 DRAWS = """Says when it draws.
 @@
 +                    launch.say(f"draws at step {run.step}")
-                     draw(run, *data, found)
+                     draw(run, val, found, train)
 """
 MEAN = """A mean as loss, of shape [1] or [].
 @@
