@@ -63,7 +63,9 @@ def findings(matches: Matches) -> list[Finding]:
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
         alike = matches.rows[rows, 5][:, None] == source.labels[objects]
         scores, good = matches.rows[rows, 4], int(matches.good[rows].sum())  # rows are best first
-        of_class = (scores[:, None] * alike * (overlaps >= IOU)).max(0, initial=0)  # how well each box is known as it is
+        of_class = (scores[:, None] * alike * (overlaps >= IOU)).max(
+            0, initial=0
+        )  # how well each box is known as it is
         overlaps, alike = overlaps[:good], alike[:good]
         confirmed = (overlaps * alike >= SAME).any(0)
         told: set[int] = set()
