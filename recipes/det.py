@@ -312,14 +312,17 @@ def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) ->
 
 
 def audit(run: Run, train: Annotated, validate, loader_of) -> None:
-    """Boxes that are likely wrong: the model looks once more at training images, at most at 5,000 with the largest losses."""
+    """Boxes that are likely wrong: the model looks once more at training images, at most at 5,000 with the largest losses.
+
+    Early in the run: at its end the model would know wrong boxes by heart, too.
+    """
     worst = run.suspects(share=1.0)
     images = suspects.images(train, worst)
     if images is not None:  # of fresh scenes, none is seen twice
         _, found = validate(run.model, loader=loader_of(images), val=images)
         judged = worst, found.judgement.matches, suspects.findings(found.judgement.matches)
-        run.table("suspicious", suspects.rows, *judged)
         run.draw("suspicious", suspects.draw, *judged)
+        run.table("suspicious", suspects.rows, *judged)  # last: it says that this is done
 
 
 def main() -> None:
@@ -382,7 +385,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.draws():
                     draw(run, val, found)
-                if run.ends():
+                if run.audits(share=0.25):
                     audit(run, train, validate, loader_of)
             if run.saves():
                 run.save()

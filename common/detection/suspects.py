@@ -1,8 +1,8 @@
 """Report of boxes that are likely wrong: missing, moved, or of another class.
 
-At the end of a run the model looks at its training images once more, at most at those with the largest mean losses
-(`common.training.audit`), and its confident detections are compared with their boxes. Losses alone would not do: a wrong box is
-one of many in its image.
+After a quarter of a run the model looks at its training images once more, at most at those with the largest mean losses
+(`common.training.audit`), and its confident detections are compared with their boxes. Later it would know the wrong boxes by
+heart. Losses alone would not do: a wrong box is one of many in its image.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from common.training.audit import Suspects
 
 MOST = 5_000  # training images that the model looks at once more: those with the largest mean losses
 SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
+LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is reported
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")
 COLUMNS = ("rank", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))
@@ -36,7 +37,7 @@ class Finding(NamedTuple):
     object: int  # row of the source's columns of boxes; -1: missing
     detection: int  # row of the columns of detections, which suggests another box or class
     overlap: float  # of both
-    weight: float  # the detection's score, less where it and the box nearly agree
+    weight: float  # the detection's score, less where it and the box nearly agree, or as the box's own class scores too
 
 
 def images(train: Any, suspects: Suspects) -> Annotated | None:
@@ -52,7 +53,7 @@ def findings(matches: Matches) -> list[Finding]:
     """Boxes that are likely wrong by the good detections of `matches`, most suspicious first, at most one for each object."""
     source, found = matches.source, []
     for image in range(len(source)):
-        rows = matches.of_image(image)
+        rows = matches.of_image(image, good=False)
         rows = rows[matches.hits[rows] != IN_CROWD]
         objects = np.arange(source.offsets[image], source.offsets[image + 1])
         objects = objects[~source.crowd[objects]]
@@ -61,10 +62,14 @@ def findings(matches: Matches) -> list[Finding]:
         )
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
         alike = matches.rows[rows, 5][:, None] == source.labels[objects]
+        scores, good = matches.rows[rows, 4], int(matches.good[rows].sum())  # rows are best first
+        of_class = (scores[:, None] * alike * (overlaps >= IOU)).max(
+            0, initial=0
+        )  # how well each box is known as it is
+        overlaps, alike = overlaps[:good], alike[:good]
         confirmed = (overlaps * alike >= SAME).any(0)
-        of_class = (overlaps * alike >= IOU).any(0)
         told: set[int] = set()
-        for row, overlap, same in zip(rows.tolist(), overlaps, alike, strict=True):  # best first
+        for row, overlap, same in zip(rows[:good].tolist(), overlaps, alike, strict=True):
             score, most = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
             if most < APART:
@@ -74,9 +79,11 @@ def findings(matches: Matches) -> list[Finding]:
             elif same[place] and not confirmed[place]:
                 found.append(Finding("moved", image, int(objects[place]), row, most, score * (1 - most)))
                 told.add(place)
-            elif not same[place] and most >= IOU and not of_class[place]:
-                found.append(Finding("relabelled", image, int(objects[place]), row, most, score * most))
+            elif not same[place] and most >= IOU:
+                more = score - float(of_class[place])
+                found.append(Finding("relabelled", image, int(objects[place]), row, most, more * most))
                 told.add(place)
+    found = [finding for finding in found if finding.weight >= LEAST[finding.kind]]
     return sorted(found, key=lambda finding: -finding.weight)
 
 

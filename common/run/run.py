@@ -73,6 +73,7 @@ class Run:
             if is_main():
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
+        self._suspicious = self.path / "suspicious.csv"
         self._records = Records(config, self.path, self._folder)
         self._log, self.say = self._records.log, self._records.log.say
         self._profile = Profile(*profiled, self.path, self.say) if profiled else None
@@ -231,6 +232,8 @@ class Run:
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(self.accelerator, facts)
+                if not self.step:
+                    self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
         self._started = True
@@ -386,6 +389,14 @@ class Run:
         self._settle()
         self._audit.gather()
         return self._audit.suspects(share)
+
+    def audits(self, share: float) -> bool:
+        """Whether `suspicious.csv` is due: at the first evaluation after this share of the run, or the last one if none was.
+
+        A collective, after evaluations.
+        """
+        due = self.ends() or self.step >= share * self.total_steps
+        return broadcast_object(due and not self._suspicious.exists())
 
     def draws(self) -> bool:
         """Whether pictures of an evaluation are due: after the last one, and while they take little of the run's time.

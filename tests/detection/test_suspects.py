@@ -42,6 +42,14 @@ def test_a_detection_that_scores_less_than_the_threshold_finds_nothing() -> None
     assert 0.2 < matches.threshold and suspects.findings(matches) == []
 
 
+def test_a_class_that_scores_nearly_as_well_as_the_given_one_is_no_finding() -> None:
+    found = [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.7, 2)]
+    objects = [(A, 0, False), (B, 2, False)]
+    assert kinds(objects, found) == [("relabelled", 1, 1)]
+    found[2] = (moved(B, 1), 0.85, 2)
+    assert kinds(objects, found) == []
+
+
 def test_the_table_names_the_box_and_what_is_suggested(tmp_path: Path) -> None:
     matches = one_image([(moved(A, 15), 0, False), (B, 2, False)], [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)])
     object.__setattr__(matches.source, "name", lambda index: f"{index}.png")

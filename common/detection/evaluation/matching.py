@@ -136,11 +136,11 @@ class Matches:
                 known |= {alarm.object} - {NONE}
         return alarms
 
-    def of_image(self, image: int) -> np.ndarray:
-        """int64[m]: the good detections of an image, best first."""
+    def of_image(self, image: int, good: bool = True) -> np.ndarray:
+        """int64[m]: the good detections of an image, or those of any score; best first."""
         first, end = np.searchsorted(self._sorted_images, (image, image + 1))
         rows = self._by_image[first:end]
-        return rows[self.good[rows]]
+        return rows[self.good[rows]] if good else rows
 
     def marked(self, objects: np.ndarray) -> np.ndarray:
         """bool[M]: whether each object is among these."""
