@@ -248,6 +248,7 @@ def test_bad_input_is_refused_before_anything_is_read(trained_classifier, tmp_pa
         ([tmp_path / "nowhere"], r"nowhere.*nothing is there"),
         ([run, "--data", tmp_path / "gone"], r"--data .*gone"),
         ([run, "--no_such_flag", "1"], r"no_such_flag"),
+        ([run, "--eval_flip"], r"--eval_flip: an exported model looks at a picture once"),
     ):
         with pytest.raises(Refused, match=told):
             main([*map(str, words), "--to", "torch_export", *QUICK])
