@@ -48,6 +48,7 @@ SPECS = {
 # Of class scores, which random weights hardly tell apart.
 CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30}
 DETECTIONS = ("boxes", "scores", "labels")
+EVERYWHERE = ("onnx", "openvino", "torch_export")
 
 
 class Photographs(FixedImages):
@@ -102,6 +103,10 @@ def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -
     ]
 
 
+def outputs_of(family: str) -> list[str]:
+    return [*DETECTIONS, *(["masks"] if family == "mask_rcnn" else [])]
+
+
 def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:
     with torch.no_grad():
         return dict(zip(DETECTIONS, (column.numpy() for column in module(torch.from_numpy(pixels))), strict=False))
@@ -123,7 +128,13 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
             assert not apart.differs and apart.box <= most and apart.score <= 1e-3, (name, source.name(index), apart)
 
 
-@pytest.mark.parametrize("family", SPECS)
+# The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.
+ALIKE = {"rtdetr_v2", "mask_rcnn"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] * (family in ALIKE)) for family in SPECS]
+)
 def test_the_module_finds_what_the_evaluation_finds(family) -> None:
     detector, plain = built(family)
     module = Exportable(copy.deepcopy(detector), plain)
@@ -135,12 +146,39 @@ def test_the_module_finds_what_the_evaluation_finds(family) -> None:
 def test_every_format_of_every_family_finds_what_the_evaluation_finds(family, tmp_path) -> None:
     detector, plain = built(family)
     module = Exportable(copy.deepcopy(detector), plain)
-    outputs = [*DETECTIONS, *(["masks"] if family == "mask_rcnn" else [])]
+    outputs = outputs_of(family)
     sessions = {}
-    for name in ("onnx", "openvino", "torch_export"):
+    for name in EVERYWHERE:
         formats.write(name, module, False, outputs, tmp_path)
         sessions[name] = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs), 0.05
     check_photographs(detector, plain, sessions)
+
+
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("retinanet", ["torch_export"]),
+        pytest.param("retinanet", ["onnx", "openvino"], marks=pytest.mark.long),
+        pytest.param("faster_rcnn", EVERYWHERE, marks=pytest.mark.long),
+        pytest.param("mask_rcnn", EVERYWHERE, marks=pytest.mark.long),
+    ],
+)
+def test_a_picture_may_show_one_object_or_none(family, names, tmp_path) -> None:
+    detector, plain = built(family)
+    source = Photographs()
+    scores = np.concatenate([one["scores"] for one in evaluated(detector, plain, source)])
+    detector.score_threshold = float(np.sort(scores)[-2:].mean())  # only the best detection of all is left
+    expected = evaluated(detector, plain, source)
+    assert sorted(len(one["scores"]) for one in expected) == [0] * 7 + [1]
+    outputs = outputs_of(family)
+    for name in names:
+        formats.write(name, Exportable(copy.deepcopy(detector), plain), False, outputs, tmp_path)
+        session = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs)
+        for index, one in enumerate(expected):
+            found = session(source.pixels(index))
+            assert {len(column) for column in found.values()} == {len(one["scores"])}
+            assert np.abs(found["boxes"] - one["boxes"]).max(initial=0) <= 0.05
+            assert np.array_equal(found["labels"], one["labels"])
 
 
 def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
@@ -186,8 +224,8 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 
-def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_detector) -> None:
-    task = load(str(trained_detector), ["--workers", "0"], 0)
+def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_detector, scenes) -> None:
+    task = load(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
     assert not task.judge(lambda pixels: found_by(task.module, pixels)).refusal
 
     def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
@@ -195,11 +233,14 @@ def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_de
         return found | {"boxes": found["boxes"] + np.float32(2)}
 
     verdict = task.judge(shifted)
-    assert "AP is 0." in verdict.refusal and "256 of 256 images differ" in verdict.refusal
-    assert not verdict.vectors and len(verdict.worst) == 256
-    assert all(words.startswith("scene[") and "pixels" in words for words in verdict.worst)
-    with pytest.raises(Refused, match=r"scene\[0\]: .*not finite"):
+    assert "AP is 0." in verdict.refusal and "7 of 7 images differ" in verdict.refusal
+    assert not verdict.vectors and len(verdict.worst) == 7
+    assert all(".png: " in words and "pixels" in words for words in verdict.worst)
+    with pytest.raises(Refused, match=r"0\.png: scores of the exported model are not finite"):
         task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
+    for flags in (["--eval_sizes", "96,128"], ["--eval_flip"]):
+        with pytest.raises(Refused, match=f"{flags[0]}: an exported model looks at a picture once"):
+            load(str(trained_detector), flags, 0)
 
 
 def test_pixels_and_sizes_are_those_of_the_evaluation() -> None:

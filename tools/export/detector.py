@@ -89,8 +89,10 @@ class DetectorTask:
                 unreadable += 1
             else:
                 found = session(picture)
-                if not all(np.isfinite(found[name]).all() for name in ("boxes", "scores")):
-                    raise Refused(f"{self._val.name(index)}: the exported model's boxes or scores are not finite")
+                if not_finite := [name for name, column in found.items() if not np.isfinite(column).all()]:
+                    raise Refused(
+                        f"{self._val.name(index)}: {not_finite[0]} of the exported model are not finite numbers"
+                    )
                 exported = {name: torch.from_numpy(column) for name, column in found.items()}
                 columns = {name: expected[name].numpy() for name in ("boxes", "scores", "labels")}
                 apart.append((compare(columns, found, self._classes), self._val.name(index)))
