@@ -63,18 +63,18 @@ def findings(matches: Matches) -> list[Finding]:
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
         alike = matches.rows[rows, 5][:, None] == source.labels[objects]
         scores, good = matches.rows[rows, 4], int(matches.good[rows].sum())  # rows are best first
-        of_class = (scores[:, None] * alike * (overlaps >= IOU)).max(
-            0, initial=0
-        )  # how well each box is known as it is
-        overlaps, alike = overlaps[:good], alike[:good]
+        at_box = alike * (overlaps >= IOU)
+        of_class = (scores[:, None] * at_box).max(0, initial=0)  # how well each box is known as it is
+        overlaps, alike, boxes = overlaps[:good], alike[:good], boxes[:good]
         confirmed = (overlaps * alike >= SAME).any(0)
         told: set[int] = set()
-        for row, overlap, same in zip(rows[:good].tolist(), overlaps, alike, strict=True):
+        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)  # not there already with another class
+        for row, overlap, same, best in zip(rows[:good].tolist(), overlaps, alike, first, strict=True):
             score, most = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
-            if most < APART:
+            if most < APART and best:
                 found.append(Finding("missing", image, -1, row, most, score * (1 - most)))
-            elif place in told or (overlap * same >= SAME).any():
+            elif most < APART or place in told or (overlap * same >= SAME).any():
                 continue
             elif same[place] and not confirmed[place]:
                 found.append(Finding("moved", image, int(objects[place]), row, most, score * (1 - most)))

@@ -31,6 +31,7 @@ def test_a_removed_a_moved_and_a_relabelled_box_are_found() -> None:
     right = [(A, 0, False), (B, 1, False), (DOWN, 2, False)]
     seen = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
     assert kinds(right[1:], seen) == [("missing", -1, 0)]
+    assert kinds(right[1:], [*seen, (moved(A, 2), 0.8, 2)]) == [("missing", -1, 0)], "once for each place"
     assert kinds([(moved(A, 15), 0, False), *right[1:]], seen) == [("moved", 0, 0)]
     assert kinds([*right[:1], (B, 2, False), *right[2:]], seen) == [("relabelled", 1, 1)]
     everything = kinds([(moved(A, 15), 0, False), (B, 0, False)], seen)
