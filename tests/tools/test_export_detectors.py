@@ -159,7 +159,6 @@ def test_every_format_of_every_family_finds_what_the_evaluation_finds(family, tm
     [
         ("retinanet", ["torch_export"]),
         pytest.param("retinanet", ["onnx", "openvino"], marks=pytest.mark.long),
-        pytest.param("faster_rcnn", EVERYWHERE, marks=pytest.mark.long),
         pytest.param("mask_rcnn", EVERYWHERE, marks=pytest.mark.long),
     ],
 )
