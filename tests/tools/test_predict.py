@@ -230,10 +230,12 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
     (tmp_path / "results.json").write_text('{"thresholds": {"b": 0.25, "a": null}}')
     assert chosen() == pytest.approx([0.3, 0.25]) and chosen(0.75) == [0.75, 0.75]
     assert "lacks 1 class" in choose(str(tmp_path), ("a", "b"), None, True, False, False)[1]
-    (tmp_path / "report.json").write_text('{"thresholds": {"b": 0.5, "a": 0.125}}')
+    (tmp_path / "results.json").write_text(
+        '{"thresholds": {"b": 0.25, "a": 0.75}, "ema_thresholds": {"b": 0.5, "a": 0.125}}'
+    )
     assert chosen() == [0.125, 0.5] and chosen(all_boxes=True) == [0, 0] and chosen(is_detector=False) == [0, 0]
-    (tmp_path / "report.json").write_text('{"thresholds": {"b": "high"}}')
-    with pytest.raises(Refused, match=r"report.json: its thresholds.*--threshold"):
+    (tmp_path / "results.json").write_text('{"thresholds": {"b": "high"}}')
+    with pytest.raises(Refused, match=r"results.json: its thresholds.*--threshold"):
         chosen()
 
 

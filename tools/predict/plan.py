@@ -16,7 +16,10 @@ from tools.predict.listing import listing
 from tools.trained import Trained
 
 OF_BOXES, OF_LABELS = 0.3, 0.5  # if an evaluation has chosen none; 0.5 is what a multi-label evaluation counts with
-_FILES = ("report.json", "results.json")  # of best/, with "thresholds": {class: value}
+_KEYS = (
+    "ema_thresholds",
+    "thresholds",
+)  # in results.json of best/, {class: value}; best/ has the moving average if there is one
 _MOST = 2**31  # bytes of an annotation file
 
 
@@ -67,13 +70,12 @@ def choose(
     if all_boxes or not (is_detector or multi_label):
         return np.zeros(count, np.float32), "none"
     default = OF_BOXES if is_detector else OF_LABELS
-    for file in (Path(weights) / name for name in _FILES):
-        found = _read(file)
-        if found:
-            lacking = [name for name in classes if name not in found]
-            values = np.array([found.get(name, default) for name in classes], np.float32)
-            words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
-            return values, words + (f"; it lacks {len(lacking)} classes, which have {default}" if lacking else "")
+    file = Path(weights) / "results.json"
+    if found := _read(file):
+        lacking = [name for name in classes if name not in found]
+        values = np.array([found.get(name, default) for name in classes], np.float32)
+        words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
+        return values, words + (f"; it lacks {len(lacking)} classes, which have {default}" if lacking else "")
     return np.full(count, default, np.float32), f"{default}; no evaluation has chosen one for each class"
 
 
@@ -81,7 +83,8 @@ def _read(file: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(read_text(file, MEDIUM)).get("thresholds") or {}
+        results = json.loads(read_text(file, MEDIUM))
+        content = next((results[key] for key in _KEYS if results.get(key)), {})
         return {str(name): float(value) for name, value in content.items() if value is not None}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
