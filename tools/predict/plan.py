@@ -84,7 +84,7 @@ def _read(file: Path) -> dict[str, float]:
         return {}
     try:
         results = json.loads(read_text(file, MEDIUM))
-        content = next((results[key] for key in _KEYS if results.get(key)), {})
+        content: dict = next((results[key] for key in _KEYS if results.get(key)), {})
         return {str(name): float(value) for name, value in content.items() if value is not None}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
