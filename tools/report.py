@@ -6,21 +6,15 @@ A run writes it when it ends. Of a run that was killed or copied from elsewhere,
 it later. No network, GPU or data are needed.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from common.errors import Refused
+from tools.command_line import parser_of
 
 
 def main(argv: list[str] | None = None) -> None:
-    described, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.report",
-        description=described,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("report", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folders")
     folders = parser.parse_args(argv).run
     from common.run.report import write  # takes a moment, which --help need not

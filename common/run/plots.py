@@ -9,7 +9,7 @@ import json
 import math
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,8 +42,6 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
         best_step: the step of the model in `best/`, which is marked.
         path: of the PNG file (default: `folder/pictures/curves.png`).
     """
-    from matplotlib.ticker import MaxNLocator
-
     folder = Path(folder)
     rows = list(read_rows(folder / "metrics.jsonl"))
     known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
@@ -63,24 +61,30 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
             draw_line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
     for part, label, colour in kinds:
         draw_line(quality, rows, f"{part}{metric}", label, colour, scale)
-    for axes, label in ((loss, "loss"), (quality, name + unit), (rate, "learning rate")):
-        axes.set_ylabel(label)
     draw_line(rate, rows, "train/lr", "", INK)
     title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
-    for axes in (loss, quality, rate):
+    finish_curves(figure, {"loss": loss, name + unit: quality, "learning rate": rate})
+    save(figure, path or folder / "pictures" / "curves.png")
+
+
+def finish_curves(figure: Any, panels: Mapping[str, Any]) -> None:
+    """Label and style panels that share the steps; the last is the learning rate's."""
+    from matplotlib.ticker import MaxNLocator
+
+    for label, axes in panels.items():
+        axes.set_ylabel(label)
         axes.grid(color=PALE, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         if not axes.lines:
             axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
-    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    rate.set_ylim(bottom=0)
-    rate.set_xlabel("step")
-    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
-    rate.xaxis.set_major_formatter("{x:,.0f}")
+    axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
-    save(figure, path or folder / "pictures" / "curves.png")
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:

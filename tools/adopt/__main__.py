@@ -11,17 +11,12 @@ import sys
 from pathlib import Path
 
 from common.errors import Refused
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, example = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.adopt",
-        description=described,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("adopt", __doc__)
     parser.add_argument("file", type=Path, help="args.yaml, data.yaml, a config of MMDetection or of detectron2")
     parser.add_argument(
         "-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in the current folder)"

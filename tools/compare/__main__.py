@@ -15,18 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.compare",
-        description=described,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("compare", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folders; the others are compared with the first")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write the results to this folder")
     parser.add_argument("--resamples", type=int, default=1_000, help="of the validation images (default: 1,000)")

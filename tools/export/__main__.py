@@ -14,20 +14,14 @@ import sys
 from pathlib import Path
 
 from common.errors import Refused
+from tools.command_line import parser_of
 
 FORMATS = ("onnx", "torch_export", "openvino", "executorch")
 
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, example = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.export",
-        description=described,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("export", __doc__)
     parser.add_argument("model", help="a run folder (its best/), a checkpoint, or an exported folder")
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
     parser.add_argument("-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)")

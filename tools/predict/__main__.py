@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.distributed import launch
 from common.errors import Refused, printable
+from tools.command_line import parser_of
 
 _MOST_AT_ONCE = 64  # batches of a rank between two collections of rows
 _OFTEN_S = 0.5  # collections come about as often, so that rows appear while others are computed
@@ -23,14 +24,7 @@ _OFTEN_S = 0.5  # collections come about as often, so that rows appear while oth
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, example = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.predict",
-        description=described,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("predict", __doc__)
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from common.config.origin import RUN_FILE
 from common.durable import replace_folder, sync_folder
 from common.errors import Refused
+from tools.command_line import parser_of
 from tools.publish.card import DETECT, card, detect_script, plain
 from tools.publish.run import Finished, read
 
@@ -58,14 +59,7 @@ def push(folder: Path, to: str, private: bool, step: int) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, example = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.publish",
-        description=described,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("publish", __doc__)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument(
         "--to", required=True, metavar="OWNER/NAME", help="the model's name on the hub; it is made if it is new"

@@ -14,16 +14,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from tools.command_line import parser_of
+
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, example, told = __doc__.split("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.replay",
-        description=f"{described}\n\n{told}",
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("replay", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
     parser.add_argument("-o", "--output", type=Path, help="folder to write (default: replay-RUN-STEP, here)")

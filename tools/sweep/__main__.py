@@ -14,18 +14,12 @@ from pathlib import Path
 
 from common.distributed.exit_codes import RESUMABLE
 from common.errors import Again, Refused
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    described, _, example = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m tools.sweep",
-        description=described,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("sweep", __doc__)
     parser.add_argument(
         "file", type=Path, help="YAML file of `wandb sweep`: program, method, metric, parameters, command"
     )
