@@ -8,6 +8,7 @@ from common.config.fields import RunConfig
 from common.run.step_reports import StepReport
 
 _NAMES = {
+    "ece": "calibration error (ECE)",
     "top1": "top-1",
     "top5": "top-5",
     "f1": "F1",
