@@ -31,7 +31,8 @@ WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 0, "--tracker", "none", "--max_steps", STEPS),
     *("--log_every", 1, "--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
 )
-FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "record.json", "manifest.json")
+TENSORS = [f"{name}.safetensors" for name in ("model", "optimizer", "ema", "audit")]
+FILES = (*TENSORS, "record.json", "manifest.json")
 
 
 def at_step(step: int, act: Callable) -> None:
