@@ -360,12 +360,15 @@ def test_a_model_of_several_labels_gives_every_class_above_its_threshold(run_sev
         source.image(index).save(images / f"{index:03d}.png")
     recorded = json.loads((run / "best" / "results.json").read_text())
     for weights in (run, next((run / "checkpoints").iterdir())):
-        rows = rows_of(weights, images, tmp_path=tmp_path)
+        rows = rows_of(weights, images, "--threshold", 0.5, tmp_path=tmp_path)
         predicted = [{one["class"] for one in row["predictions"]} for row in rows]
         true = [{source.classes[place] for place in np.flatnonzero(labels)} for labels in source.labels]
         exact = np.mean([ours == theirs for ours, theirs in zip(predicted, true, strict=True)])
         assert weights != run or exact == pytest.approx(recorded["exact_match"])
         assert {len(one) for one in predicted} - {1}  # none or several
+    own = [one for row in rows_of(run, images, tmp_path=tmp_path) for one in row["predictions"]]
+    assert own and all(one["score"] >= recorded["thresholds"][one["class"]] for one in own)
+    assert len(own) != sum(map(len, predicted))  # other thresholds than 0.5
 
 
 @pytest.mark.long
