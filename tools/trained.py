@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from common.config.origin import Origin
-from common.config.parsing import parse
+from common.config.parsing import nearest_path, parse
 from common.config.recipe_source import FOLDER
 from common.detection.weights import sources as sources_of_weights
 from common.errors import Refused
@@ -61,13 +61,15 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
         weights, folder = str(folder / "best"), folder / "best"
+    if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":  # no name on the hub
+        raise Refused(
+            f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or a checkpoint"
+        )
     origin = sources_of_weights.origin(weights)
     if origin.steps and os.environ.get("RANK", "0") == "0":
         print(f"{weights}: {origin.mean}", file=sys.stderr)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
-    kept = [
-        parent / FOLDER / f"{name}.py" for parent in (folder.parent, folder.parent.parent)
-    ]  # of best/, of a checkpoint
+    kept = [parent / FOLDER / f"{name}.py" for parent in folder.parents[:2]]  # of best/, of a checkpoint
     file = next((file for file in (*kept, RECIPES / f"{name}.py") if file.is_file()), None)
     if file is None:
         raise Refused(f"{weights}: was trained by {name}.py, which is neither in {kept[0].parent} nor in {RECIPES}")

@@ -41,6 +41,12 @@ def test_a_copied_best_is_built_by_the_recipe_of_the_repository(trained_classifi
     assert trained.recipe.__file__.endswith("recipes/cls.py") and trained.config.image_size == 32
 
 
+def test_a_missing_run_is_not_looked_for_on_the_hub(trained_classifier) -> None:
+    missing = trained_classifier.with_name("clss")
+    with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):
+        load(str(missing))
+
+
 def test_a_recipe_that_is_gone_or_too_old_is_refused_by_name(trained_classifier, tmp_path) -> None:
     shutil.copytree(trained_classifier / "best", tmp_path / "best")
     record = json.loads((tmp_path / "best" / "run.json").read_text())

@@ -175,6 +175,7 @@ def replay(
     recipe = recipe_of(run)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
     vars(recipe)["Run"] = Replay
+    torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
     said, own = io.StringIO(), sys.argv
     scratch = broadcast_object(tempfile.mkdtemp(prefix="replay-") if is_main() else None)
     given = {"config": run / "config.yaml", "output_dir": scratch, "name": run.resolve().name, "resume": checkpoint}
