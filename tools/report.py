@@ -6,11 +6,10 @@ A run writes it when it ends. Of a run that was killed or copied from elsewhere,
 it later. No network, GPU or data are needed.
 """
 
-import sys
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of
+from tools.command_line import parser_of, run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,8 +26,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Refused as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -69,7 +69,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     if origin.steps and os.environ.get("RANK", "0") == "0":
         print(f"{weights}: {origin.mean}", file=sys.stderr)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
-    kept = [parent / FOLDER / f"{name}.py" for parent in folder.parents[:2]]  # of best/, of a checkpoint
+    kept = [parent / FOLDER / f"{name}.py" for parent in folder.absolute().parents[:2]]  # of best/, of a checkpoint
     file = next((file for file in (*kept, RECIPES / f"{name}.py") if file.is_file()), None)
     if file is None:
         raise Refused(f"{weights}: was trained by {name}.py, which is neither in {kept[0].parent} nor in {RECIPES}")

@@ -145,7 +145,7 @@ class Pictures:
         self._folder = folder
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)`; a failure is said."""
+        """Draw `pictures/<name>.png` by `function(*arguments, path)`; a failure is logged."""
         path = self._folder / "pictures" / f"{name}.png"
         try:
             function(*arguments, path)
@@ -202,7 +202,7 @@ class Mirrored(torch.nn.Module):
 
 
 def viewed(config, model: torch.nn.Module) -> torch.nn.Module:
-    """The classifier as `--eval_flip` shows images to it, which is said."""
+    """The classifier; with `--eval_flip` one that averages over mirror images, and a line says so."""
     if not config.eval_flip:
         return model
     separate = config.loss == "bce"

@@ -91,7 +91,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with an empty profile. The test is skipped where there is none."""
+    """A browser with an empty profile. Skips the test if Chromium is not installed."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium)")

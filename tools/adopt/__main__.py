@@ -7,11 +7,9 @@ files of detectron2. Nothing in these files is executed.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from common.errors import Refused
-from tools.command_line import parser_of
+from tools.command_line import parser_of, run
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -41,8 +39,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Refused as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)

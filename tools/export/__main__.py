@@ -10,11 +10,10 @@ differs from the trained model is refused. Other flags are the recipe's: --data 
 import argparse
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of
+from tools.command_line import parser_of, run
 
 FORMATS = ("onnx", "torch_export", "openvino", "executorch")
 
@@ -87,8 +86,4 @@ def load(model: str, flags: list[str], differing: int):
 
 if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    try:
-        main()
-    except Refused as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)
