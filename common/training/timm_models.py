@@ -352,7 +352,7 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
         _check_logits(model, config["input_size"])
         return
     model = _without_zeros(model)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="export_check_") as folder:
         _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
         try:
             # Passed directly: the disk may have no room for a file.

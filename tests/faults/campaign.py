@@ -56,8 +56,9 @@ NODES_S = 9.0  # the same, on two machines
 GONE_S = 30.0  # what the ranks that were not killed have to end in
 LEFT_S = 10.0  # after which a person ends what is left on the other machine, such as a wait for the one that is lost
 GONE_WITH_S = 5.0  # what data workers have to end in, once their process has; it takes them some 0.1 s
-# Folders that torch leaves where temporary files are, killed or not, and one that a killed launcher leaves.
-IN_TMP = ("torchelastic_", "torchinductor_", "last_word_")
+# Folders that torch leaves where temporary files are, killed or not; that a killed launcher leaves; and a few kilobytes of a
+# process that is killed while timm reads what the run would export.
+IN_TMP = ("torchelastic_", "torchinductor_", "recipe_exits_", "export_check_")
 FAR = 1e-8  # on other layouts, in float64
 
 
