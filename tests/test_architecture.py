@@ -16,7 +16,7 @@ from common.config.fields import AugmentationConfig, OptimizationConfig, Reading
 ROOT = Path(__file__).parent.parent
 SOURCES = {
     path.relative_to(ROOT): path.read_text()
-    for top in ("common", "recipes", "tools", "benchmarks", "tests")
+    for top in ("common", "compat", "recipes", "tools", "benchmarks", "tests")
     for path in sorted((ROOT / top).rglob("*.py"))
 }
 MODULES = {  # common/run/log.py is common.run.log, common/run/__init__.py is common.run
@@ -59,7 +59,7 @@ def forbidden_imports(modules: dict[str, str]) -> list[str]:
         lower_or_own = ROOMS[: ROOMS.index(module.split(".")[1]) + 1] if "." in module else []
         for name in imported(source):
             top, room, *_ = [*name.split("."), ""]
-            if top in ("recipes", "tools", "tests", "benchmarks") or (top == "common" and room not in lower_or_own):
+            if top in ("compat", "recipes", "tools", "tests", "benchmarks") or (top == "common" and room not in lower_or_own):
                 wrong.append(f"{module} imports {name}")
     return wrong
 
@@ -106,6 +106,7 @@ def test_the_map_of_rooms_names_every_room(room: str) -> None:
         ("common.run.run", "import recipes.cls"),
         ("common.run.run", "from recipes import cls"),
         ("common.run.run", "from tools.adopt import readers"),
+        ("common.run.run", "import compat.horovod"),
         ("common.run.run", "from tests.harness import Limit"),
         ("common", "from common import errors"),
     ],

@@ -1,0 +1,1 @@
+"""Doctor: whether a run will work on these machines, and how fast."""
