@@ -28,7 +28,7 @@ from tests.harness.outcomes import Outcome, identical, seal
 
 STEPS = 12
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 0, "--tracker", "none", "--max_steps", STEPS),
+    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--tracker", "none", "--max_steps", STEPS),
     *("--log_every", 1, "--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
 )
 TENSORS = [f"{name}.safetensors" for name in ("model", "optimizer", "ema", "audit")]

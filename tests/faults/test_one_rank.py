@@ -135,11 +135,12 @@ def use_up_descriptors() -> None:
 
 def test_a_process_that_hangs_is_named_with_where_it_stands_and_all_end(forks, tmp_path):
     """Stopped, as by a debugger or a dying machine; stopped where it keeps the store; stuck in reading."""
-    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--workers", 0)
+    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--workers", 1)
+    here = (*words, "--workers", 0)  # reads in the process itself, whose stack then shows where
     runs = {
         "stopped": forks.start_ranks(3, *words, "--name", "stopped"),
         "first": forks.start_ranks(2, *words, "--name", "first"),
-        "stuck": forks.start_ranks(2, *words, "--name", "stuck", before=functools.partial(on_rank, 1, hang_in_data)),
+        "stuck": forks.start_ranks(2, *here, "--name", "stuck", before=functools.partial(on_rank, 1, hang_in_data)),
     }
     hanging = {"stopped": 2, "first": 0, "stuck": 1}
     for name, ranks in runs.items():
@@ -197,7 +198,7 @@ CASES = {  # what happens on rank 1, words of the command, what that process say
 def test_what_one_process_fails_of_ends_all_at_once_and_is_the_cause(forks, tmp_path):
     """None of them waits for its time to run out."""
     for name, (change, words, said, cause) in CASES.items():
-        words = (*WORDS, "--output_dir", tmp_path, "--name", name, "--workers", 0, *words)
+        words = (*WORDS, "--output_dir", tmp_path, "--name", name, "--workers", 1, *words)
         first, second = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, change)), 60)
         assert first.code == second.code == (2 if said.startswith("cls.py: ") else 1), name
         assert said in second.stderr, (name, second.stderr)
