@@ -2,8 +2,8 @@
 
     python tests/harness/held.py recipes/cls.py ...
 
-HELD_AT in the environment lists a step for each start of a SLURM job: the first start waits at the first one, and so on. Later
-starts don't wait. Each rank that waits writes a file `START RANK` to the folder HELD_IN.
+HELD_AT in the environment lists a step for each start: the first start waits at the first one, and so on. Later starts don't
+wait. Each rank that waits writes a file `START RANK` to the folder HELD_IN.
 """
 
 import os
@@ -32,10 +32,9 @@ def hold(step: int, sign: Path) -> None:
 
 
 if __name__ == "__main__":
-    steps = [int(step) for step in os.environ["HELD_AT"].split()]
-    start = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    signs, rank = Path(os.environ["HELD_IN"]), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    start, steps = len([*signs.glob(f"* {rank}")]), os.environ["HELD_AT"].split()
     if start < len(steps):
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        hold(steps[start], Path(os.environ["HELD_IN"]) / f"{start} {rank}")
+        hold(int(steps[start]), signs / f"{start} {rank}")
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

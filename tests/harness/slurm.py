@@ -64,10 +64,17 @@ class Slurm:
             **(env or {}),
         }
         return subprocess.Popen(
-            [*self._first.before, *map(str, words)], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, text=True, **options
+            [*self._first.before, *map(str, words)],
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            **options,
         )
 
-    def __call__(self, *words: object, check: bool = True, timeout: float = 120, **options) -> subprocess.CompletedProcess:
+    def __call__(
+        self, *words: object, check: bool = True, timeout: float = 120, **options
+    ) -> subprocess.CompletedProcess:
         """`start` and wait for the end."""
         process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         stdout, stderr = process.communicate(timeout=timeout)
@@ -132,7 +139,8 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         environ = {**inherited(), "SLURM_CONF": str(folder / "slurm.conf")}
         with (folder / "daemons.log").open("w") as log:
             daemons = [
-                subprocess.Popen([*node.before, *words], env=environ, stdout=log, stderr=log) for node, words in commands
+                subprocess.Popen([*node.before, *words], env=environ, stdout=log, stderr=log)
+                for node, words in commands
             ]
         slurm = Slurm(nodes[0], folder)
         try:
