@@ -1,0 +1,40 @@
+"""Runs a recipe that waits at chosen steps until it is asked to stop, so that it does not matter when a signal comes.
+
+    python tests/harness/held.py recipes/cls.py ...
+
+HELD_AT in the environment lists a step for each start: the first start waits at the first one, and so on. Later starts don't
+wait. Each rank that waits writes a file `START RANK` to the folder HELD_IN.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from common.run.run import Run
+from tests.harness.waiting import Limit
+
+
+def hold(step: int, sign: Path) -> None:
+    """Let this process wait when it has done `step`, having written the file `sign`."""
+    end_step = Run.end_step
+
+    def end_and_wait(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        if run.step == step:
+            sign.touch()
+            for _ in Limit(150).turns():
+                if run._asked_by:
+                    return
+            raise AssertionError("nobody has asked this process to stop")
+
+    Run.end_step = end_and_wait
+
+
+if __name__ == "__main__":
+    signs, rank = Path(os.environ["HELD_IN"]), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    start, steps = len([*signs.glob(f"* {rank}")]), os.environ["HELD_AT"].split()
+    if start < len(steps):
+        hold(int(steps[start]), signs / f"{start} {rank}")
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
