@@ -15,6 +15,7 @@ import pytest
 from tests.harness.launching import Started
 from tests.harness.machines import Node, Watched
 from tests.harness.outcomes import Outcome
+from tests.harness.paced import PACED
 
 STEPS = 240
 WORDS = (
@@ -27,18 +28,6 @@ LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
 LEAVES = "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
 ALL_STOP = "the run stops; the same command on all machines resumes from the last checkpoint"
-# A recipe at a pace at which machines can come and go before it ends; alone it is slower still.
-PACED = """
-import os, runpy, sys, time
-from common.data.loader import Feed
-take = Feed.take
-def take_slowly(feed):
-    time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)
-    return take(feed)
-Feed.take = take_slowly
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def launcher(started: Started) -> psutil.Process:

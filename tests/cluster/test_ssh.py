@@ -1,0 +1,82 @@
+"""cluster/ssh/train.sh trains on hosts that it reaches by ssh, outlives the loss of one, and leaves nothing behind on them."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from tests.harness.launching import Started
+from tests.harness.machines import Watched
+from tests.harness.outcomes import Outcome
+from tests.harness.paced import PACED
+from tests.harness.ssh import Hosts
+from tests.harness.waiting import Limit
+
+STEPS = 240
+WORDS = (
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 1, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
+    *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--name", "run"),
+)
+
+
+@pytest.fixture
+def hosts(nodes, tmp_path_factory) -> Hosts:
+    return Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))
+
+
+@pytest.fixture
+def train(hosts, tmp_path):
+    """`train()` starts the script on the first host, with a list of both."""
+    first, second = hosts.nodes
+    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "hosts.txt").write_text(f"# main machine first\n{first.address}\n\nroot@{second.address}  # spot\n")
+    command = ["cluster/ssh/train.sh", tmp_path / "hosts.txt", "--config_file", "accelerate_configs/2node_cpu.yaml"]
+    words = [*command, tmp_path / "paced.py", *WORDS, "--output_dir", tmp_path]
+
+    def start(*more: object, **env: str) -> Started:
+        return hosts.start(first, [*words, *more], {"RETRY": "2"} | env)
+
+    return start
+
+
+def nothing_is_left(hosts: Hosts) -> bool:
+    return any(not any(map(hosts.left_over, hosts.nodes)) for _ in Limit(30).turns(0.1))
+
+
+def test_a_lost_host_comes_back_and_ctrl_c_stops_all(hosts, train, forks, tmp_path):
+    """The losses are those of one undisturbed process; then the finished run is made longer, stopped, and resumed."""
+    _, second = hosts.nodes
+    run = Watched(tmp_path / "run", [train()])
+    run.until(lambda: run.step() >= 12, "both train")
+    assert run.world_size() == 2
+    before = run.start_number()
+    second.kill()
+    run.until(lambda: run.beyond(before), "the first continues")
+    assert run.world_size() == 1
+    before = run.start_number()
+    hosts.serve(second)
+    run.until(lambda: run.beyond(before), "the second is back")
+    assert run.world_size() == 2
+    done = run.started[0].finish()
+    assert done.returncode == 0, done.stderr
+    assert f"{second.name}: " in done.stderr or f"{second.address}: ended with 255" in done.stderr
+    assert all(line.startswith(("node0: ", "node1: ")) for line in done.stdout.splitlines()), done.stdout
+    assert nothing_is_left(hosts), [hosts.left_over(node) for node in hosts.nodes]
+    rows = Outcome("ok", "", "", 0.0, tmp_path / "run").rows
+
+    run.started = [train("--max_steps", 2000)]
+    run.until(lambda: run.step() >= STEPS + 12, "both train again")
+    os.killpg(run.started[0].process.pid, signal.SIGINT)  # as a terminal does
+    stopped = run.started[0].finish()
+    assert stopped.returncode == 75, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert nothing_is_left(hosts), [hosts.left_over(node) for node in hosts.nodes]
+
+    one = forks(*WORDS, "--output_dir", tmp_path / "alone")
+    assert one.code == 0, one.stderr
+    alone = Outcome("ok", "", "", 0.0, tmp_path / "alone/run")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    losses = np.array([row["train/loss"] for row in rows if "train/loss" in row])
+    np.testing.assert_allclose(losses, alone.column("train/loss"), rtol=1e-8)

@@ -1,0 +1,90 @@
+"""An ssh server on each machine of a test, with keys of its own that are thrown away, and the `ssh` that finds them."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.harness.debian import require_package
+from tests.harness.launching import ROOT, Started, inherited
+from tests.harness.machines import Node
+from tests.harness.waiting import Limit
+
+_SERVER = """
+HostKey {home}/host_key
+AuthorizedKeysFile {home}/user_key.pub
+PidFile none
+StrictModes no
+PermitRootLogin yes
+PasswordAuthentication no
+SetEnv HOME={home} OMP_NUM_THREADS=1 PYTHONFAULTHANDLER=1 PATH={path}
+"""
+_CLIENT = """
+IdentityFile {home}/user_key
+IdentitiesOnly yes
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
+
+
+class Hosts:
+    """Machines that run sshd. What `start` starts finds an `ssh` on its PATH that reaches them."""
+
+    def __init__(self, nodes: Sequence[Node], home: Path) -> None:
+        require_package("openssh-server")
+        self.nodes, self.home = nodes, home
+        self._servers: dict[Node, subprocess.Popen] = {}
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd separates its privileges there
+        self._path = os.pathsep.join([str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        for name in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True)
+        (home / "sshd_config").write_text(_SERVER.format(home=home, path=self._path))
+        (home / "ssh_config").write_text(_CLIENT.format(home=home))
+        (home / "bin").mkdir()
+        ssh = home / "bin/ssh"
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {home}/ssh_config "$@"\n')
+        ssh.chmod(0o755)
+        for node in nodes:
+            self.serve(node)
+
+    def serve(self, node: Node) -> None:
+        """Start sshd on a machine, and wait until it listens."""
+        log = (self.home / f"{node.name}.log").open("a")
+        words = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
+        self._servers[node] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        for _ in Limit(30).turns(0.05):
+            if any(port == 22 for _, port, _ in node.listeners()):
+                return
+        raise AssertionError((self.home / f"{node.name}.log").read_text())
+
+    def start(self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None) -> Started:
+        """Start a command on a machine, from which `ssh` reaches the others, in a process group of its own."""
+        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
+        environ = inherited() | {"PATH": self._path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"} | (env or {})
+        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
+            process = subprocess.Popen(
+                [*node.before, *map(str, words)],
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,
+            )
+        return Started(process, *outputs)
+
+    def left_over(self, node: Node) -> list[str]:
+        """Command lines of what runs on a machine besides its sshd."""
+        pids = subprocess.run(["ip", "netns", "pids", node.space], capture_output=True, text=True, check=True).stdout
+        found = []
+        for pid in map(int, pids.split()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if pid != self._servers[node].pid:
+                    found.append(" ".join(psutil.Process(pid).cmdline()))
+        return found
