@@ -59,7 +59,8 @@ class Examination:
             return
         if world.world_size > 1 and not {"machine": True, "store": world.is_met, "group": world.has_group}[check.needs]:
             what = "processes that meet" if check.needs == "store" or not world.is_met else "a process group"
-            return self.add([Finding(check.name, "not run", f"needs {what}")])
+            self.add([Finding(check.name, "not run", f"needs {what}")])
+            return
         world.enter(check.name)
         if world.store is not None:
             self._post(check.name)

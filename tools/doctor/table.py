@@ -15,7 +15,8 @@ _COLOURS = {"ok": "32", "warning": "33", "failed": "31", "not run": "2"}
 def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Sequence[str] = ()) -> list[Finding]:
     """The rows of all ranks as rows of the run: equal ones are one, with the ranks or hosts that they are from.
 
-    A finding whose `place` is not "all" has named its place itself. `hosts` has the host of each rank; `order` the first words of checks, in the order of their rows.
+    A finding whose `place` is not "all" has named its place itself. `hosts` has the host of each rank.
+    `order` has the first words of checks, in the order of their rows.
 
     Two ranks on a and b, both Finding("cores", "ok", "8")        -> one row, place "all".
     Rank 0 on a Finding("cores", "ok", "8"), rank 1 on b "4"      -> rows "8" with place "a" and "4" with place "b".
