@@ -27,7 +27,7 @@ _WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # fil
 class Check:
     """A check and what it needs.
 
-    `name` is the first word of its rows, which --only selects. `needs` is "machine": nothing but this process; "store": all
+    `name` is unique; --only selects by its `word`, with which its rows begin. `needs` is "machine": nothing but this process; "store": all
     processes have met; "group": torch's process group is formed. Those of a kind run one after the other, in this order.
     `once_per_machine`: only the first process of each machine runs it, so it must not exchange anything with others.
     """
@@ -37,6 +37,11 @@ class Check:
     needs: Literal["machine", "store", "group"] = "machine"
     limit: float = 15.0  # seconds
     once_per_machine: bool = False
+
+    @property
+    def word(self) -> str:
+        """network for "network: ports"."""
+        return self.name.partition(":")[0]
 
 
 class Examination:

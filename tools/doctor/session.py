@@ -1,6 +1,7 @@
 """Session: one call of the doctor, from the launcher's variables to the table and the exit code."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.distributed.exit_codes import announce_exit
+from common.distributed.launch import choose_interface, share_cores
 from common.durable import replace_file
 from common.errors import Refused
 from tools.doctor import meeting
@@ -19,18 +21,25 @@ from tools.doctor.finding import Finding
 from tools.doctor.table import as_json, fold, show
 from tools.doctor.world import World, this_process
 
+WORDS = [*dict.fromkeys(check.word for check in CHECKS)]
+
 
 def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
     """Run the checks that `options` asks for; returns the exit code. Raises `Refused` for options that can't be met."""
     began = time.monotonic()
     only = {word.strip() for word in (options.only or "").split(",")} - {""}
-    if unknown := only - {check.name for check in CHECKS} - {"network"}:
-        raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(check.name for check in CHECKS)}")
+    if unknown := only - {*WORDS}:
+        raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(WORDS)}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = [check for check in CHECKS if not only or check.name in only]
+    checks = [check for check in CHECKS if not only or check.word in only]
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, began)
+    if world.device.type == "cpu":
+        share_cores(environ)  # as the recipes do
+    if world.world_size > 1:
+        with contextlib.suppress(Refused):  # `meet` reports it
+            choose_interface(environ)
     for check in checks:
         if check.needs == "machine":
             session.examination.run(check)
@@ -87,7 +96,7 @@ class Session:
     def _print(self, rows: list[tuple[int, Finding]]) -> int:
         world, options = self.world, self.options
         hosts = world.hosts or [world.host] * world.world_size
-        findings = fold(rows, hosts, [check.name for check in CHECKS])
+        findings = fold(rows, hosts, WORDS)
         seconds = round(time.monotonic() - self.began, 1)
         if options.json:
             about = {"processes": world.world_size, "hosts": hosts, "seconds": seconds}

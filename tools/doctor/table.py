@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from tools.doctor.finding import Finding
+from tools.doctor.world import places
 
 WIDTH = 100
-NAMED = 4  # ranks or hosts that a row names
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31", "not run": "2"}
 
 
@@ -31,7 +31,7 @@ def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Seque
     for (check, *_, place), found in same.items():
         ranks = [rank for rank, _ in found]
         if place == "all" and {*ranks} != of_check[check]:
-            place = _places(ranks, of_check[check], hosts)
+            place = places(ranks, of_check[check], hosts)
         figures = found[0][1].figures
         if len(found) > 1 and any(other.figures != figures for _, other in found):
             figures = {"ranks": {str(rank): other.figures for rank, other in found}}
@@ -42,16 +42,6 @@ def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Seque
 
 def _word(finding: Finding) -> str:
     return finding.check.partition(":")[0]
-
-
-def _places(ranks: Sequence[int], all_ranks: set[int], hosts: Sequence[str]) -> str:
-    """Names for ranks: those of their hosts if all ranks of these are among them, else their numbers."""
-    here = {hosts[rank] for rank in ranks}
-    whole = all(rank in ranks for rank in all_ranks if hosts[rank] in here)
-    names = [*dict.fromkeys(hosts[rank] for rank in ranks)] if whole and len(set(hosts)) > 1 else []
-    names = names or [f"rank {rank} ({hosts[rank]})" for rank in sorted({*ranks})]
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def show(findings: Sequence[Finding], coloured: bool) -> str:

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store
 from common.distributed.collectives import give_up_after, leave_process_group
 from common.distributed.launch import wants_cpu
 
+NAMED = 4  # ranks or hosts that a row names
 ANSWER_S = 30.0  # how long a process waits for the others in one exchange
 GROUP = timedelta(
     seconds=45
@@ -67,6 +68,10 @@ class World:
     def name(self, rank: int) -> str:
         """How the table names a rank: "rank 3 (node1)"."""
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank} ({self.host})"
+
+    def places(self, ranks: Collection[int]) -> str:
+        """How the table names several ranks: by their hosts if all of these hosts' ranks are among them."""
+        return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; over the store, so it works without a process group.
@@ -125,6 +130,16 @@ class World:
         if self.has_group:
             self.has_group = False
             leave_process_group()
+
+
+def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str]) -> str:
+    """Names for `ranks`: their hosts, if those have no other ranks in `among` and are not all hosts; else rank by rank."""
+    here = {hosts[rank] for rank in ranks}
+    is_whole = all(rank in ranks for rank in among if hosts[rank] in here)
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks)] if is_whole and len({*hosts}) > 1 else []
+    names = names or [f"rank {rank} ({hosts[rank]})" for rank in sorted({*ranks})]
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: list[str]) -> World:
