@@ -4,7 +4,7 @@ from tools.doctor import bandwidth, clock, gpus, interfaces, limits, meeting, sp
 from tools.doctor.examination import Check
 
 CHECKS = [
-    Check("launch", meeting.launch, once_per_machine=True),
+    Check("launch", meeting.launch),
     Check("limits", limits.limits, once_per_machine=True),
     Check("gpu", gpus.gpus, limit=25.0),
     Check("network: interfaces", interfaces.interfaces, once_per_machine=True),

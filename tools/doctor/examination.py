@@ -27,8 +27,9 @@ _WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # fil
 class Check:
     """A check and what it needs.
 
-    `name` is unique; --only selects by its `word`, with which its rows begin. `needs` is "machine": nothing but this process; "store": all
-    processes have met; "group": torch's process group is formed. Those of a kind run one after the other, in this order.
+    `name` is unique; --only selects by its `word`, with which its rows begin.
+    `needs` is "machine": nothing but this process; "store": all processes have met; "group": torch's process group is
+    formed. Those of a kind run one after the other, in this order.
     `once_per_machine`: only the first process of each machine runs it, so it must not exchange anything with others.
     """
 
@@ -105,7 +106,7 @@ class Examination:
                     break
                 time.sleep(0.05)
             rows += [(rank, Finding(**row)) for row in post["rows"]]
-            if check := post["check"]:
+            if (check := post["check"]) and world.hosts[rank]:  # `meeting` names those that have not come
                 cause = "it has died or is stuck: see its own message"
                 rows.append((rank, Finding(check, "failed", "no answer", cause, world.name(rank))))
         return rows
@@ -122,6 +123,8 @@ class Examination:
         if lost and world.store is not None and world.store.check([f"raised/{check.name}"]):
             return []
         world.raised()
+        if lost and not isinstance(error, LostPeer):
+            return [Finding(check.name, "not run", "lost another process", "see its row, or what it said itself")]
         text = printable(" ".join(str(error).split())) or type(error).__name__
         if isinstance(error, Refused | LostPeer):
             return [Finding(check.name, "failed", "refused" if isinstance(error, Refused) else "no answer", text)]
@@ -156,6 +159,5 @@ class Examination:
             finding = Finding(check.name, "not run", f"waited {check.limit:.0f} s for other ranks", f"waits {where}")
         else:
             finding = Finding(check.name, "failed", f"no end within {check.limit:.0f} s", f"stuck {where}")
-        self.world.check = ""
-        self.add([finding])
+        self.rows.append(finding)
         self._on_overrun()

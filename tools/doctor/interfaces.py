@@ -116,6 +116,7 @@ def ports(world: World) -> list[Finding]:
             results = [*pool.map(lambda target: connect(target[1], target[2]), targets)]
         failures = [(rank, port, why) for (rank, _, port), why in zip(targets, results, strict=True) if why]
         of_ranks = world.exchange(failures)  # the listeners stay open until all have tried
+    world.is_cut |= any(of_ranks)
     if not world.is_main:
         return []
     rows = []

@@ -1,9 +1,10 @@
 """Meeting: the launch, and how the processes of a run find each other, with the reason in words if they can't."""
 
+import json
 import os
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from datetime import timedelta
 
 import psutil
@@ -26,8 +27,10 @@ from tools.doctor.world import World
 
 def launch(world: World) -> list[Finding]:
     """Whether the recipes accept this launch."""
+    world.is_cut = True
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     processes = check_launch(os.environ, accelerators, processes_asked(_parent_command()))
+    world.is_cut = False
     return [Finding("launch", "ok", f"{processes} process{'es' * (processes > 1)}, {world.device.type}")]
 
 
@@ -75,15 +78,14 @@ def _await(world: World, main: str, port: int, patience: float) -> None:
 def _gather(world: World, patience: float) -> list[Finding]:
     """Wait for all ranks; a row on rank 0 names those that are missing."""
     store, until = world.store, time.monotonic() + patience
-    store.set(f"host/{world.rank}", world.host)
+    store.set(f"host/{world.rank}", json.dumps([world.host, world.node]))
     if world.is_main:
         missing = [*range(world.world_size)]
         while missing and time.monotonic() < until:
             missing = [rank for rank in missing if not store.check([f"host/{rank}"])]
             time.sleep(0.02)
-        world.hosts = [
-            "" if rank in missing else store.get(f"host/{rank}").decode() for rank in range(world.world_size)
-        ]
+        came = {rank: json.loads(store.get(f"host/{rank}")) for rank in range(world.world_size) if rank not in missing}
+        world.hosts = [_host(*came[rank], came.values()) if rank in came else "" for rank in range(world.world_size)]
         store.set("hosts", "\n".join(world.hosts))
     store.set_timeout(timedelta(seconds=patience + 10))
     world.hosts = store.get("hosts").decode().split("\n")
@@ -101,6 +103,11 @@ def _gather(world: World, patience: float) -> list[Finding]:
             )
         ]
     return []
+
+
+def _host(name: str, node: int, others: Collection) -> str:
+    """The name of a machine; with its number if another one has the same name, as clones do."""
+    return f"{name} (node {node})" if any(name == other and node != number for other, number in others) else name
 
 
 def _who_listens(port: int) -> str:

@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from common.durable import replace_file
 from common.errors import Refused
 from tools.doctor import meeting
 from tools.doctor.checks import CHECKS
-from tools.doctor.examination import PRINTED_S, Examination
+from tools.doctor.examination import PRINTED_S, Check, Examination
 from tools.doctor.finding import Finding
 from tools.doctor.table import as_json, fold, show
 from tools.doctor.world import World, this_process
@@ -50,10 +52,16 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
             session.examination.run(check)
     group_checks = [check for check in checks if check.needs == "group"]
     if group_checks and world.is_met:
-        session.form_group()
+        session.examination.run(Check("network: process group", form_group, "store", limit=20.0))
     for check in group_checks:
         session.examination.run(check)
     return session.end()
+
+
+def form_group(world: World) -> list[Finding]:
+    """Form torch's process group; no row if that works."""
+    world.form_group()
+    return []
 
 
 class Session:
@@ -62,19 +70,12 @@ class Session:
     def __init__(self, world: World, options: argparse.Namespace, began: float) -> None:
         self.world, self.options, self.began = world, options, began
         self.examination = Examination(world, self._give_up)
-
-    def form_group(self) -> None:
-        """Form the process group; a row if that fails."""
-        self.world.enter("network: process group")
-        try:
-            self.world.form_group()
-        except Exception as error:
-            self.examination.add(
-                [Finding("network: process group", "failed", "not formed", " ".join(str(error).split()))]
-            )
+        self._ending = threading.Lock()
+        threading.Thread(target=self._await_end, args=(_signalled(),), daemon=True).start()
 
     def end(self) -> int:
-        """Print the table, and return the exit code."""
+        """Print the table, and return the exit code. Whoever calls it second waits for ever: the process ends."""
+        self._ending.acquire()
         rows = self.examination.finish()
         store, code = self.world.store, 0
         # A process that has not met the others speaks for its machine.
@@ -110,13 +111,29 @@ class Session:
             print(show(findings, sys.stdout.isatty()), f"({seconds:.0f} s)", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
+    def _await_end(self, pipe: int) -> None:
+        """The launcher ends the processes (SIGTERM) when one has died: show what was found so far."""
+        while os.read(pipe, 1) != bytes([signal.SIGTERM]):
+            pass
+        self._give_up()
+
     def _give_up(self) -> NoReturn:
         """End the process from another thread than the one that is stuck."""
+        code = 1
         try:
             code = self.end()
         finally:
             sys.stdout.flush()
             os._exit(code or 1)
+
+
+def _signalled() -> int:
+    """A pipe from which each signal can be read as a byte, also while the main thread waits in a collective."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(writing)
+    return reading
 
 
 def _printed(world: World) -> int:

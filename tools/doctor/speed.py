@@ -6,12 +6,13 @@ from statistics import median
 
 import torch
 
-from common.distributed.collectives import barrier, gather_objects
+from common.distributed.collectives import gather_objects
 from tools.doctor.finding import Finding
 from tools.doctor.world import World
 
 ROUNDS = 15
 ROUND_S = 0.03  # of computation between two meetings
+LONGEST_S = 3.0  # of all rounds, once there are five
 SLOWER = 1.25  # than the median of the others; equal GPUs differ by 1 to 5 %
 _SIDE = {"cpu": 256, "cuda": 2048}  # of the matrices
 
@@ -25,15 +26,14 @@ def speed(world: World) -> list[Finding]:
     _compute(world, matrix, 5)
     repeats = max(1, int(ROUND_S / ((time.perf_counter() - began) / 5)))
     repeats = min(gather_objects(repeats))  # as many as the slowest does in time
-    times = []
-    for _ in range(ROUNDS):
-        barrier()
+    rounds: list[list[float]] = []  # the seconds of each rank
+    while len(rounds) < ROUNDS and (len(rounds) < 5 or sum(map(max, rounds)) < LONGEST_S):
         began = time.perf_counter()
         _compute(world, matrix, repeats)
-        times.append(time.perf_counter() - began)
-    of_ranks = gather_objects(times)
+        rounds.append(gather_objects(time.perf_counter() - began))
     if not world.is_main:
         return []
+    of_ranks = [*zip(*rounds, strict=True)]
     typical = [median(theirs) for theirs in of_ranks]
     flops = 2 * side**3 * repeats
     figures = {
@@ -42,18 +42,17 @@ def speed(world: World) -> list[Finding]:
     }
     if world.world_size == 1:
         return [Finding("speed", "ok", f"{figures['gflops'][0]:.0f} Gflop/s in fp32", figures=figures)]
-    last = Counter(max(range(len(row)), key=row.__getitem__) for row in zip(*of_ranks, strict=True))
-    waited = sum(max(row) - sum(row) / len(row) for row in zip(*of_ranks, strict=True))
-    share = waited / sum(max(row) for row in zip(*of_ranks, strict=True))
+    last = Counter(row.index(max(row)) for row in rounds)
+    share = 1 - sum(sum(row) / len(row) for row in rounds) / sum(map(max, rounds))
     slowest = max(range(world.world_size), key=typical.__getitem__)
     ratio = typical[slowest] / median(typical[:slowest] + typical[slowest + 1 :])
     figures |= {"slowest": slowest, "ratio": ratio, "last": dict(last), "waited": share}
     measured = (
-        f"slowest is {world.name(slowest)}: {ratio:.2f} times the others' time, last in {last[slowest]} of {ROUNDS} rounds; "
-        f"on average a rank waits {share:.0%} of the time"
+        f"{ratio:.2f} times the others' time, last in {last[slowest]} of {len(rounds)} rounds; "
+        f"on average a rank waits {share:.0%} of its time"
     )
     if ratio < SLOWER:
-        return [Finding("speed", "ok", measured, figures=figures)]
+        return [Finding("speed", "ok", f"slowest is {world.name(slowest)}: {measured}", figures=figures)]
     way_out = "every step waits for it: look there for other processes (top, nvidia-smi), throttling, and a CPU quota"
     return [Finding("speed", "warning", measured, way_out, world.name(slowest), figures)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from tools.doctor.finding import Finding
-from tools.doctor.world import places
+from tools.doctor.world import NAMED, places
 
 WIDTH = 100
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31", "not run": "2"}
@@ -37,7 +37,8 @@ def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Seque
             figures = {"ranks": {str(rank): other.figures for rank, other in found}}
         folded.append(replace(found[0][1], place=place, figures=figures))
     words = [*dict.fromkeys([*order, *(_word(finding) for _, finding in rows)])]
-    return sorted(folded, key=lambda finding: words.index(_word(finding)))
+    checks = [*of_check]
+    return sorted(folded, key=lambda finding: (words.index(_word(finding)), checks.index(finding.check)))
 
 
 def _word(finding: Finding) -> str:
@@ -46,6 +47,7 @@ def _word(finding: Finding) -> str:
 
 def show(findings: Sequence[Finding], coloured: bool) -> str:
     """The table: a line per finding, with the way out below it, and a last line that counts them."""
+    findings = _shorten(findings)
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     first = max([len(finding.check) for finding in findings] + [5])
     lines = []
@@ -63,6 +65,24 @@ def show(findings: Sequence[Finding], coloured: bool) -> str:
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     verdict = "a run will fail here" if counts["failed"] else "a run will work here"
     return "\n".join([*lines, "", f"{verdict}: {said}"])
+
+
+def _shorten(findings: Sequence[Finding]) -> list[Finding]:
+    """The rows to show: checks that did not run for one reason are one row, and of many places where all is well a few stay."""
+    shown: list[Finding] = []
+    for finding in findings:
+        same = [each for each in findings if (each.status, each.measured) == (finding.status, finding.measured)]
+        good = [each for each in findings if each.status == "ok" and each.check == finding.check]
+        if finding.status == "not run" and len(same) > 1 and not finding.way_out:
+            if finding is same[0]:
+                names = ", ".join(dict.fromkeys(each.check for each in same))
+                shown.append(Finding("other checks", "not run", f"{finding.measured}: {names}"))
+        elif finding not in good[NAMED:]:
+            shown.append(finding)
+        elif finding is good[NAMED]:
+            rest = len(good) - NAMED
+            shown.append(Finding(finding.check, "ok", f"and {rest} more like these, see --json"))
+    return shown
 
 
 def as_json(findings: Sequence[Finding], about: dict) -> dict:

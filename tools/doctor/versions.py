@@ -1,5 +1,6 @@
 """Versions: Python, torch, CUDA, driver, NCCL, packages and the commit are equal on all machines."""
 
+import hashlib
 import platform
 from collections import Counter
 from importlib.metadata import distributions
@@ -23,7 +24,7 @@ def versions(world: World) -> list[Finding]:
     cuda = _of_cuda() if world.device.type == "cuda" else {}
     found = {
         "needed": needed | cuda,
-        "files": {name: hashed for name, hashed in facts().items() if name.endswith(".py")},
+        "files": {name: hashed for name, hashed in facts().items() if name.startswith("common")} | _recipe(world),
         "others": {each.name: each.version for each in distributions() if each.name not in needed},
         "commit": {"commit": str(_commit(ROOT / "Makefile"))},
     }
@@ -74,6 +75,10 @@ def _difference(name: str, theirs: str | None, usual: str | None) -> str:
     if name == "commit":
         return f"{(theirs or '')[:9]}{(theirs or '')[40:]} instead of {(usual or '')[:9]}{(usual or '')[40:]}"
     return f"{name} {theirs or '(absent)'} instead of {usual or '(absent)'}"
+
+
+def _recipe(world: World) -> dict[str, str]:
+    return {world.recipe.name: hashlib.sha256(world.recipe.read_bytes()).hexdigest()} if world.recipe else {}
 
 
 def _of_cuda() -> dict[str, str]:

@@ -43,6 +43,7 @@ class World:
     hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
     store: Store | None = None
     is_met: bool = False  # all processes have reached the store
+    is_cut: bool = False  # this process knows why a process group could not be formed, such as a firewall
     has_group: bool = False  # they have formed torch's process group
     check: str = ""  # the one that runs
     _exchanges: int = 0
@@ -115,8 +116,8 @@ class World:
             self.store.set(f"raised/{self.check}", str(self.rank))
 
     def form_group(self) -> None:
-        """Form torch's process group over the store. A collective."""
-        if self.store is None:
+        """Form torch's process group over the store, unless a rank knows that this can't work. A collective."""
+        if self.store is None or any(self.exchange(self.is_cut)):
             return
         self._groups += 1
         give_up_after(GROUP)
