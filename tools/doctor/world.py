@@ -1,0 +1,163 @@
+"""World: the processes that the doctor runs in, as one check sees them, and their store, over which they exchange findings."""
+
+import json
+import socket
+import time
+from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from common.distributed.collectives import give_up_after, leave_process_group
+from common.distributed.launch import wants_cpu
+
+NAMED = 4  # ranks or hosts that a row names
+ANSWER_S = 30.0  # how long a process waits for the others in one exchange
+GROUP = timedelta(
+    seconds=45
+)  # timeout of collectives: longer than any check may take, so that its own limit names the culprit
+
+
+class LostPeer(Exception):
+    """Another process has failed in the check that this one is in; its finding says why."""
+
+
+@dataclass
+class World:
+    """What a check knows about its process and the others. `store` is None for one process, and until they have met."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    host: str = field(default_factory=socket.gethostname)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # "cuda:1": what this process computes on
+    recipe: Path | None = None  # for checks that need a model and data
+    words: list[str] = field(default_factory=list)  # flags of the recipe
+    hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
+    store: Store | None = None
+    is_met: bool = False  # all processes have reached the store
+    is_cut: bool = False  # this process knows why a process group could not be formed, such as a firewall
+    has_group: bool = False  # they have formed torch's process group
+    check: str = ""  # the one that runs
+    _exchanges: int = 0
+    _groups: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """The ranks of each machine, in the order of their first rank. One process: [[0]]; two machines: [[0, 1], [2, 3]]."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts or [self.host]):
+            ranks.setdefault(host, []).append(rank)
+        return [*ranks.values()]
+
+    def name(self, rank: int) -> str:
+        """How the table names a rank: "rank 3 (node1)"."""
+        return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank} ({self.host})"
+
+    def places(self, ranks: Collection[int]) -> str:
+        """How the table names several ranks: by their hosts if all of these hosts' ranks are among them."""
+        return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank; over the store, so it works without a process group.
+
+        Values must be JSON. Raises `LostPeer` at once if another rank fails in the same check, and after `ANSWER_S` if one
+        does not come.
+
+        One process: exchange("a") -> ["a"]. Two ranks: exchange("a" | "b") -> ["a", "b"] | ["a", "b"].
+        """
+        if self.store is None:
+            return [json.loads(json.dumps(value))]
+        self._exchanges += 1
+        store = PrefixStore(f"exchange/{self.check}/{self._exchanges}", self.store)
+        store.set(str(self.rank), json.dumps(value))
+        if self.is_main:
+            for rank in range(self.world_size):
+                self.wait(store, str(rank), self.name(rank))
+            store.set("all", json.dumps([json.loads(store.get(str(rank))) for rank in range(self.world_size)]))
+        self.wait(store, "all", self.name(0))
+        return json.loads(store.get("all"))
+
+    def wait(self, store: Store, key: str, whom: str) -> None:
+        """Wait until `key` is in the store. `whom` names the process that sets it."""
+        until = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return store.wait([key], timedelta(seconds=1))
+            except dist.DistStoreError:
+                if self.store is not None and self.store.check([f"raised/{self.check}"]):
+                    raise LostPeer from None
+                if time.monotonic() > until:
+                    raise LostPeer(f"{whom} did not answer within {ANSWER_S:.0f} s") from None
+
+    def enter(self, check: str) -> None:
+        """Note that `check` begins on this rank."""
+        self.check, self._exchanges = check, 0
+
+    def raised(self) -> None:
+        """Tell the others that this rank has failed in the current check, so that they don't wait for it."""
+        if self.store is not None:
+            self.store.set(f"raised/{self.check}", str(self.rank))
+
+    def form_group(self) -> None:
+        """Form torch's process group over the store, unless a rank knows that this can't work. A collective."""
+        if self.store is None or any(self.exchange(self.is_cut)):
+            return
+        self._groups += 1
+        give_up_after(GROUP)
+        store = PrefixStore(f"group/{self._groups}", self.store)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=GROUP)
+        self.has_group = True
+
+    def leave_group(self) -> None:
+        """Close the connections of the process group: ranks that wait in a collective of it fail at once."""
+        if self.has_group:
+            self.has_group = False
+            leave_process_group()
+
+
+def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str]) -> str:
+    """Names for `ranks`: their hosts, if those have no other ranks in `among` and are not all hosts; else rank by rank."""
+    here = {hosts[rank] for rank in ranks}
+    is_whole = all(rank in ranks for rank in among if hosts[rank] in here)
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks)] if is_whole and len({*hosts}) > 1 else []
+    names = names or [f"rank {rank} ({hosts[rank]})" for rank in sorted({*ranks})]
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: list[str]) -> World:
+    """The world that the launcher's variables describe. Nothing has been sent yet."""
+    rank, local_rank = int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0))
+    world_size = int(environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if not wants_cpu(environ) and torch.cuda.is_available():
+        device = torch.device("cuda", min(local_rank, torch.cuda.device_count() - 1))
+        torch.cuda.set_device(device)
+    return World(
+        rank,
+        world_size,
+        local_rank,
+        int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+        int(environ.get("GROUP_RANK", 0)),
+        device=device,
+        recipe=recipe,
+        words=words,
+    )
