@@ -58,7 +58,7 @@ class Server(threading.Thread):
         _close_in_forks(self.listener)
         self.address = (host, self.listener.getsockname()[1])
         self.connections: dict[int, socket.socket] = {}  # by rank
-        self.homes: dict[int, str] = {}  # by rank: what names its node
+        self.homes: dict[int, list[Any]] = {}  # by rank: where it runs
         self.selector = selectors.DefaultSelector()
         self.warn_s = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", 60))
         if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):

@@ -184,7 +184,9 @@ class Negotiator:
                 return f"{title}: rank {rank}: {error}"
         if model.kind == "broadcast" and model.root not in members:
             return f"{title}: root rank {model.root} is not in the process set {members}"
-        if model.kind == "remove_process_set" and (busy := [name for set_id, name in self.pending if set_id == model.root]):
+        if model.kind == "remove_process_set" and (
+            busy := [name for set_id, name in self.pending if set_id == model.root]
+        ):
             return f"{title}: {busy[0]!r} is in flight there"
         if model.kind == "add_process_set" and not {*model.ranks} <= {*self.sets[WORLD]}:
             return f"{title}: there are {len(self.sets[WORLD])} ranks, not all of {model.ranks}"
@@ -234,9 +236,7 @@ class Negotiator:
         A rank goes on if one of its threads waits for nothing, or for something whose missing ranks all go on.
         """
         stuck = {rank for rank, keys in self.waiting.items() if keys and keys <= self.pending.keys()}
-        while freed := [
-            rank for rank in stuck if any(not stuck & {*self._missing(key)} for key in self.waiting[rank])
-        ]:
+        while freed := [rank for rank in stuck if any(not stuck & {*self._missing(key)} for key in self.waiting[rank])]:
             stuck -= {*freed}
         keys = sorted({key for rank in stuck for key in self.waiting[rank]})
         waits = "; ".join(f"{self._title(key)} waits for ranks {self._missing(key)}" for key in keys)
@@ -268,7 +268,11 @@ def _failure(ranks: list[int], key: Key, error: str) -> Decision:
 
 def _fixed(request: Request) -> list[list[int]]:
     """The dimensions that ranks must agree about; a shape without any is kept apart from that of a vector."""
-    return [["rows", *shape[1:]] if shape else [] for shape in request.shapes] if request.kind in _RAGGED else request.shapes
+    return (
+        [["rows", *shape[1:]] if shape else [] for shape in request.shapes]
+        if request.kind in _RAGGED
+        else request.shapes
+    )
 
 
 def _bad_splits(request: Request, size: int) -> str:
