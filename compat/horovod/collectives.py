@@ -1,0 +1,177 @@
+"""Collectives on torch.distributed groups: what runs once the ranks agree. NCCL for CUDA tensors, gloo for CPU tensors.
+
+All functions are called on every rank of the group, in one order. None of them modifies its inputs, except for `all_reduce_`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compat.horovod.negotiation import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM, Request
+
+_REDUCE = {
+    SUM: dist.ReduceOp.SUM,
+    AVERAGE: dist.ReduceOp.SUM,
+    MIN: dist.ReduceOp.MIN,
+    MAX: dist.ReduceOp.MAX,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+_HALF = (torch.float16, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+REDUCIBLE = (*_INTEGERS, *_HALF, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process set: its ranks in the world, and this process's groups, None if it is not one of them."""
+
+    ranks: list[int]
+    negotiated: dist.ProcessGroup | None  # used by the thread that runs what was negotiated
+    ordered: dist.ProcessGroup | None  # used by `ordered_allreduce`, in the caller's order
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the set."""
+        return dist.get_rank(self.negotiated)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def zeros(request: Request, device: torch.device) -> list[Tensor]:
+    """What a rank that has joined supplies."""
+    pairs = zip(request.shapes, request.dtypes, strict=True)
+    return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
+
+
+def all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> list[Tensor]:
+    """The reduction of each tensor, in new memory. Tensors of one type travel together."""
+    results: list[Tensor] = [tensor for tensor in tensors]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        lengths = [tensors[place].numel() for place in places]
+        if request.op == ADASUM:  # its factors are those of a tensor
+            pieces = [_adasum(piece, request, group) for piece in flat.split(lengths)]
+        else:
+            all_reduce_(flat, request, group)
+            pieces = [*flat.split(lengths)]
+        for place, piece in zip(places, pieces, strict=True):
+            own = piece if len(places) == 1 else piece.clone()
+            results[place] = own.view(tensors[place].shape)
+    return results
+
+
+def all_reduce_(flat: Tensor, request: Request, group: Group) -> None:
+    """Reduce a contiguous tensor in place."""
+    wide = flat.int() if flat.dtype == torch.int16 else flat  # gloo has no int16
+    _scale_(wide, request.prescale)
+    if wide.numel():
+        dist.all_reduce(wide, _REDUCE[request.op], group.negotiated)
+    if request.op == AVERAGE:
+        wide.div_(len(group.ranks), rounding_mode=None if wide.is_floating_point() else "trunc")
+    _scale_(wide, request.postscale)
+    if wide is not flat:
+        flat.copy_(wide)
+
+
+def _scale_(tensor: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        scaled = tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).trunc()
+        tensor.copy_(scaled)
+
+
+def _adasum(tensor: Tensor, request: Request, group: Group) -> Tensor:
+    """Adaptive sum (arXiv 2006.02924): orthogonal gradients add up, parallel ones are averaged; pairs of ranks, then of pairs."""
+    work = tensor.clone()
+    _scale_(work, request.prescale)
+    gathered = gather(work, [[len(work)]] * len(group.ranks), group).view(len(group.ranks), -1)
+    parts = [*(gathered.float() if tensor.dtype in _HALF else gathered)]
+    while len(parts) > 1:
+        parts = [_adaptive_sum(first, second) for first, second in zip(parts[::2], parts[1::2], strict=True)]
+    result = parts[0].to(tensor.dtype)
+    _scale_(result, request.postscale)
+    return result
+
+
+def _adaptive_sum(first: Tensor, second: Tensor) -> Tensor:
+    product, tiny = first @ second, torch.finfo(first.dtype).tiny
+    share = [1 - product / (2 * (part @ part).clamp(min=tiny)) for part in (first, second)]
+    return share[0] * first + share[1] * second
+
+
+def gather(tensor: Tensor, shapes: Sequence[Sequence[int]], group: Group) -> Tensor:
+    """All ranks' tensors, one after the other along the first dimension, in which `shapes`, those of all ranks, may differ."""
+    rows = [shape[0] for shape in shapes]
+    result = tensor.new_empty(sum(rows), *shapes[0][1:])
+    parts = [_bytes(part) for part in result.split(rows)]
+    if result.numel() == 0:
+        pass
+    elif len({*rows}) == 1:
+        dist.all_gather(parts, _bytes(tensor.contiguous()), group.negotiated)
+    else:
+        parts[group.rank].copy_(_bytes(tensor.contiguous()))
+        works = [
+            dist.broadcast(part, rank, group.negotiated, async_op=True)
+            for part, rank in zip(parts, group.ranks, strict=True)
+            if len(part)
+        ]
+        for work in works:
+            work.wait()
+    return result
+
+
+def broadcast(tensor: Tensor, root: int, group: Group) -> Tensor:
+    """The tensor of rank `root` of the world, in new memory."""
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    if result.numel():
+        dist.broadcast(_bytes(result), root, group.negotiated)
+    return result
+
+
+def all_to_all(
+    tensor: Tensor, splits: Sequence[Sequence[int] | None], shapes: Sequence[Sequence[int]], group: Group
+) -> tuple[Tensor, list[int]]:
+    """Rows that the ranks have for this one, in their order, and how many each had.
+
+    `splits` and `shapes` are those of all ranks; None splits the rows equally.
+    """
+    size, own = len(group.ranks), group.rank
+    rows = [split or [shape[0] // size] * size for split, shape in zip(splits, shapes, strict=True)]
+    received = [row[own] for row in rows]
+    result = tensor.new_empty(sum(received), *tensor.shape[1:])
+    row_bytes = tensor.element_size() * result[:1].numel() if len(result) else 0
+    row_bytes = tensor.element_size() * tensor[0].numel() if len(tensor) else row_bytes
+    if any(map(sum, rows)):
+        into = [count * row_bytes for count in received]
+        out = [count * row_bytes for count in rows[own]]
+        dist.all_to_all_single(_bytes(result), _bytes(tensor.contiguous()), into, out, group.negotiated)
+    return result, received
+
+
+def reduce_scatter(tensor: Tensor, request: Request, group: Group) -> Tensor:
+    """This rank's rows of the reduction. The first ranks have one row more if the rows don't divide."""
+    quotient, rest = divmod(len(tensor), len(group.ranks))
+    rows = [quotient + (place < rest) for place in range(len(group.ranks))]
+    if tensor.is_cuda:
+        work = tensor.clone(memory_format=torch.contiguous_format)
+        _scale_(work, request.prescale)
+        chunks = [*work.split(rows)]
+        result = torch.empty_like(chunks[group.rank])
+        if tensor.numel():
+            dist.reduce_scatter(result, chunks, _REDUCE[request.op], group.negotiated)
+        if request.op == AVERAGE:
+            result.div_(len(rows), rounding_mode=None if result.is_floating_point() else "trunc")
+        _scale_(result, request.postscale)
+        return result
+    [whole] = all_reduce([tensor], request, group)  # what gloo's own does, too
+    return whole.split(rows)[group.rank].clone()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: every type can be moved so, and gloo does not know them all."""
+    return tensor.view(-1).view(torch.uint8)
