@@ -48,10 +48,8 @@ class StepBatchNorm(_BatchNorm):
         elif self.mode == "group":
             y = self._normalize_groups(x)
         elif self.mode in ("node", "global") and is_distributed():
-            # Inductor does not know the fused kernels, and fuses the plain form itself.
-            fused = x.is_cuda and not torch.compiler.is_compiling()
-            shared = _FusedSharedNormalization if fused else _SharedNormalization
-            y, statistics = shared.apply(x, self.weight, self.bias, self.eps, self.mode)
+            group = node_group() if self.mode == "node" else dist.group.WORLD
+            y, statistics = normalize_shared(x, self.weight, self.bias, self.eps, group)
             self.collected += statistics
         else:
             y = self._normalize(x)
@@ -121,6 +119,19 @@ class _MicroBatch:
             self.samples = len(next(iter(args or kwargs.values())))
 
 
+def normalize_shared(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise [batch, channels, ...] by the mean and variance of the samples of all ranks of a group.
+
+    Returns the result, and [3, channels]: the mean, the unbiased variance, and one. A collective, and so is its backward.
+    """
+    # Inductor does not know the fused kernels, and fuses the plain form itself.
+    fused = x.is_cuda and not torch.compiler.is_compiling()
+    shared = _FusedSharedNormalization if fused else _SharedNormalization
+    return shared.apply(x, weight, bias, eps, group)
+
+
 class _SharedNormalization(torch.autograd.Function):
     """Normalise by the mean and variance of all samples of several ranks; gradients flow through the statistics.
 
@@ -132,9 +143,13 @@ class _SharedNormalization(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = node_group() if mode == "node" else dist.group.WORLD
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         share = torch.full_like(mean, x.numel() // x.shape[1])
@@ -176,9 +191,13 @@ class _FusedSharedNormalization(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mode: str
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = node_group() if mode == "node" else dist.group.WORLD
         is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
         ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         x = x.contiguous(memory_format=ctx.memory_format)

@@ -1,0 +1,46 @@
+"""SyncBatchNorm: batch normalisation by the statistics of all ranks' samples together."""
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from common.training.batch_norm import normalize_shared
+from compat.horovod import world
+from compat.horovod.ordered import ordered_group
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too, unlike Horovod's.
+
+    Ranks may hold different numbers of samples. The result, its gradients and the running statistics are those of
+    BatchNorm on the whole batch. Weight and bias get this rank's share of the gradient, as all parameters do: the
+    DistributedOptimizer sums up. In training every rank has to call it, in the same order; so does the backward.
+    In evaluation the running statistics are used, and nothing is communicated.
+
+    Args: as torch.nn.BatchNorm2d.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes [batch, channels, ...], got {x.dim()} dimensions")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(x)
+        if world.size() == 1 or not (self.training or self.running_mean is None):
+            return super().forward(x)
+        y, (mean, variance, _) = normalize_shared(x, self.weight, self.bias, self.eps, ordered_group("sync_batch_norm"))
+        if self.training and self.running_mean is not None:
+            self.num_batches_tracked += 1
+            momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        return y

@@ -1,0 +1,78 @@
+"""SyncBatchNorm equals BatchNorm on the whole batch, forward, backward and in its running statistics, on uneven shares."""
+
+import pytest
+import torch
+from torch import nn
+
+from compat import horovod as hvd
+
+SHARES = {1: (9,), 2: (7, 2), 3: (1, 5, 3)}  # samples per rank of the whole batch of 9
+OPTIONS = {
+    "plain": {},
+    "average": {"momentum": None},
+    "bare": {"affine": False},
+    "batch only": {"track_running_stats": False},
+}
+
+
+def samples(dimensions: int) -> torch.Tensor:
+    """[9, 4, ...] with a mean far from zero, float64."""
+    shape = (9, 4, 5, 3)[:dimensions]
+    return 3 + torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(dimensions))
+
+
+def outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+    """What two training steps and an evaluation leave. The loss weights each sample differently."""
+    norm = norm.double()
+    if norm.affine:
+        nn.init.normal_(norm.weight, 1.0, 0.3, generator=torch.Generator().manual_seed(0))
+    seen = {}
+    for step in range(2):
+        part = (x * (step + 1)).detach().requires_grad_()
+        y = norm(part)
+        weights = torch.arange(first, first + len(x), dtype=x.dtype).view(-1, *[1] * (x.dim() - 1))
+        (y.square() * weights + y.sin()).sum().backward()
+        seen |= {f"y{step}": y.detach(), f"x_gradient{step}": part.grad}
+    for name, parameter in norm.named_parameters():
+        seen[f"{name}.grad"] = parameter.grad
+    if norm.track_running_stats:
+        seen |= {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        norm.eval()
+        seen["evaluated"] = norm(x).detach()
+    return seen
+
+
+def on_this_rank() -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    hvd.init()
+    shares = SHARES[hvd.size()]
+    first = sum(shares[: hvd.rank()])
+    seen = {}
+    for name, options in OPTIONS.items():
+        for dimensions in (2, 4):
+            part = samples(dimensions)[first : first + shares[hvd.rank()]]
+            seen[name, dimensions] = outcome(hvd.SyncBatchNorm(4, **options), part, first)
+    hvd.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_equals_batch_norm_on_the_whole_batch(processes, ranks: int) -> None:
+    of_ranks = processes.run(on_this_rank, ranks=ranks)
+    for name, options in OPTIONS.items():
+        for dimensions in (2, 4):
+            plain = nn.BatchNorm1d if dimensions == 2 else nn.BatchNorm2d
+            expected = outcome(plain(4, **options), samples(dimensions), 0)
+            parts = [seen[name, dimensions] for seen in of_ranks]
+            for key, value in expected.items():
+                if key.endswith(".grad"):  # each rank has its share
+                    found = sum(part[key] for part in parts)
+                elif value.dim() and len(value) == 9:
+                    found = torch.cat([part[key] for part in parts])
+                else:
+                    found = parts[-1][key]
+                torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-10, msg=f"{name} {dimensions}D: {key}")
+
+
+def test_one_dimension_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 1 dimensions"):
+        hvd.SyncBatchNorm(4)(torch.ones(4))
