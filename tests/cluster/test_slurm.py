@@ -107,8 +107,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, script, conf
     held = Held(slurm, tmp_path, *flags, script=script, at="5", config=config)
     held.waits()
     slurm("scancel", held.job.number)
-    queue = ("squeue", "--noheader", "--jobs", held.job.number)
-    known = held.job.until(lambda _: not slurm(*queue, check=False).stdout, "out of the queue")
+    known = held.job.end()
     assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
     assert "stopped by SIGTERM" in held.job.text()
 
