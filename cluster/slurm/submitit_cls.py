@@ -2,7 +2,7 @@
 
     python cluster/slurm/submitit_cls.py --nodes 2 --gpus_per_node 8 recipes/cls.py --data /shared/photos
 
-A job that is pre-empted or near its time limit saves a checkpoint, is submitted again, and resumes. It takes the package submitit.
+A job that is pre-empted or near its time limit saves a checkpoint, is submitted again, and resumes. It needs submitit.
 """
 
 import argparse

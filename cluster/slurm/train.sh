@@ -14,8 +14,8 @@
 #SBATCH --requeue                 # after a pre-emption or the loss of a machine
 #SBATCH --open-mode=append        # the next start continues the output file
 
-export ACCELERATE_MIXED_PRECISION=${ACCELERATE_MIXED_PRECISION:-no} # or bf16, fp16
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK                      # srun does not take it over from sbatch everywhere
+export ACCELERATE_MIXED_PRECISION=no           # or bf16, fp16
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over from sbatch everywhere
 
 # --kill-on-bad-exit=0: the first process to end with code 75 must not end the one that still writes the checkpoint.
 srun --kill-on-bad-exit=0 python "$@" ${SLURM_ARRAY_TASK_ID:+--seed "$SLURM_ARRAY_TASK_ID"}

@@ -35,7 +35,6 @@ from common.distributed.gradient_compression import data_parallel
 from common.distributed.launch_checks import (
     PRECISION_NAMES,
     check_launch,
-    is_accelerates,
     parent_command,
     processes_asked,
     wants_cpu,
@@ -244,7 +243,9 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
         parent = psutil.Process(os.getppid())
         said = "OMP_NUM_THREADS" in parent.environ()
         said |= any(word.startswith("--num_cpu_threads") for word in parent_command())
-        is_default = environ.get("OMP_NUM_THREADS") == "1" and is_accelerates(environ) and not said
+        # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may export this number, too.
+        sets_one = launch.launcher in ("accelerate launch", "torchrun")
+        is_default = environ.get("OMP_NUM_THREADS") == "1" and sets_one and not said
         if is_default or (launch.world_size > 1 and "OMP_NUM_THREADS" not in environ):
             count = min(psutil.cpu_count(logical=False) or 1, cores())
             if not hasattr(parent, "cpu_affinity") or parent.cpu_affinity() == psutil.Process().cpu_affinity():

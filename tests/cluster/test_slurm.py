@@ -1,8 +1,9 @@
 """Jobs of a real SLURM: the scripts of cluster/slurm/, as they are, train what one launch of as many processes trains.
 
-They also do after a pre-emption, a requeue, a signal before the time limit; as an array, and side by side on one machine.
+They do so after a pre-emption, a requeue and a signal before the time limit, and as an array on one machine.
 """
 
+import re
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime
@@ -40,66 +41,82 @@ def undisturbed(run_several) -> dict[str, Outcome]:
 class Held:
     """A job whose starts wait at chosen steps until they are asked to stop (tests/harness/held.py)."""
 
-    def __init__(self, slurm: Slurm, folder: Path, script: str, *flags: str, at: str, launcher: tuple[str, ...] = ()):
-        self.run, self._signs = folder / script, folder / f"{script}.held"
+    def __init__(self, slurm: Slurm, folder: Path, *flags: str, script: str, at: str, config: str = "") -> None:
+        """`script` and `flags` of sbatch; a script that uses accelerate launch also takes `config`."""
+        self._at, self.run, self._signs = at.split(), folder / script, folder / f"{script}.held"
         self._signs.mkdir()
-        words = [*launcher, "tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
+        words = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
+        words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
         words += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": at, "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
         self.job: Job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
 
-    def waits(self, start: int) -> None:
+    def waits(self, start: int = 0) -> None:
         """Return when both processes of this start wait."""
         signs = [self._signs / f"{start} {rank}" for rank in (0, 1)]
         self.job.until(lambda _: all(sign.exists() for sign in signs), f"waiting in start {start}")
 
-
-def steps_of_starts(text: str) -> list[str]:
-    return [line.split()[3] for line in text.splitlines() if line.startswith("resuming from step")]
-
-
-def test_a_job_that_is_preempted_and_asked_to_stop_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_path):
-    """srun starts one process on each of two machines. SIGTERM by SLURM, SIGUSR1 as before a time limit."""
-    held = Held(slurm, tmp_path, "train.sh", "--ntasks-per-node=1", at="5 9")
-    held.waits(0)
-    urgent = slurm.submit(
-        *("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true"), output=tmp_path / "urgent.out"
-    )
-    assert urgent.end()["JobState"] == "COMPLETED"
-    held.waits(1)
-    slurm("scancel", "--signal=USR1", held.job.number)
-    known, text = held.job.end(), held.job.text()
-    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "2"), text
-    assert "2 processes on 2 nodes" in text
-    assert "stopped by SIGTERM at step 6" in text and "stopped by SIGUSR1 at step 10" in text, text
-    assert steps_of_starts(text) == ["6", "10"]
-    assert_same_run(held.run, undisturbed["1"].folder)
-
-
-def test_scripts_with_accelerate_launch_resume_after_a_requeue_and_before_the_time_limit(slurm, undisturbed, tmp_path):
-    """One launcher on each of two machines is requeued by hand; the script without srun is told in time by --signal=B:."""
-    two = Held(slurm, tmp_path, "launch.sh", at="5", launcher=("--config_file", "accelerate_configs/2node_cpu.yaml"))
-    launcher = ("--config_file", "accelerate_configs/multi_cpu.yaml")
-    one = Held(slurm, tmp_path, "one_machine.sh", "--signal=B:USR1@60", at="7", launcher=launcher)
-    one.waits(0)
-    slurm("scontrol", "update", f"JobId={one.job.number}", "EndTime=now+90")  # SLURM looks at its clock twice a minute
-    two.waits(0)
-    slurm("scontrol", "requeue", two.job.number)
-    one.job.until(lambda known: known["Restarts"] == "1", "requeued")
-    slurm("scontrol", "update", f"JobId={one.job.number}", "TimeLimit=60")
-    for held, step in ((two, "6"), (one, "8")):
-        known, text = held.job.end(), held.job.text()
+    def assert_resumed(self, by: str, layout: str, undisturbed: Outcome) -> None:
+        """The run was stopped `by` one signal, resumed from the step it had come to, and ended as the undisturbed one."""
+        known, text = self.job.end(), self.job.text()
         assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), text
-        assert steps_of_starts(text) == [step], text
-        assert_same_run(held.run, undisturbed["1"].folder)
-    assert "2 processes on 2 nodes" in two.job.text() and "2 processes on 1 node" in one.job.text()
+        assert f"2 processes on {layout}" in text
+        stop = re.search(rf"stopped by {by} at step (\d+)", text)
+        assert stop and 0 <= int(stop[1]) - int(self._at[0]) <= 2, text
+        assert re.findall(r"resuming from step (\d+)", text) == [stop[1]], text
+        assert_same_run(self.run, undisturbed.folder)
+
+
+def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_path):
+    """srun starts one process on each of two machines. They save when SLURM takes the machines for an urgent job."""
+    held = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh", at="5")
+    held.waits()
+    flags = ("--partition=urgent", "--nodes=2", "--exclusive")
+    assert slurm.submit(*flags, "--wrap", "true", output=tmp_path / "urgent.out").end()["JobState"] == "COMPLETED"
+    held.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
+
+
+def test_a_job_is_asked_to_stop_before_its_time_limit_and_requeues_itself(slurm, undisturbed, tmp_path):
+    """SLURM sends SIGUSR1 to the batch script alone, which passes it on to accelerate launch."""
+    flags = ("--signal=B:USR1@60", "--time=60")
+    held = Held(slurm, tmp_path, *flags, script="one_machine.sh", at="5", config="multi_cpu")
+    held.waits()
+    slurm("scontrol", "update", f"JobId={held.job.number}", "EndTime=now+90")  # SLURM looks at its clock twice a minute
+    held.job.until(lambda known: known["Restarts"] == "1", "requeued")
+    slurm("scontrol", "update", f"JobId={held.job.number}", "TimeLimit=60")
+    held.assert_resumed("SIGTERM", "1 node", undisturbed["1"])
+
+
+@pytest.mark.long
+def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
+    """Processes that srun started get the signal themselves; a launcher on each of two machines is ended by a requeue."""
+    signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh", at="5")
+    requeued = Held(slurm, tmp_path, script="launch.sh", at="5", config="2node_cpu")
+    signalled.waits()
+    slurm("scancel", "--signal=USR1", signalled.job.number)
+    requeued.waits()
+    slurm("scontrol", "requeue", requeued.job.number)
+    signalled.assert_resumed("SIGUSR1", "2 nodes", undisturbed["1"])
+    requeued.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script, config", [("train.sh", ""), ("one_machine.sh", "multi_cpu")])
+def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, script, config):
+    flags = ("--ntasks-per-node=2", "--nodes=1") if script == "train.sh" else ()
+    held = Held(slurm, tmp_path, *flags, script=script, at="5", config=config)
+    held.waits()
+    slurm("scancel", held.job.number)
+    known = held.job.end()
+    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
+    assert "stopped by SIGTERM" in held.job.text()
 
 
 def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_path):
-    """Both on the same machine, with two processes each: they meet at different ports."""
-    words = [*WORDS, "--output_dir", tmp_path / "runs"]
+    """Both on one machine, with two processes each, which have to find each other."""
     flags = ("--nodes=1", "--nodelist=node1", "--ntasks-per-node=2", "--array=1-2")
-    array = slurm.submit(*CPU, *flags, SCRIPTS / "train.sh", "recipes/cls.py", *words, output=tmp_path / "%a.out")
+    words = ("recipes/cls.py", *WORDS, "--output_dir", tmp_path / "runs")
+    array = slurm.submit(*CPU, *flags, SCRIPTS / "train.sh", *words, output=tmp_path / "%a.out")
     tasks = [Job(slurm, f"{array.number}_{seed}", tmp_path / f"{seed}.out") for seed in (1, 2)]
     known = [task.end() for task in tasks]
     for each, task in zip(known, tasks, strict=True):
@@ -109,17 +126,17 @@ def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_p
     runs = {
         str(yaml.safe_load((run / "config.yaml").read_text())["seed"]): run for run in (tmp_path / "runs").iterdir()
     }
+    assert runs.keys() == {"1", "2"}
     for seed, run in runs.items():
         assert_same_run(run, undisturbed[seed].folder)
-    assert runs.keys() == {"1", "2"}
 
 
 def test_python_without_srun_is_refused_in_a_job_of_several_tasks(slurm, tmp_path):
-    """It would train as one process, or wait for others that nobody starts."""
+    """It would train as one process on one of the job's GPUs."""
     line = f"python recipes/cls.py --output_dir {tmp_path}/runs"
     job = slurm.submit("--ntasks=2", "--wrap", line, output=tmp_path / "out")
     assert job.end()["ExitCode"] == "2:0", job.text()
-    assert "put srun before python" in job.text() and job.text().count("\n") == 1
+    assert "put srun before python" in job.text() and job.text().count("\n") == 1, job.text()
     assert not (tmp_path / "runs").exists()
 
 

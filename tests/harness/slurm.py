@@ -106,8 +106,8 @@ class Job:
         raise AssertionError(f"not {what}: {known}\n{self.text()}")
 
     def end(self, seconds: float = 120) -> dict[str, str]:
-        """Wait for its end, through all its requeues."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        """Wait for its end, also through requeues."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # while processes end it is COMPLETING
         return self.until(lambda known: known["JobState"] in over, "at its end", seconds)
 
     def text(self) -> str:
