@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -16,7 +18,16 @@ import torch
 from common.distributed.network import LOOPBACK, is_loopback
 from common.errors import Refused
 
+EXPORTED = "exported variables"
 DEFAULT_PORT = 29500  # that of torch and accelerate, for processes that no job number joins
+LATER = "file"  # in place of an address that INIT_METHOD's file will have
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+)
 _PORTS = range(20000, 30000)  # below the ports that systems give to outgoing connections
 _STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpispawn", "mpirun", "mpiexec")  # parents of MPICH's processes
 
@@ -59,16 +70,53 @@ def complete(environ: MutableMapping[str, str]) -> Launch:
     Raises `Refused` if variables are missing or contradict each other.
     """
     given = {name: value for name, value in environ.items() if value.strip()}
+    given |= _init_method(given)
     launch = next(filter(None, (read(given) for read in _READERS)))
     _check(launch, given)
     if launch.world_size == 1:
         return replace(launch, address="", port=0)
-    launch = replace(
-        launch, address=given.get("MASTER_ADDR", launch.address), port=_int(given, "MASTER_PORT", launch.port)
-    )
-    meeting = {"MASTER_ADDR": launch.address, "MASTER_PORT": launch.port}
-    environ.update({name: str(value) for name, value in (launch.numbers | meeting).items() if value is not None})
+    known = {name: str(number) for name, number in launch.numbers.items() if number is not None}
+    if given.get("MASTER_ADDR") == LATER:
+        launch = replace(launch, address="", port=0)
+    else:
+        address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
+        launch = replace(launch, address=address, port=port)
+        known |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    environ.update(known)
     return launch
+
+
+def meeting_file(environ: Mapping[str, str]) -> Path | None:
+    """The file of INIT_METHOD=file:///shared/path, over which rank 0 tells the others where to meet it."""
+    method = environ.get("INIT_METHOD", "")
+    return Path(method.removeprefix("file://")) if method.startswith("file:///") else None
+
+
+def local_rank(environ: Mapping[str, str]) -> str:
+    """The number of this process on its machine, also if `complete` has refused the variables."""
+    names = ("LOCAL_RANK",) if is_agents(environ) else _LOCAL_RANKS
+    return next((environ[name] for name in names if name in environ), "0")
+
+
+def _init_method(environ: Mapping[str, str]) -> dict[str, str]:
+    """What INIT_METHOD says, in the form of MASTER_ADDR and MASTER_PORT."""
+    method = environ.get("INIT_METHOD", "env://")
+    if method == "env://":
+        return {}
+    place = urlsplit(method)
+    if meeting_file(environ):
+        said = {"MASTER_ADDR": LATER}
+    elif place.scheme == "tcp" and place.hostname and place.port and not place.path:
+        said = {"MASTER_ADDR": place.hostname, "MASTER_PORT": str(place.port)}
+    else:
+        raise Refused(f"INIT_METHOD={method}: must be env://, tcp://HOST:PORT or file:///SHARED/PATH")
+    for name, value in said.items():
+        if environ.get(name, value) != value:
+            raise Refused(
+                f"INIT_METHOD={method} and {name}={environ[name]} are two places to meet: unset one (accelerate launch and "
+                "torchrun set MASTER_ADDR; their flags are --main_process_ip and --rdzv_endpoint)"
+            )
+    return said
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
@@ -192,7 +240,7 @@ def _by_hand(environ: Mapping[str, str]) -> Launch | None:
     """Variables that a person or another program exported for each process."""
     if _int(environ, "WORLD_SIZE", 1) == 1 and "LOCAL_RANK" not in environ:
         return None
-    return _exported(environ, "exported variables")
+    return _exported(environ, EXPORTED)
 
 
 def _alone(environ: Mapping[str, str]) -> Launch:

@@ -1,0 +1,208 @@
+"""Each launcher's variables become the same eight; what contradicts or is missing is refused in one line."""
+
+
+import pytest
+
+from common.distributed.launchers import Launch, complete, first_host, local_rank
+from common.errors import Refused
+
+pytestmark = pytest.mark.smoke
+
+
+def ompi(rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: str) -> dict[str, str]:
+    """What Open MPI 4 gives to a process."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(here),
+        "OMPI_MCA_orte_hnp_uri": "636485632.0;tcp://10.0.0.1,192.168.0.1:51331;tcp6://[fd00::2]:37211",
+        "PMIX_NAMESPACE": "636485633",
+        **more,
+    }
+
+
+def slurm(rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: str = "2", **more: str) -> dict[str, str]:
+    """What srun gives to a task."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NODELIST": "gpu[007-009,12],cpu1",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "9",  # of the job
+        **more,
+    }
+
+
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+APART = {**MPICH, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}  # on two machines
+MVAPICH = {f"MV2_COMM_WORLD_{name}": MPICH[theirs] for name, theirs in (("RANK", "PMI_RANK"), ("SIZE", "PMI_SIZE"))}
+MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
+EXPORTED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3"}
+AGENT = {**EXPORTED, **MAIN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3"}
+AGENT |= {"TORCHELASTIC_RUN_ID": "none"}
+POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
+
+
+@pytest.mark.parametrize(
+    "environ, launcher, numbers, main",
+    [
+        # rank, local rank, processes, those of this machine, machine, machines
+        (AGENT, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        ({**AGENT, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # srun torchrun
+        (AGENT | POD, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        (ompi(2, 3, 0, 1), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1"),
+        (ompi(2, 3, 0, 1, **MAIN), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1:3"),
+        (
+            ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="1.0;tcp6://[fd00::2]:37"),
+            "Open MPI",
+            (2, 0, 3, 1, None, None),
+            "fd00::2",
+        ),
+        (  # version 5
+            ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="prterun-node-7-123@1", PMIX_HOSTNAME="node-8"),
+            *("Open MPI", (2, 0, 3, 1, None, None), "node-7"),
+        ),
+        ({**ompi(), **slurm(0, 2, 0, 1, "1(x2)")}, "Open MPI", (1, 1, 2, 2, 0, 1), "127."),  # mpirun in a SLURM job
+        (MPICH, "MPICH", (1, 1, 2, 2, 0, 1), "127."),
+        ({**MPICH, "I_MPI_HYDRA_UUID": "7c"}, "Intel MPI", (1, 1, 2, 2, 0, 1), "127."),
+        ({**APART, "MASTER_ADDR": "first"}, "MPICH", (1, 0, 2, 1, None, None), "first:29500"),
+        (MVAPICH, "MVAPICH2", (1, 1, 2, 2, 0, 1), "127."),
+        (slurm(), "srun", (1, 1, 2, 2, 0, 1), "127."),
+        (slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
+        ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),  # srun --mpi=pmi2
+        (POD, "python with PET_* variables", (1, 0, 2, 1, 1, 2), "job-0:29500"),
+        (
+            {**POD, **MAIN, "RANK": "1", "WORLD_SIZE": "2"},
+            "python with PET_* variables",
+            (1, 0, 2, 1, 1, 2),
+            "10.0.0.1:3",
+        ),
+        (EXPORTED, "exported variables", (1, 1, 2, 2, 0, 1), "127.0.0.1:29500"),
+        (
+            {**MAIN, **EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            "exported variables",
+            (1, 0, 2, 1, None, None),
+            "",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+            "exported variables",
+            (1, 1, 2, 2, 0, 1),
+            "localhost",
+        ),
+        ({**EXPORTED, "INIT_METHOD": "tcp://[fd00::1]:7"}, "exported variables", (1, 1, 2, 2, 0, 1), "fd00::1:7"),
+        ({**APART, "INIT_METHOD": "tcp://first:7"}, "MPICH", (1, 0, 2, 1, None, None), "first:7"),
+    ],
+)
+def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, main) -> None:
+    completed = dict(environ)
+    launch = complete(completed)
+    assert launch.launcher == launcher
+    assert tuple(launch.numbers.values()) == (*numbers[:4], *numbers[4:])
+    assert f"{launch.address}:{launch.port}".startswith(main) and launch.port > 0
+    written = {name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")}
+    numbered = [None if number is None else str(number) for number in numbers]
+    assert [*written.values()] == [*numbered, launch.address, str(launch.port)]
+    assert completed.items() >= environ.items(), "nothing that was there is changed"
+    assert local_rank(environ) in (str(numbers[1]), "0")
+    again = dict(completed)
+    assert complete(again) == launch and again == completed
+
+
+@pytest.mark.parametrize(
+    "environ, launcher",
+    [
+        ({}, "python"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
+        (ompi(0, 1, 0, 1), "Open MPI"),
+        (slurm(0, 1, 0, 0, "1"), "srun"),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, "python"),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
+        ({"SLURM_NTASKS": "4", "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+    ],
+)
+def test_a_single_process_forms_no_group(environ, launcher) -> None:
+    completed = dict(environ)
+    assert complete(completed) == Launch(launcher) and completed == environ
+
+
+@pytest.mark.parametrize(
+    "environ, said",
+    [
+        (ompi(RANK="0"), "RANK=0 contradicts Open MPI, which says 1 (rank 1 of 2): unset RANK"),
+        (ompi(1, 4, WORLD_SIZE="2"), "WORLD_SIZE=2 contradicts Open MPI, which says 4"),
+        ({**slurm(), "LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts srun, which says 1"),
+        ({**POD, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts python with PET_* variables, which says 2"),
+        (ompi(local=2), "Open MPI says that this is local rank 2 of 2"),
+        (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
+        (ompi(here=3), "of all processes 2 of 2"),
+        ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
+        ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
+        ({**EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "export MASTER_ADDR"),
+        (ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"), "mpirun -x MASTER_ADDR"),
+        (ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="x"), "mpirun -x MASTER_ADDR"),
+        (
+            ompi(0, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="prterun-login-1@1", PMIX_HOSTNAME="a"),
+            "mpirun -x MASTER_ADDR",
+        ),
+        (APART, "MPICH does not tell the processes of several machines where to meet: export MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 is the number of all processes"),
+        (slurm(tasks="1"), "SLURM_STEP_TASKS_PER_NODE=1 does not fit to SLURM_STEP_NUM_TASKS=2"),
+        (slurm(0, 3, 0, 1, "2,1"), "export MASTER_ADDR, the address of its machine, before srun"),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+            "this SLURM job has 4 tasks, but python started only this process",
+        ),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "put srun before python"),
+        ({**POD, "PET_NPROC_PER_NODE": "auto"}, "start the recipe with torchrun"),
+        ({**POD, "PET_NNODES": "1:2"}, "start the recipe with torchrun"),
+        ({**AGENT, "MIXED_PRECISION": "bf16"}, "notebook_launcher(mixed_precision='bf16') has no effect in Accelerate"),
+        (
+            {**EXPORTED, "INIT_METHOD": "tcp://first"},
+            "INIT_METHOD=tcp://first: must be env://, tcp://HOST:PORT or file:///",
+        ),
+        ({**EXPORTED, "INIT_METHOD": "file://relative"}, "must be env://"),
+        ({**AGENT, "INIT_METHOD": "tcp://10.0.0.2:3"}, "MASTER_ADDR=10.0.0.1 are two places to meet"),
+        ({**AGENT, "INIT_METHOD": "file:///shared/x"}, "two places to meet"),
+    ],
+)
+def test_what_contradicts_or_is_missing_is_refused_in_one_line(environ, said) -> None:
+    untouched = dict(environ)
+    with pytest.raises(Refused) as refusal:
+        complete(untouched)
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert untouched == environ
+
+
+def test_the_processes_of_a_job_meet_at_one_place_and_other_jobs_at_another() -> None:
+    def place(environ: dict[str, str]) -> tuple[str, int]:
+        launch = complete(dict(environ))
+        return launch.address, launch.port
+
+    assert place(ompi(0, local=0)) == place(ompi(1, local=1)) != place(ompi(PMIX_NAMESPACE="636485634"))
+    assert place(slurm(0, local=0)) == place(slurm()) != place(slurm(SLURM_JOB_ID="4712"))
+    assert place(slurm()) != place(slurm(SLURM_STEP_ID="1"))
+    apart = [slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
+    assert place(apart[0]) == place(apart[1]) == ("gpu007", place(apart[0])[1])
+    assert place(APART | {"MASTER_ADDR": "a"}) == ("a", 29500)
+
+
+def test_a_file_to_meet_over_leaves_the_address_open() -> None:
+    environ = {**APART, "INIT_METHOD": "file:///shared/meet"}
+    launch = complete(environ)
+    assert (launch.rank, launch.world_size, launch.address) == (1, 2, "") and "MASTER_ADDR" not in environ
+
+
+def test_the_first_host_of_a_list_is_that_of_slurm() -> None:
+    lists = {"a": "a", "a,b": "a", "gpu[007-009,12],cpu1": "gpu007", "r[2-3]n[04,7]x": "r2n04x", "": ""}
+    assert {hosts: first_host(hosts) for hosts in lists} == lists
