@@ -136,13 +136,20 @@ class Launcher:
         cwd: Path = ROOT,
     ) -> Started:
         """`python <arguments>`; with `process_group` 0 in a group of its own, as a shell starts it."""
+        return self.start_command(sys.executable, *arguments, env=env, process_group=process_group, cwd=cwd)
+
+    def start_command(
+        self, *words: object, env: Mapping[str, str] | None = None, process_group: int | None = None, cwd: Path = ROOT
+    ) -> Started:
+        """Any command, which finds the programs of this environment, such as accelerate."""
         outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
-                [*self.before, sys.executable, *map(str, arguments)],
+                [*self.before, *map(str, words)],
                 cwd=cwd,
                 env={
                     **inherited(),
+                    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                     "HOME": str(self.home),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONFAULTHANDLER": "1",

@@ -4,14 +4,13 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, Started, inherited
+from tests.harness.launching import Started
 from tests.harness.machines import Node
 from tests.harness.waiting import Limit
 
@@ -47,37 +46,30 @@ class Hosts:
         (home / "sshd_config").write_text(_SERVER.format(home=home, path=self._path))
         (home / "ssh_config").write_text(_CLIENT.format(home=home))
         (home / "bin").mkdir()
-        ssh = home / "bin/ssh"
-        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {home}/ssh_config "$@"\n')
-        ssh.chmod(0o755)
+        self.provide("ssh", f"/usr/bin/ssh -F {home}/ssh_config")
         for node in nodes:
             self.serve(node)
 
+    def provide(self, name: str, command: str) -> None:
+        """Let `name` be `command` for what is started on any of the machines."""
+        program = self.home / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        program.chmod(0o755)
+
     def serve(self, node: Node) -> None:
         """Start sshd on a machine, and wait until it listens."""
-        log = (self.home / f"{node.name}.log").open("a")
+        log = self.home / f"{node.name}.log"
         words = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
-        self._servers[node] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        with log.open("w") as output:
+            self._servers[node] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         for _ in Limit(30).turns(0.05):
-            if any(port == 22 for _, port, _ in node.listeners()):
+            if "Server listening on 0.0.0.0" in log.read_text():
                 return
-        raise AssertionError((self.home / f"{node.name}.log").read_text())
+        raise AssertionError(log.read_text())
 
     def start(self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None) -> Started:
         """Start a command on a machine, from which `ssh` reaches the others, in a process group of its own."""
-        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
-        environ = inherited() | {"PATH": self._path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"} | (env or {})
-        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
-            process = subprocess.Popen(
-                [*node.before, *map(str, words)],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                process_group=0,
-            )
-        return Started(process, *outputs)
+        return node.start_command(*words, env={"PATH": self._path} | (env or {}), process_group=0)
 
     def left_over(self, node: Node) -> list[str]:
         """Command lines of what runs on a machine besides its sshd."""
