@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from common.distributed.collectives import is_lost_peer
 from common.errors import Refused, printable
 from tools.doctor.finding import Finding
+from tools.doctor.table import HERE, ON_MACHINE
 from tools.doctor.world import LostPeer, World
 
 LAST_ROWS_S = 5.0  # how long rank 0 waits for the rows of a rank that is late
@@ -82,6 +83,9 @@ class Examination:
             findings = self._failure(check, error)
         finally:
             timer.cancel()
+        if check.needs == "machine":
+            here = ON_MACHINE if check.once_per_machine else HERE
+            findings = [replace(each, place=here) if each.place == "all" else each for each in findings]
         self.seconds[check.name] = round(time.monotonic() - began, 3)
         self.add(findings)
         if check.needs == "group" and world.store is not None:
@@ -102,7 +106,7 @@ class Examination:
             while True:
                 if world.store.check([f"rows/{rank}"]):
                     post = json.loads(world.store.get(f"rows/{rank}"))
-                if not post["check"] or time.monotonic() > until:
+                if not post["check"] or not world.hosts[rank] or time.monotonic() > until:
                     break
                 time.sleep(0.05)
             rows += [(rank, Finding(**row)) for row in post["rows"]]
