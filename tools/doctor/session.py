@@ -87,7 +87,7 @@ class Session:
         if store is not None:
             if self.world.is_main:
                 store.set("printed", str(code))
-                _await_readers(self.world)
+                _await_readers(self.world, len(self.examination.answered - {0}))
             else:
                 code = _printed(self.world)
         elif alone:
@@ -154,9 +154,8 @@ def _printed(world: World) -> int:
     return code
 
 
-def _await_readers(world: World) -> None:
+def _await_readers(world: World, others: int) -> None:
     """Keep the store open until the others have read the exit code."""
-    others = sum(1 for host in world.hosts[1:] if host)
     until = time.monotonic() + PRINTED_S
     while world.store.add("read", 0) < others and time.monotonic() < until:
         time.sleep(0.02)
