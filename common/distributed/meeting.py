@@ -39,27 +39,36 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
         return None
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
+    file = meeting_file(environ)
+    store = reach(environ, launch, MEETING)
+    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
+    if file and launch.rank == 0:
+        file.unlink(missing_ok=True)
+    return store
+
+
+def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta) -> Store:
+    """Connect to rank 0's store, or be its keeper. Returns when this process has it, whether others have come or not.
+
+    Raises `Refused` if it can't be reached within `patience`, with the reason and what to do.
+    """
     is_keeper, store = launch.rank == 0 and _keeps_store(environ), None
     if file := meeting_file(environ):
         if is_keeper:
-            store = keep_store(_own_address(environ, launch), 0, MEETING)
+            store = keep_store(_own_address(environ, launch), 0, patience)
             address, port = store.host, store.port
             _write(file, f"{address} {port}")
         else:
-            address, port = _read(file)
+            address, port = _read(file, patience)
         environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), INIT_METHOD="env://")  # from here on, it is known
     choose_interface(environ)
     main, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     if not is_keeper:
-        await_listener(main, port, MEETING.total_seconds())
+        await_listener(main, port, patience.total_seconds())
     elif store is None:
-        store = _listen(main, port)
+        store = _listen(main, port, patience)
     # Torch finds rank 0's store by its port when it forms the process group.
-    store = store or next(rendezvous("env://", timeout=MEETING))[0]
-    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
-    if file and is_keeper:
-        file.unlink(missing_ok=True)
-    return store
+    return store or next(rendezvous("env://", timeout=patience))[0]
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:
@@ -95,11 +104,11 @@ def _keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _listen(main: str, port: int) -> Store | None:
+def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None:
     """The store of rank 0, listening at the address `main`; None if that may not be an address of this machine."""
     try:
         if is_loopback(main) or not is_loopback(address_towards(main)):
-            return keep_store(main, port, MEETING)
+            return keep_store(main, port, patience)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Refused(f"port {port} of {main} is taken: export MASTER_PORT with another one") from None
@@ -139,9 +148,9 @@ def _write(file: Path, text: str) -> None:
         ) from None
 
 
-def _read(file: Path) -> tuple[str, int]:
+def _read(file: Path, patience: timedelta) -> tuple[str, int]:
     """The address that rank 0 wrote, once it listens there. What an earlier run left behind is waited out."""
-    until = time.monotonic() + MEETING.total_seconds()
+    until = time.monotonic() + patience.total_seconds()
     while time.monotonic() < until:
         try:
             host, port = file.read_text().split()
@@ -150,6 +159,6 @@ def _read(file: Path) -> tuple[str, int]:
         except (OSError, ValueError):
             time.sleep(0.1)
     raise Refused(
-        f"INIT_METHOD: rank 0 has not written its address into {file} within {MEETING.total_seconds():.0f} s, or can't be "
+        f"INIT_METHOD: rank 0 has not written its address into {file} within {patience.total_seconds():.0f} s, or can't be "
         "reached there: does it see the same folder?"
     )

@@ -17,7 +17,7 @@ LONGEST_S = 1.0  # a size that would take longer for one call is left out
 SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20
 # Gbit/s, so more than 10 Gbit/s is not expected of it.
-FAIR, GLOO_GBIT = {"nccl": 0.5, "gloo": 0.3}, 10.0
+FAIR, GLOO_GBIT = {"nccl": 0.5, "gloo": 0.2}, 10.0
 
 
 def bandwidth(world: World) -> list[Finding]:

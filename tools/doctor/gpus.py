@@ -1,8 +1,8 @@
 """GPUs: name, memory and who uses it, peer access, clocks under load and what throttles them, ECC, MIG and the PCIe link."""
 
 import os
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ THROTTLED = {
     0x80: "power brake (power supply)",
 }
 POWER_CAP = 0x4
+_SIDE = 1024  # of the matrices that it multiplies meanwhile
 _FIELDS = [
     "index",
     "uuid",
@@ -89,22 +90,14 @@ def _unseen() -> list[Finding]:
 
 def _state_under_load(world: World, uuid: str) -> dict[str, str]:
     """What nvidia-smi says about this GPU while it computes: an idle GPU clocks down. Empty without nvidia-smi."""
-    matrix = torch.ones(1024, 1024, device=world.device)
-    stop = threading.Event()
-
-    def load() -> None:
-        while not stop.is_set():
+    matrix = torch.ones(_SIDE, _SIDE, device=world.device)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(query, _FIELDS)
+        while not asked.done():
             for _ in range(20):
                 torch.mm(matrix, matrix)
             torch.cuda.synchronize(world.device)
-
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    try:
-        rows = query(_FIELDS)
-    finally:
-        stop.set()
-        thread.join()
+        rows = asked.result()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     place = visible[world.device.index] if len(visible) > (world.device.index or 0) else ""
     names = {f"GPU-{uuid}", uuid, place if place else str(world.device.index)} - {""}

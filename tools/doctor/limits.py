@@ -135,7 +135,7 @@ def _free_processes() -> int:
     most, now = _number(_CGROUP / "pids.max"), _number(_CGROUP / "pids.current")
     if most is not None:
         left.append(most - (now or 0))
-    return min(left, default=-1)
+    return max(0, min(left)) if left else -1
 
 
 def _less(value: int, least: int) -> bool:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.distributed.exit_codes import announce_exit
-from common.distributed.launch import choose_interface, share_cores
+from common.distributed.launch import share_cores
+from common.distributed.launchers import meeting_file
+from common.distributed.meeting import choose_interface
 from common.durable import replace_file
 from common.errors import Refused
 from tools.doctor import meeting
@@ -38,8 +40,8 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, began)
     if world.device.type == "cpu":
-        share_cores(environ)  # as the recipes do
-    if world.world_size > 1:
+        share_cores(environ, world.launch)  # as the recipes do
+    if world.world_size > 1 and not meeting_file(environ):
         with contextlib.suppress(Refused):  # `meet` reports it
             choose_interface(environ)
     for check in checks:
@@ -85,7 +87,7 @@ class Session:
         if store is not None:
             if self.world.is_main:
                 store.set("printed", str(code))
-                _await_readers(self.world)
+                _await_readers(self.world, len(self.examination.answered - {0}))
             else:
                 code = _printed(self.world)
         elif alone:
@@ -152,9 +154,8 @@ def _printed(world: World) -> int:
     return code
 
 
-def _await_readers(world: World) -> None:
+def _await_readers(world: World, others: int) -> None:
     """Keep the store open until the others have read the exit code."""
-    others = sum(1 for host in world.hosts[1:] if host)
     until = time.monotonic() + PRINTED_S
     while world.store.add("read", 0) < others and time.monotonic() < until:
         time.sleep(0.02)

@@ -9,29 +9,35 @@ from tools.doctor.finding import Finding
 from tools.doctor.world import NAMED, places
 
 WIDTH = 100
+HERE, ON_MACHINE = "this rank", "this machine"  # places that `fold` replaces by names
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31", "not run": "2"}
 
 
 def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Sequence[str] = ()) -> list[Finding]:
     """The rows of all ranks as rows of the run: equal ones are one, with the ranks or hosts that they are from.
 
-    A finding whose `place` is not "all" has named its place itself. `hosts` has the host of each rank.
+    A place "all" of rank 0 alone speaks for all; HERE and ON_MACHINE are about the rank or machine itself; any other place is
+    a name that the check has given. `hosts` has the host of each rank.
     `order` has the first words of checks, in the order of their rows.
 
-    Two ranks on a and b, both Finding("cores", "ok", "8")        -> one row, place "all".
-    Rank 0 on a Finding("cores", "ok", "8"), rank 1 on b "4"      -> rows "8" with place "a" and "4" with place "b".
+    Two ranks on a and b, both Finding("cores", "ok", "8", place=HERE) -> one row, place "all".
+    Rank 0 on a Finding("cores", "ok", "8", place=HERE), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".
     """
     of_check: dict[str, set[int]] = {}  # the ranks that have a row of a check
+    speakers: dict[str, set[int]] = {HERE: set(), ON_MACHINE: set()}  # that could have a row
     same: dict[tuple[str, ...], list[tuple[int, Finding]]] = {}
     for rank, finding in rows:
         key = (finding.check, finding.status, finding.measured, finding.way_out, finding.place)
         same.setdefault(key, []).append((rank, finding))
         of_check.setdefault(finding.check, set()).add(rank)
+        speakers[HERE].add(rank)
+        speakers.setdefault(finding.place, set()).add(rank)
     folded = []
     for (check, *_, place), found in same.items():
         ranks = [rank for rank, _ in found]
-        if place == "all" and {*ranks} != of_check[check]:
-            place = places(ranks, of_check[check], hosts)
+        if place in (HERE, ON_MACHINE, "all"):
+            among = of_check[check] if place == "all" else speakers[place]
+            place = "all" if among == {*ranks} else places(ranks, among, hosts)
         figures = found[0][1].figures
         if len(found) > 1 and any(other.figures != figures for _, other in found):
             figures = {"ranks": {str(rank): other.figures for rank, other in found}}
@@ -70,19 +76,20 @@ def show(findings: Sequence[Finding], coloured: bool) -> str:
 def _shorten(findings: Sequence[Finding]) -> list[Finding]:
     """The rows to show: checks that did not run for one reason are one row, and of many places where all is well a few stay."""
     shown: list[Finding] = []
+    left_out: list[Finding] = []
     for finding in findings:
         same = [each for each in findings if (each.status, each.measured) == (finding.status, finding.measured)]
         good = [each for each in findings if each.status == "ok" and each.check == finding.check]
         if finding.status == "not run" and len(same) > 1 and not finding.way_out:
             if finding is same[0]:
                 names = ", ".join(dict.fromkeys(each.check for each in same))
-                shown.append(Finding("other checks", "not run", f"{finding.measured}: {names}"))
+                left_out.append(Finding("other checks", "not run", f"{finding.measured}: {names}"))
         elif finding not in good[NAMED:]:
             shown.append(finding)
         elif finding is good[NAMED]:
             rest = len(good) - NAMED
             shown.append(Finding(finding.check, "ok", f"and {rest} more like these, see --json"))
-    return shown
+    return shown + left_out
 
 
 def as_json(findings: Sequence[Finding], about: dict) -> dict:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from common.distributed.collectives import give_up_after, leave_process_group
-from common.distributed.launch import wants_cpu
+from common.distributed.launch_checks import wants_cpu
+from common.distributed.launchers import EXPORTED, Launch, complete
 
 NAMED = 4  # ranks or hosts that a row names
 ANSWER_S = 30.0  # how long a process waits for the others in one exchange
@@ -36,6 +37,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
+    launch: Launch = field(default_factory=lambda: Launch(EXPORTED))
     host: str = field(default_factory=socket.gethostname)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # "cuda:1": what this process computes on
     recipe: Path | None = None  # for checks that need a model and data
@@ -144,19 +146,19 @@ def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str])
 
 
 def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: list[str]) -> World:
-    """The world that the launcher's variables describe. Nothing has been sent yet."""
-    rank, local_rank = int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
+    """The world that the launcher's variables describe. Nothing has been sent yet. Raises `Refused` if they contradict."""
+    launch = complete(environ)
     device = torch.device("cpu")
     if not wants_cpu(environ) and torch.cuda.is_available():
-        device = torch.device("cuda", min(local_rank, torch.cuda.device_count() - 1))
+        device = torch.device("cuda", min(launch.local_rank, torch.cuda.device_count() - 1))
         torch.cuda.set_device(device)
     return World(
-        rank,
-        world_size,
-        local_rank,
-        int(environ.get("LOCAL_WORLD_SIZE", world_size)),
-        int(environ.get("GROUP_RANK", 0)),
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        launch.local_world_size,
+        launch.node_rank or 0,
+        launch=launch,
         device=device,
         recipe=recipe,
         words=words,
