@@ -28,7 +28,7 @@ class NoneCompressor(Compressor):
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ARG004
         return tensor
 
 

@@ -40,7 +40,7 @@ def _watched(connection: socket.socket) -> socket.socket:
 
 def _close_in_forks(connection: socket.socket) -> None:
     """Also where a file object of the connection is open, which `close` would wait for."""
-    os.register_at_fork(after_in_child=lambda: connection.fileno() < 0 or os.close(connection.detach()))
+    os.register_at_fork(after_in_child=lambda: os.close(connection.detach()) if connection.fileno() >= 0 else None)
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -14,31 +14,30 @@ the buckets of an optimizer. It has a process group of its own, so that it never
 Let ranks agree about the buckets once, by a negotiated collective, before the first one. Ranks that have joined supply zeros.
 """
 
+import itertools
 import json
-import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compat.horovod.collectives import Group, dtype_name
+from compat.horovod.collectives import Group, dtype_name, end_group, make_group
 from compat.horovod.control import Channel, Server
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.execution import Operation, execute
 from compat.horovod.negotiation import WORLD, Key, Request
+from compat.horovod.ordered_work import OrderedWork
 from compat.horovod.timeline import Timeline
 
 LINGER_S = 5.0  # the longest that a rank waits for the others' end
-_TURN = 1.0  # seconds between looks of a thread that waits
+_TURN_S = 1.0  # after which a thread that waits tells the negotiation
 _ABANDONED: list[Group] = []  # groups with a dead member: ending them would wait for it
 
 _engine: "Engine | None" = None
@@ -60,39 +59,17 @@ def set_current(engine: "Engine | None") -> None:
     _engine = engine
 
 
-class OrderedWork:
-    """An ordered all-reduce in progress."""
-
-    def __init__(self, engine: "Engine", work: dist.Work, on_device: bool) -> None:
-        self.engine, self.work, self.on_device = engine, work, on_device
-
-    def wait(self) -> None:
-        """Return when the tensor holds the sum; on CUDA, when the current stream will wait for it."""
-        while True:
-            if self.engine.broken:
-                raise HorovodInternalError(self.engine.broken)
-            try:
-                if self.on_device:
-                    self.work.wait()
-                else:
-                    self.work.wait(timedelta(seconds=_TURN))
-                return
-            except RuntimeError as error:
-                if self.work.is_completed() and (self.on_device or "Operation timed out" not in str(error)):
-                    self.engine.break_off(f"an ordered all-reduce failed: {error}")
-                    raise HorovodInternalError(self.engine.broken) from error
-
-
 class Engine:
     """The world of one `init()`; torch's default process group is there."""
 
     def __init__(self, store: dist.Store, host: str, home: list[Any], patience_s: float) -> None:
-        """`host` is this machine's address for the other ranks, used on rank 0; `home` is what `homes` then has of this rank."""
+        """`host` is the address at which the ranks reach rank 0; `home` is this rank's entry of `homes` on all ranks."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeline = Timeline()
         self.lock = threading.RLock()
         self.table: dict[Key, Operation] = {}  # in flight
         self.handles: dict[int, Operation] = {}
+        self.numbers = itertools.count()  # of handles
         self.names: Counter[tuple[int, str]] = Counter()  # unnamed collectives per process set and kind
         self.groups: dict[int, Group] = {}
         self.threads: set[threading.Thread] = set()  # which have ever asked
@@ -114,7 +91,7 @@ class Engine:
             raise HorovodInternalError(
                 self.broken or f"not all {self.size} ranks called init() within {patience_s:.0f} s"
             )
-        self.groups[WORLD] = self._group([*range(self.size)])
+        self.groups[WORLD] = make_group([*range(self.size)])
         self.runner = threading.Thread(target=self._work, name="horovod collectives", daemon=True)
         self.runner.start()
 
@@ -166,11 +143,11 @@ class Engine:
                 raise HorovodInternalError(self.broken)
             if request.key in self.table:
                 raise ValueError(
-                    f"a collective named {name!r} is still in flight: choose another name, or synchronize it first"
+                    f"a collective named {name!r} is in flight: synchronize it first, or choose another name"
                 )
             self.table[request.key] = operation
             self.threads.add(threading.current_thread())
-            handle = max(self.handles, default=-1) + 1
+            handle = next(self.numbers)
             self.handles[handle] = operation
             self._send("submit", **vars(request))
         return handle
@@ -202,7 +179,7 @@ class Engine:
     def _await(self, operation: Operation, until: float = float("inf")) -> None:
         """Wait for the end, and tell the negotiation if this takes long: it finds ranks that wait for each other."""
         thread, told = threading.current_thread(), False
-        while not operation.done.wait(_TURN) and time.monotonic() < until:
+        while not operation.done.wait(_TURN_S) and time.monotonic() < until:
             with self.lock:
                 self.waiting[thread] = [operation.request.key]
                 self.threads = {thread for thread in self.threads if thread.is_alive()}
@@ -230,7 +207,7 @@ class Engine:
             what = [bucket.numel(), dtype_name(bucket.dtype), bucket.device.type]
             self._send("announce", set_id=set_id, what=what)
             work = dist.all_reduce(bucket, group=self.groups[set_id].ordered, async_op=True)
-        return OrderedWork(self, work, bucket.is_cuda)
+        return OrderedWork(work, bucket.is_cuda, lambda: self.broken, self.break_off)
 
     # --- what the control channel says
 
@@ -291,10 +268,10 @@ class Engine:
         with self.lock:
             operations = [self.table.get(request.key) for request in requests]  # None if this rank has joined
         if requests[0].kind == "add_process_set":
-            self.groups[items[0]["set_id"]] = self._group(requests[0].ranks)
+            self.groups[items[0]["set_id"]] = make_group(requests[0].ranks)
             results = [items[0]["set_id"]]
         elif requests[0].kind == "remove_process_set":
-            self._end_group(self.groups.pop(requests[0].root))
+            end_group(self.groups.pop(requests[0].root))
             results = [True]
         else:
             results = execute(requests, operations, items, self.groups[requests[0].set_id], self.join_device)
@@ -307,16 +284,6 @@ class Engine:
                 operation.succeed(result, item)
 
     # --- groups, and the end
-
-    def _group(self, ranks: list[int]) -> Group:
-        """A collective of all ranks, also those outside of the set."""
-        groups = [dist.new_group(ranks, backend=backend()) for _ in range(2)]
-        return Group(ranks, *(groups if self.rank in ranks else (None, None)))
-
-    def _end_group(self, group: Group) -> None:
-        for part in (group.negotiated, group.ordered):
-            if part is not None:
-                dist.destroy_process_group(part)
 
     def shutdown(self, limit_s: float = float("inf")) -> None:
         """Wait until what is in flight has ended, at most `limit_s` seconds, then for the other ranks, shortly; leave."""
@@ -338,11 +305,6 @@ class Engine:
             _ABANDONED.extend(self.groups.values())
         else:
             for group in self.groups.values():
-                self._end_group(group)
+                end_group(group)
         self.channel.close()
         self.timeline.stop()
-
-
-def backend() -> str:
-    """The backends of torch.distributed for each kind of device."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

@@ -25,12 +25,6 @@ from compat.horovod.operations import synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _result(ctx: Any, handle: int) -> tuple[Any, dict[str, Any]]:
-    """The result of an operation, and what the ranks agreed."""
-    operation = engine.current().handles[handle]
-    return synchronize(handle), operation.item
-
-
 class _Allreduce(Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, name: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -48,11 +42,10 @@ class _Allgather(Function):
     @staticmethod
     def forward(ctx: Any, process_set: ProcessSet, name: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         handle = operations.grouped_allgather_async(tensors, name, process_set)
-        results, item = _result(ctx, handle)
+        operation, results = engine.current().handles[handle], synchronize(handle)
         ctx.process_set, own = process_set, process_set.rank()
-        ctx.rows = [
-            (sum(shape[0] for shape in shapes[:own]), shapes[own][0]) for shapes in zip(*item["shapes"], strict=True)
-        ]
+        of_tensors = zip(*operation.item["shapes"], strict=True)  # one entry per tensor, each with one shape per rank
+        ctx.rows = [(sum(shape[0] for shape in shapes[:own]), shapes[own][0]) for shapes in of_tensors]
         return tuple(results)
 
     @staticmethod

@@ -80,7 +80,8 @@ class _Ordered:
     """All-reduces of one process set that ran without negotiation: what was announced, and how far each rank is."""
 
     def __init__(self) -> None:
-        self.first, self.log = 0, []  # number of the first announcement that is kept; announcements
+        self.first = 0  # number of the first announcement that is kept
+        self.log: list[list[Any]] = []  # announcements: elements, dtype, device
         self.done: dict[int, int] = defaultdict(int)  # by rank
 
 
@@ -208,7 +209,7 @@ class Negotiator:
             self._next_set += 1
         elif model.kind == "remove_process_set":
             del self.sets[model.root]
-        alike = ()
+        alike: tuple = ()
         if model.kind == "allreduce" and model.op != ADASUM:
             alike = (model.set_id, model.device, model.op, model.prescale, model.postscale)
         return Decision(members, {"do": "run", "items": [item]}, alike, model.elements)
@@ -267,12 +268,10 @@ def _failure(ranks: list[int], key: Key, error: str) -> Decision:
 
 
 def _fixed(request: Request) -> list[list[int]]:
-    """The dimensions that ranks must agree about; a shape without any is kept apart from that of a vector."""
-    return (
-        [["rows", *shape[1:]] if shape else [] for shape in request.shapes]
-        if request.kind in _RAGGED
-        else request.shapes
-    )
+    """The dimensions that ranks must agree about: not the first one of ragged kinds, for which -1 stands."""
+    if request.kind not in _RAGGED:
+        return request.shapes
+    return [[-1, *shape[1:]] if shape else [] for shape in request.shapes]
 
 
 def _bad_splits(request: Request, size: int) -> str:

@@ -154,7 +154,13 @@ def _allreduce(
 ) -> int:
     op = reduction(op, average)
     _check_types(tensors, op, process_set)
-    options = {"op": op, "prescale": prescale, "postscale": postscale, "in_place": in_place, "grouped": grouped}
+    options: dict[str, Any] = {
+        "op": op,
+        "prescale": prescale,
+        "postscale": postscale,
+        "in_place": in_place,
+        "grouped": grouped,
+    }
     return engine.current().submit("allreduce", tensors, name=name, set_id=process_set.process_set_id, **options)
 
 
@@ -194,7 +200,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Send the tensor of rank `root_rank` of the world, also with a process set, to all; the result is a new tensor."""
-    options = {"name": name, "set_id": process_set.process_set_id, "root": root_rank}
+    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "root": root_rank}
     return engine.current().submit("broadcast", [tensor], **options)
 
 
@@ -202,7 +208,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """`broadcast_async` in place."""
-    options = {"name": name, "set_id": process_set.process_set_id, "root": root_rank, "in_place": True}
+    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "root": root_rank, "in_place": True}
     return engine.current().submit("broadcast", [tensor], **options)
 
 
@@ -224,7 +230,7 @@ def alltoall_async(
     The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).
     """
     counts = None if splits is None else [int(count) for count in splits]
-    options = {"name": name, "set_id": process_set.process_set_id, "splits": counts}
+    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "splits": counts}
     return engine.current().submit("alltoall", [tensor], **options)
 
 
@@ -264,7 +270,7 @@ def _reducescatter(
     if op not in (AVERAGE, SUM):
         raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
     _check_types(tensors, op, process_set)
-    options = {"op": op, "prescale": prescale, "postscale": postscale, "grouped": grouped}
+    options: dict[str, Any] = {"op": op, "prescale": prescale, "postscale": postscale, "grouped": grouped}
     return engine.current().submit("reducescatter", tensors, name=name, set_id=process_set.process_set_id, **options)
 
 

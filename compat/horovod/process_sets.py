@@ -1,6 +1,6 @@
 """Process sets: groups of ranks that run collectives among themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from compat.horovod import engine
 from compat.horovod.negotiation import WORLD
@@ -13,14 +13,10 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        try:
-            ranks = sorted(ranks_or_comm)
-        except TypeError:
-            ranks = [None]
-        if not all(isinstance(rank, int) for rank in ranks):
+        if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(rank, int) for rank in ranks_or_comm):
             raise ValueError("a ProcessSet takes a list of ranks; communicators are not supported, for there is no MPI")
         self.process_set_id: int | None = None
-        self.ranks: list[int] | None = ranks
+        self.ranks: list[int] | None = sorted(ranks_or_comm)
         self.mpi_comm = None
 
     def invalidate(self) -> None:
