@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, MutableMapping
@@ -48,6 +49,14 @@ _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 MARGIN = timedelta(minutes=1)  # see `last_resort`
 NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
 _PARENT = os.getppid()  # read early, while the launcher is certainly alive
+
+
+def _adopt() -> None:
+    global _PARENT
+    _PARENT = os.getppid()
+
+
+os.register_at_fork(after_in_child=_adopt)  # notebook_launcher forks its processes from one that has imported this
 
 
 def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Accelerator:
@@ -127,11 +136,7 @@ def run(main: Callable[[], None]) -> None:
         complete(os.environ)  # main may ask for LOCAL_RANK before it starts the run
         main()
     except Refused as refusal:
-        if launchers.local_rank(os.environ) != "0":
-            # The first process prints the refusal, and its end ends this one. If this one ended earlier, the launcher would
-            # end the first process before it has printed.
-            time.sleep(REFUSAL_DELAY_S)
-        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr, flush=True)
+        _print_once_per_machine(f"{Path(sys.argv[0]).name}: {refusal}")
         announce_exit(2)
         sys.exit(2)
     except Again as again:
@@ -275,6 +280,26 @@ def _refuse_shared_devices(device: torch.device) -> None:
             f"rank {first} has the same GPU as rank {places.index(places[first])} on {places[first][0]}: show each process "
             "all GPUs of its machine, or another one (srun --gpus-per-task=1)"
         )
+
+
+def _print_once_per_machine(text: str) -> None:
+    """Print `text` if this is the first process of its machine, or if the first one does not print the same in time.
+
+    Until then, this process waits: most launchers end all processes as soon as one has ended, and the first one may have
+    to remove what it began. It tells the others by a file, since MPICH and srun do not end them.
+    """
+    said, text_of_job = Path(tempfile.gettempdir(), f"recipes-refusal-{os.getuid()}"), f"{os.getppid()} {text}"
+    started, until = psutil.Process().create_time(), time.monotonic() + REFUSAL_DELAY_S
+    local_rank = launchers.local_rank(os.environ)
+    while local_rank not in (None, "0") and time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if said.stat().st_mtime > started and said.read_text() == text_of_job:
+                return
+        time.sleep(0.1)
+    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        if local_rank == "0":
+            said.write_text(text_of_job)
 
 
 def _whereabouts() -> str:

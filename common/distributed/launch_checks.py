@@ -77,7 +77,8 @@ def check_launch(
         name = "multi_cpu.yaml" if launch.world_size > 1 else "cpu.yaml"
         raise Refused(
             f"launched for {launch.world_size} GPU{'s' * (launch.world_size > 1)}, but this machine shows none: check the "
-            f"driver and CUDA_VISIBLE_DEVICES, or train on the CPU with --config_file accelerate_configs/{name} before the recipe"
+            "driver and CUDA_VISIBLE_DEVICES, or train on the CPU with --config_file "
+            f"accelerate_configs/{name} before the recipe"
         )
     elif here > accelerators and (accelerators > 1 or is_agents(environ)):  # mpirun and srun may show one GPU to each
         raise Refused(

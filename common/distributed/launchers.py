@@ -82,6 +82,7 @@ def complete(environ: MutableMapping[str, str]) -> Launch:
         address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
         launch = replace(launch, address=address, port=port)
         known |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        known |= {"INIT_METHOD": "env://"} if "INIT_METHOD" in given else {}  # it is said
     environ.update(known)
     return launch
 
@@ -92,10 +93,10 @@ def meeting_file(environ: Mapping[str, str]) -> Path | None:
     return Path(method.removeprefix("file://")) if method.startswith("file:///") else None
 
 
-def local_rank(environ: Mapping[str, str]) -> str:
-    """The number of this process on its machine, also if `complete` has refused the variables."""
+def local_rank(environ: Mapping[str, str]) -> str | None:
+    """The number of this process on its machine, also if `complete` has refused the variables; None without a launcher."""
     names = ("LOCAL_RANK",) if is_agents(environ) else _LOCAL_RANKS
-    return next((environ[name] for name in names if name in environ), "0")
+    return next((environ[name] for name in names if name in environ), None)
 
 
 def _init_method(environ: Mapping[str, str]) -> dict[str, str]:
@@ -139,7 +140,9 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
             f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in Accelerate: set "
             "os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
         )
-    return _exported(environ, "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
+    is_notebook = {"NPROC", "MIXED_PRECISION"} <= environ.keys()
+    name = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    return _exported(environ, "notebook_launcher" if is_notebook else name)
 
 
 def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
