@@ -107,10 +107,10 @@ def ports(world: World) -> list[Finding]:
         count = PORTS if world.is_local_main else 0
         listeners = [stack.enter_context(socket.create_server((own, 0))) for _ in range(count)]
         offers = world.exchange([own, [each.getsockname()[1] for each in listeners]])
-        mine = next(ranks for ranks in world.machines if world.rank in ranks)
-        others = [ranks[0] for ranks in world.machines if ranks is not mine]
-        place = world.machines.index(mine)
-        others = [*others[place:], *others[:place]][:PARTNERS] if world.is_local_main else []
+        machines = world.machines
+        place = next(number for number, ranks in enumerate(machines) if world.rank in ranks)
+        others = [ranks[0] for ranks in machines[place + 1 :] + machines[:place]]
+        others = others[:PARTNERS] if world.is_local_main else []
         targets = [(rank, offers[rank][0], port) for rank in others for port in offers[rank][1]]
         with ThreadPoolExecutor(max(1, len(targets))) as pool:
             results = [*pool.map(lambda target: connect(target[1], target[2]), targets)]
