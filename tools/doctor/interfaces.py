@@ -41,6 +41,9 @@ def interfaces(world: World) -> list[Finding]:
         ]
     link = _describe(taken)
     measured = f"{taken} ({', '.join(present[taken]) or 'no address'}{_said(link)})"
+    others = chosen("NCCL_SOCKET_IFNAME", present)
+    if world.device.type == "cuda" and others and others != taken:
+        measured += f"; NCCL takes {others}"
     if devices := infiniband():
         measured += f"; InfiniBand {', '.join(f'{name} {rate} Gbit/s' for name, rate in devices.items())}"
     faster = [name for name in present if not is_single(world) and (speed(name) or 0) > (speed(taken) or 10**9)]
@@ -48,9 +51,7 @@ def interfaces(world: World) -> list[Finding]:
         rows.append(Finding("network: interfaces", "failed", f"{taken} is down", f"ip link set {taken} up"))
     if faster:
         best = max(faster, key=lambda name: speed(name) or 0)
-        way_out = (
-            f"{best} has {speed(best) / 1000:g} Gbit/s: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
-        )
+        way_out = f"{best} has {_speed(_describe(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
         rows.append(
             Finding("network: interfaces", "warning", measured, f"{way_out} if it joins the machines", figures=figures)
         )
