@@ -5,6 +5,7 @@ All functions are called on every rank of the group, in one order. None of them 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,24 @@ class Group:
         return dist.get_rank(self.negotiated)
 
 
+def backend() -> str:
+    """The backends of torch.distributed for each kind of device."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def make_group(ranks: list[int]) -> Group:
+    """A new process set. Called on all ranks of the world, also those outside of the set."""
+    parts: list[Any] = [dist.new_group(ranks, backend=backend()) for _ in range(2)]
+    return Group(ranks, *(parts if dist.get_rank() in ranks else (None, None)))
+
+
+def end_group(group: Group) -> None:
+    """End the groups of a process set that has nothing in flight."""
+    for part in (group.negotiated, group.ordered):
+        if part is not None:
+            dist.destroy_process_group(part)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -50,7 +69,7 @@ def zeros(request: Request, device: torch.device) -> list[Tensor]:
 
 def all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> list[Tensor]:
     """The reduction of each tensor, in new memory. Tensors of one type travel together."""
-    results: list[Tensor] = [tensor for tensor in tensors]
+    results = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
@@ -86,7 +105,10 @@ def _scale_(tensor: Tensor, factor: float) -> None:
 
 
 def _adasum(tensor: Tensor, request: Request, group: Group) -> Tensor:
-    """Adaptive sum (arXiv 2006.02924): orthogonal gradients add up, parallel ones are averaged; pairs of ranks, then of pairs."""
+    """Adaptive sum (arXiv 2006.02924) over pairs of ranks, then pairs of pairs.
+
+    Orthogonal gradients add up, equal ones are averaged.
+    """
     work = tensor.clone()
     _scale_(work, request.prescale)
     gathered = gather(work, [[len(work)]] * len(group.ranks), group).view(len(group.ranks), -1)
@@ -120,7 +142,7 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]], group: Group) -> Ten
             for part, rank in zip(parts, group.ranks, strict=True)
             if len(part)
         ]
-        for work in works:
+        for work in filter(None, works):
             work.wait()
     return result
 
@@ -144,8 +166,7 @@ def all_to_all(
     rows = [split or [shape[0] // size] * size for split, shape in zip(splits, shapes, strict=True)]
     received = [row[own] for row in rows]
     result = tensor.new_empty(sum(received), *tensor.shape[1:])
-    row_bytes = tensor.element_size() * result[:1].numel() if len(result) else 0
-    row_bytes = tensor.element_size() * tensor[0].numel() if len(tensor) else row_bytes
+    row_bytes = tensor.element_size() * tensor.shape[1:].numel()
     if any(map(sum, rows)):
         into = [count * row_bytes for count in received]
         out = [count * row_bytes for count in rows[own]]

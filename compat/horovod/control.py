@@ -40,7 +40,7 @@ def _watched(connection: socket.socket) -> socket.socket:
 
 def _close_in_forks(connection: socket.socket) -> None:
     """Also where a file object of the connection is open, which `close` would wait for."""
-    os.register_at_fork(after_in_child=lambda: connection.fileno() < 0 or os.close(connection.detach()))
+    os.register_at_fork(after_in_child=lambda: os.close(connection.detach()) if connection.fileno() >= 0 else None)
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Server(threading.Thread):
         _close_in_forks(self.listener)
         self.address = (host, self.listener.getsockname()[1])
         self.connections: dict[int, socket.socket] = {}  # by rank
-        self.homes: dict[int, str] = {}  # by rank: what names its node
+        self.homes: dict[int, list[Any]] = {}  # by rank: where it runs
         self.selector = selectors.DefaultSelector()
         self.warn_s = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", 60))
         if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):

@@ -7,37 +7,37 @@ different orders, and a disagreement is an error on all ranks, not a hang.
 `ordered_allreduce` skips the negotiation, for callers that give the same tensors in the same order on every rank, such as
 the buckets of an optimizer. It has a process group of its own, so that it never mixes with negotiated collectives:
 
-    work = engine.current().ordered_allreduce(bucket, process_set)  # sums a flat, contiguous tensor in place; returns at once
+    # Sums a flat, contiguous tensor in place; returns at once.
+    work = engine.current().ordered_allreduce(bucket, process_set.process_set_id)
     work.wait()  # raises HorovodInternalError if a rank dies or gives another tensor; on CUDA, the current stream waits
 
 Let ranks agree about the buckets once, by a negotiated collective, before the first one. Ranks that have joined supply zeros.
 """
 
+import itertools
 import json
-import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compat.horovod import collectives
-from compat.horovod.collectives import Group, dtype_name
+from compat.horovod.collectives import Group, dtype_name, end_group, make_group
 from compat.horovod.control import Channel, Server
 from compat.horovod.exceptions import HorovodInternalError
+from compat.horovod.execution import Operation, execute
 from compat.horovod.negotiation import WORLD, Key, Request
+from compat.horovod.ordered_work import OrderedWork
 from compat.horovod.timeline import Timeline
 
 LINGER_S = 5.0  # the longest that a rank waits for the others' end
-_TURN = 1.0  # seconds between looks of a thread that waits
+_TURN_S = 1.0  # after which a thread that waits tells the negotiation
 _ABANDONED: list[Group] = []  # groups with a dead member: ending them would wait for it
 
 _engine: "Engine | None" = None
@@ -59,70 +59,26 @@ def set_current(engine: "Engine | None") -> None:
     _engine = engine
 
 
-class Operation:
-    """One collective that this rank has asked for."""
-
-    def __init__(self, request: Request, tensors: Sequence[Tensor], in_place: bool, grouped: bool) -> None:
-        self.request, self.tensors, self.in_place, self.grouped = request, [*tensors], in_place, grouped
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error = ""
-        self.ready = self.finished = None  # CUDA events
-        if any(tensor.is_cuda for tensor in tensors):
-            self.ready = torch.cuda.Event()
-            self.ready.record()
-
-    def succeed(self, result: Any) -> None:
-        self.result = result
-        self.done.set()
-
-    def fail(self, error: str) -> None:
-        self.error = self.error or error
-        self.done.set()
-
-
-class OrderedWork:
-    """An ordered all-reduce in progress."""
-
-    def __init__(self, engine: "Engine", work: dist.Work, on_device: bool) -> None:
-        self.engine, self.work, self.on_device = engine, work, on_device
-
-    def wait(self) -> None:
-        """Return when the tensor holds the sum; on CUDA, when the current stream will wait for it."""
-        while True:
-            if self.engine.broken:
-                raise HorovodInternalError(self.engine.broken)
-            try:
-                if self.on_device:
-                    self.work.wait()
-                else:
-                    self.work.wait(timedelta(seconds=_TURN))
-                return
-            except RuntimeError as error:
-                if self.work.is_completed() and (self.on_device or "Operation timed out" not in str(error)):
-                    self.engine.break_off(f"an ordered all-reduce failed: {error}")
-                    raise HorovodInternalError(self.engine.broken) from error
-
-
 class Engine:
     """The world of one `init()`; torch's default process group is there."""
 
-    def __init__(self, store: dist.Store, host: str, home: str, patience_s: float) -> None:
-        """`host` is this machine's address for the other ranks, used on rank 0; `home` names the node."""
+    def __init__(self, store: dist.Store, host: str, home: list[Any], patience_s: float) -> None:
+        """`host` is the address at which the ranks reach rank 0; `home` is this rank's entry of `homes` on all ranks."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeline = Timeline()
         self.lock = threading.RLock()
-        self.table: dict[Key, Operation] = {}  # asked for, not yet agreed
-        self.running: list[Operation] = []
+        self.table: dict[Key, Operation] = {}  # in flight
         self.handles: dict[int, Operation] = {}
+        self.numbers = itertools.count()  # of handles
         self.names: Counter[tuple[int, str]] = Counter()  # unnamed collectives per process set and kind
         self.groups: dict[int, Group] = {}
         self.threads: set[threading.Thread] = set()  # which have ever asked
         self.waiting: dict[threading.Thread, list[Key]] = {}
         self.broken, self.leaving = "", False
-        self.homes: list[str] = []
+        self.homes: list[list[Any]] = []
         self.begun, self.ended = threading.Event(), threading.Event()
         self.decisions: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+        self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
         self.server: Server | None = None
         if self.rank == 0:
             token = secrets.token_hex(16)
@@ -132,8 +88,10 @@ class Engine:
         host, port, token = json.loads(store.get("horovod"))
         self.channel = Channel((host, port), [token, self.rank, home], self._receive)
         if not self.begun.wait(patience_s) or self.broken:
-            raise HorovodInternalError(self.broken or f"not all {self.size} ranks called init() within {patience_s:.0f} s")
-        self.groups[WORLD] = self._group([*range(self.size)])
+            raise HorovodInternalError(
+                self.broken or f"not all {self.size} ranks called init() within {patience_s:.0f} s"
+            )
+        self.groups[WORLD] = make_group([*range(self.size)])
         self.runner = threading.Thread(target=self._work, name="horovod collectives", daemon=True)
         self.runner.start()
 
@@ -150,7 +108,7 @@ class Engine:
         grouped: bool = False,
         **fields: Any,
     ) -> int:
-        """Ask for a collective; returns its handle.
+        """Ask for a collective; returns its handle. `fields` are those of a `Request`.
 
         Raises ValueError if its name is in flight, this rank is not in the process set or the type can't be reduced, and
         HorovodInternalError after a rank has died.
@@ -160,15 +118,15 @@ class Engine:
         group = self.groups[set_id]
         if self.rank not in group.ranks:
             raise ValueError(f"rank {self.rank} is not in the process set {group.ranks}")
-        tensors = [tensor.detach() for tensor in tensors]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            raise ValueError(f"{kind}: the tensors of a group must be on one device, not on {sorted(map(str, devices))}")
+            raise ValueError(
+                f"{kind}: the tensors of a group must be on one device, not on {sorted(map(str, devices))}"
+            )
         if name is None:
             with self.lock:
-                number = self.names[set_id, kind]
+                name = _nameless(kind, self.names[set_id, kind])
                 self.names[set_id, kind] += 1
-            name = f"{kind}.noname.{number}"
         request = Request(
             kind,
             name,
@@ -183,10 +141,12 @@ class Engine:
             if self.broken:
                 raise HorovodInternalError(self.broken)
             if request.key in self.table:
-                raise ValueError(f"a collective named {name!r} is still in flight: choose another name, or synchronize it first")
+                raise ValueError(
+                    f"a collective named {name!r} is in flight: synchronize it first, or choose another name"
+                )
             self.table[request.key] = operation
             self.threads.add(threading.current_thread())
-            handle = max(self.handles, default=-1) + 1
+            handle = next(self.numbers)
             self.handles[handle] = operation
             self._send("submit", **vars(request))
         return handle
@@ -215,10 +175,10 @@ class Engine:
         """`submit` and `synchronize`."""
         return self.synchronize(self.submit(kind, **options))
 
-    def _await(self, operation: Operation) -> None:
+    def _await(self, operation: Operation, until: float = float("inf")) -> None:
         """Wait for the end, and tell the negotiation if this takes long: it finds ranks that wait for each other."""
         thread, told = threading.current_thread(), False
-        while not operation.done.wait(_TURN):
+        while not operation.done.wait(_TURN_S) and time.monotonic() < until:
             with self.lock:
                 self.waiting[thread] = [operation.request.key]
                 self.threads = {thread for thread in self.threads if thread.is_alive()}
@@ -246,7 +206,7 @@ class Engine:
             what = [bucket.numel(), dtype_name(bucket.dtype), bucket.device.type]
             self._send("announce", set_id=set_id, what=what)
             work = dist.all_reduce(bucket, group=self.groups[set_id].ordered, async_op=True)
-        return OrderedWork(self, work, bucket.is_cuda)
+        return OrderedWork(work, bucket.is_cuda, lambda: self.broken, self.break_off)
 
     # --- what the control channel says
 
@@ -274,7 +234,7 @@ class Engine:
     def _break(self, error: str) -> None:
         with self.lock:
             self.broken = self.broken or f"{error}: call shutdown() and init(), or start again"
-            for operation in (*self.table.values(), *self.running):
+            for operation in self.table.values():
                 operation.fail(self.broken)
             self.table = {}
 
@@ -284,11 +244,7 @@ class Engine:
         while (message := self.decisions.get()) is not None and not self.broken:
             try:
                 if message["do"] == "fail":
-                    set_id, name = message["key"]
-                    with self.lock:
-                        failed = self.table.pop((set_id, name), None)
-                    if failed:
-                        failed.fail(message["error"])
+                    self._fail(message)
                 elif message["do"] == "serve":
                     self._serve(message["set_id"], *message["what"])
                 else:
@@ -296,26 +252,71 @@ class Engine:
             except Exception as error:  # the others may be in the middle of the same collective
                 self.break_off(f"rank {self.rank}: {type(error).__name__}: {error}")
 
+    def _fail(self, message: dict[str, Any]) -> None:
+        set_id, name = message["key"]
+        with self.lock:
+            operation = self.table.pop((set_id, name), None)
+            if operation:
+                kind = operation.request.kind
+                if not message["complete"] and name == _nameless(kind, self.names[set_id, kind] - 1):
+                    self.names[set_id, kind] -= 1  # others have not counted it
+                operation.fail(message["error"])
+
     def _serve(self, set_id: int, elements: int, dtype: str, device: str) -> None:
-        nothing = torch.zeros(elements, dtype=getattr(torch, dtype), device=device)
+        where = self.join_device if device == "cuda" else torch.device(device)
+        nothing = torch.zeros(elements, dtype=getattr(torch, dtype), device=where)
         dist.all_reduce(nothing, group=self.groups[set_id].ordered)
 
     def _run(self, items: list[dict[str, Any]]) -> None:
         began = time.monotonic()
         requests = [Request(**item["request"]) for item in items]
         with self.lock:
-            operations = [self.table.pop(request.key, None) for request in requests]
-            self.running = [operation for operation in operations if operation]
-        stream = self._stream()
-        with torch.cuda.stream(stream):  # None is no stream
-            results = self._results(requests, operations, items)
-            for operation in self.running:
-                if stream is not None and operation.ready is not None:
-                    operation.finished = torch.cuda.Event()
-                    operation.finished.record()
+            operations = [self.table.get(request.key) for request in requests]  # None if this rank has joined
+        if requests[0].kind == "join":
+            self.names.clear()  # ranks with less data have counted less
+        if requests[0].kind == "add_process_set":
+            self.groups[items[0]["set_id"]] = make_group(requests[0].ranks)
+            results = [items[0]["set_id"]]
+        elif requests[0].kind == "remove_process_set":
+            end_group(self.groups.pop(requests[0].root))
+            results = [True]
+        else:
+            results = execute(requests, operations, items, self.groups[requests[0].set_id], self.join_device)
         for request in requests:
             self.timeline.ran(request, began, "NCCL" if request.device == "cuda" else "GLOO")
-        for operation, result in zip(operations, results, strict=True):
+        for operation, result, item in zip(operations, results, items, strict=True):
             if operation:
-                operation.succeed(result)
-        self.running = []
+                with self.lock:  # its name is free again before the caller wakes up
+                    self.table.pop(operation.request.key, None)
+                operation.succeed(result, item)
+
+    # --- groups, and the end
+
+    def shutdown(self, limit_s: float = float("inf")) -> None:
+        """Wait until what is in flight has ended, at most `limit_s` seconds, then for the other ranks, shortly; leave."""
+        until = time.monotonic() + limit_s
+        for operation in [*self.handles.values()]:
+            self._await(operation, until)
+        self.leaving = True
+        self._send("leave")
+        self.ended.wait(LINGER_S)
+        if self.server:
+            self.server.closing = True
+            self.server.join()
+        with self.lock:
+            for operation in self.table.values():
+                operation.fail("shutdown() was called")
+        self.decisions.put(None)
+        self.runner.join(LINGER_S)
+        if self.broken or self.runner.is_alive():
+            _ABANDONED.extend(self.groups.values())
+        else:
+            for group in self.groups.values():
+                end_group(group)
+        self.channel.close()
+        self.timeline.stop()
+
+
+def _nameless(kind: str, number: int) -> str:
+    """The name of a collective that was given none."""
+    return f"{kind}.noname.{number}"

@@ -80,7 +80,8 @@ class _Ordered:
     """All-reduces of one process set that ran without negotiation: what was announced, and how far each rank is."""
 
     def __init__(self) -> None:
-        self.first, self.log = 0, []  # number of the first announcement that is kept; announcements
+        self.first = 0  # number of the first announcement that is kept
+        self.log: list[list[Any]] = []  # announcements: elements, dtype, device
         self.done: dict[int, int] = defaultdict(int)  # by rank
 
 
@@ -184,7 +185,9 @@ class Negotiator:
                 return f"{title}: rank {rank}: {error}"
         if model.kind == "broadcast" and model.root not in members:
             return f"{title}: root rank {model.root} is not in the process set {members}"
-        if model.kind == "remove_process_set" and (busy := [name for set_id, name in self.pending if set_id == model.root]):
+        if model.kind == "remove_process_set" and (
+            busy := [name for set_id, name in self.pending if set_id == model.root]
+        ):
             return f"{title}: {busy[0]!r} is in flight there"
         if model.kind == "add_process_set" and not {*model.ranks} <= {*self.sets[WORLD]}:
             return f"{title}: there are {len(self.sets[WORLD])} ranks, not all of {model.ranks}"
@@ -206,17 +209,18 @@ class Negotiator:
             self._next_set += 1
         elif model.kind == "remove_process_set":
             del self.sets[model.root]
-        alike = ()
+        alike: tuple = ()
         if model.kind == "allreduce" and model.op != ADASUM:
             alike = (model.set_id, model.device, model.op, model.prescale, model.postscale)
         return Decision(members, {"do": "run", "items": [item]}, alike, model.elements)
 
     def _fail(self, key: Key, error: str, spare: int = -1) -> Decision:
         """The collective fails on all ranks that have asked for it, except for one that has gone."""
+        complete = not self._missing(key)
         requests = self.pending.pop(key).requests
         if key == JOIN:
             self.joined = []
-        return _failure([rank for rank in requests if rank != spare], key, error)
+        return _failure([rank for rank in requests if rank != spare], key, error, complete)
 
     def _serve(self, rank: int) -> list[Decision]:
         """Ordered all-reduces that others have begun, and for which a rank that has joined supplies zeros."""
@@ -234,9 +238,7 @@ class Negotiator:
         A rank goes on if one of its threads waits for nothing, or for something whose missing ranks all go on.
         """
         stuck = {rank for rank, keys in self.waiting.items() if keys and keys <= self.pending.keys()}
-        while freed := [
-            rank for rank in stuck if any(not stuck & {*self._missing(key)} for key in self.waiting[rank])
-        ]:
+        while freed := [rank for rank in stuck if any(not stuck & {*self._missing(key)} for key in self.waiting[rank])]:
             stuck -= {*freed}
         keys = sorted({key for rank in stuck for key in self.waiting[rank]})
         waits = "; ".join(f"{self._title(key)} waits for ranks {self._missing(key)}" for key in keys)
@@ -262,13 +264,16 @@ def fused(decisions: Iterable[Decision], most_elements: int) -> list[Decision]:
     return result
 
 
-def _failure(ranks: list[int], key: Key, error: str) -> Decision:
-    return Decision(ranks, {"do": "fail", "key": key, "error": error})
+def _failure(ranks: list[int], key: Key, error: str, complete: bool = True) -> Decision:
+    """`complete`: all ranks have asked for it, so they have counted it alike if it has no name."""
+    return Decision(ranks, {"do": "fail", "key": key, "error": error, "complete": complete})
 
 
 def _fixed(request: Request) -> list[list[int]]:
-    """The dimensions that ranks must agree about; a shape without any is kept apart from that of a vector."""
-    return [["rows", *shape[1:]] if shape else [] for shape in request.shapes] if request.kind in _RAGGED else request.shapes
+    """The dimensions that ranks must agree about: not the first one of ragged kinds, for which -1 stands."""
+    if request.kind not in _RAGGED:
+        return request.shapes
+    return [[-1, *shape[1:]] if shape else [] for shape in request.shapes]
 
 
 def _bad_splits(request: Request, size: int) -> str:

@@ -1,0 +1,92 @@
+"""Process sets: groups of ranks that run collectives among themselves."""
+
+from collections.abc import Iterable, Sequence
+
+from compat.horovod import engine
+from compat.horovod.negotiation import WORLD
+
+
+class ProcessSet:
+    """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or `add_process_set` first.
+
+    `process_set_id` is None until then, and again after `remove_process_set` or `shutdown`.
+    """
+
+    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(rank, int) for rank in ranks_or_comm):
+            raise ValueError("a ProcessSet takes a list of ranks; communicators are not supported, for there is no MPI")
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = sorted(ranks_or_comm)
+        self.mpi_comm = None
+
+    def invalidate(self) -> None:
+        """Forget id and ranks, as after `remove_process_set`."""
+        self.process_set_id = self.ranks = None
+
+    def size(self) -> int:
+        """Number of ranks in the set. Raises ValueError if it is not registered."""
+        return len(self._registered())
+
+    def rank(self) -> int:
+        """This process's place in the set. Raises ValueError if it is not in the set, or the set is not registered."""
+        ranks = self._registered()
+        if not self.included():
+            raise ValueError(f"rank {engine.current().rank} is not in the process set {ranks}")
+        return ranks.index(engine.current().rank)
+
+    def included(self) -> bool:
+        """Whether this process is in the set. Raises ValueError if the set is not registered."""
+        return engine.current().rank in self._registered()
+
+    def _registered(self) -> list[int]:
+        if self.ranks is None or self.process_set_id not in engine.current().groups:
+            raise ValueError(f"{self} is not registered: give it to init() or add_process_set()")
+        return self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = WORLD
+_registered: dict[int, ProcessSet] = {}  # by id
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set of ranks, at any time; Horovod's "dynamic" mode is not needed. All ranks of the world call it alike.
+
+    Raises ValueError if these ranks are registered already, and HorovodInternalError if the calls differ between ranks.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    running, ranks = engine.current(), process_set.ranks
+    if not ranks or len({*ranks}) < len(ranks):
+        raise ValueError(f"a process set has at least one rank, and each once: {process_set}")
+    if any(group.ranks == ranks for group in running.groups.values()):
+        raise ValueError(f"a process set of the ranks {ranks} is registered already")
+    number = running.call("add_process_set", ranks=ranks)
+    process_set.process_set_id = number
+    _registered[number] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End a process set, whose object is invalid then. All ranks of the world call it alike.
+
+    Returns whether there was something to end: False for the global process set and for one that is not registered.
+    """
+    number = process_set.process_set_id
+    if number in (None, WORLD) or number not in engine.current().groups:
+        return False
+    engine.current().call("remove_process_set", root=number)
+    _registered.pop(number, process_set).invalidate()
+    process_set.invalidate()  # perhaps a copy
+    return True
+
+
+def forget_process_sets() -> None:
+    """After the end of the world: the objects keep their ranks, and can be registered again."""
+    for process_set in _registered.values():
+        process_set.process_set_id = None
+    _registered.clear()
+    global_process_set.ranks = []

@@ -1,0 +1,232 @@
+"""World: init and shutdown, ranks and sizes, and what this build can do.
+
+`init()` works under accelerate launch, torchrun, mpirun, srun and plain Python. It joins the process group of
+torch.distributed that the script has made, or makes one, which `shutdown()` ends again.
+"""
+
+import atexit
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.distributed.launchers import Launch, complete, is_agents
+from common.distributed.network import LOOPBACK, address_towards, is_loopback, is_own, keep_store, outward_addresses
+from compat.horovod import engine
+from compat.horovod.collectives import backend
+from compat.horovod.engine import Engine
+from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
+
+_PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how much later the last rank may call init()
+_FLUSH_AT_EXIT_S = 5.0
+
+_store: dist.Store | None = None  # through which the ranks meet; kept for the next init()
+_listening: dist.Store | None = None  # where rank 0 keeps it
+_starts = 0  # how often this process has started a world: the same number on all ranks
+_owns_group = False
+
+
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
+) -> None:
+    """Start the world, or do nothing if it has been started and not shut down.
+
+    Args:
+        comm: the ranks of the world; only all of them are supported. There is no MPI, so a communicator is refused.
+        process_sets: process sets, or lists of ranks, to register; the same on all ranks. "dynamic" registers none. Either
+            way `add_process_set` can be called later.
+
+    Raises ValueError for what is not supported, `Refused` if the launcher's variables contradict each other, and
+    HorovodInternalError if a rank does not come.
+    """
+    global _starts
+    if engine.is_running():
+        return
+    launch = complete(os.environ)
+    _starts += 1
+    store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
+    ranks = [*range(dist.get_world_size())]
+    if comm is not None and (not isinstance(comm, list | tuple) or sorted(comm or ranks) != ranks):
+        raise ValueError(
+            f"comm={comm!r}: a world of all {len(ranks)} ranks is supported; for some of them use process sets"
+        )
+    known = launch.world_size == len(ranks)  # not if a launcher of the script's own made the group
+    home = [launch.local_rank, launch.local_world_size] if known else [socket.gethostname()]
+    engine.set_current(Engine(store, _address(launch, store, known), home, _PATIENCE_S))
+    global_process_set.ranks = ranks
+    for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
+        add_process_set(process_set)
+    if (path := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
+        start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+    atexit.register(_end)
+
+
+def _join_group(launch: Launch) -> dist.Store:
+    """Make torch's process group unless there is one. Returns the store of its ranks."""
+    global _store, _listening, _owns_group
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if _store is None and launch.world_size == 1:
+        _store = dist.HashStore()
+    elif _store is None:
+        from common.distributed.launch import choose_interface  # imports accelerate
+
+        choose_interface(os.environ)
+        agents = is_agents(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if launch.rank == 0 and not agents and is_own(os.environ["MASTER_ADDR"]):
+            # It listens at this address only; torch, which finds it by its port, would make one that listens at all.
+            _listening = keep_store(os.environ["MASTER_ADDR"], launch.port, timedelta(seconds=_PATIENCE_S))
+        _store = next(dist.rendezvous("env://"))[0]
+    group_store = dist.PrefixStore(f"group/{_starts}", _store)
+    dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
+    _owns_group = True
+    return group_store
+
+
+def _address(launch: Launch, store: dist.Store, known: bool) -> str:
+    """The address of rank 0's machine at which the others reach it; on one machine, the loopback."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not known:  # as the machines' names tell
+        store.set(f"host/{rank}", socket.gethostname())
+        if rank == 0 and len({store.get(f"host/{other}") for other in range(size)}) == 1:
+            return LOOPBACK
+    elif launch.local_world_size == size or is_loopback(launch.address):
+        return LOOPBACK
+    own = address_towards(launch.address) if launch.address and is_own(launch.address) else ""
+    return own if not is_loopback(own) else next(iter(outward_addresses()), LOOPBACK)
+
+
+def shutdown() -> None:
+    """End the world: first what is in flight, and then, on this rank, everything. `init()` may follow.
+
+    What other ranks still want from this one fails there with HorovodInternalError.
+    """
+    _end(limit_s=float("inf"))
+
+
+def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
+    global _owns_group
+    if engine.is_running():
+        running = engine.current()
+        engine.set_current(None)
+        atexit.unregister(_end)
+        running.shutdown(limit_s)
+        forget_process_sets()
+        if _owns_group and not running.broken:
+            dist.destroy_process_group()
+        _owns_group = False
+
+
+def is_initialized() -> bool:
+    """Whether `init()` was called, and `shutdown()` not yet."""
+    return engine.is_running()
+
+
+def size() -> int:
+    """Number of processes."""
+    return engine.current().size
+
+
+def rank() -> int:
+    """This process's number in the world, from 0."""
+    return engine.current().rank
+
+
+def local_size() -> int:
+    """Number of processes on this machine."""
+    homes = engine.current().homes
+    home = homes[rank()]
+    return home[1] if len(home) > 1 else homes.count(home)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, from 0: its GPU."""
+    return _local_rank(rank())
+
+
+def cross_size() -> int:
+    """Number of machines that have a process with this one's local rank."""
+    return sum(_local_rank(other) == local_rank() for other in range(size()))
+
+
+def cross_rank() -> int:
+    """This process's number among those with the same local rank: its machine's, if all machines have as many processes."""
+    return sum(_local_rank(other) == local_rank() for other in range(rank()))
+
+
+def _local_rank(number: int) -> int:
+    homes = engine.current().homes
+    return homes[number][0] if len(homes[number]) > 1 else homes[:number].count(homes[number])
+
+
+def is_homogeneous() -> bool:
+    """Whether all machines have the same number of processes."""
+    counts = [sum(_local_rank(other) == number for other in range(size())) for number in range(local_size())]
+    return len({*counts}) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record a Chrome trace from now on, on rank 0. Raises ValueError before `init()`, and OSError for a bad path."""
+    if engine.current().rank == 0:
+        engine.current().timeline.start(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the trace's file. Raises ValueError before `init()`."""
+    engine.current().timeline.stop()
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError, as Horovod without MPI does: mpirun may start the processes, but they don't talk over MPI."""
+    raise ValueError("There is no MPI here: the processes talk over gloo and NCCL, also when mpirun has started them")
+
+
+def mpi_enabled() -> bool:
+    """False: collectives never run on MPI."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False: collectives never run on MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether CPU tensors travel over gloo: True if torch has it."""
+    return gloo_built()
+
+
+def gloo_built() -> bool:
+    """Whether torch has gloo."""
+    return dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """The version of torch's NCCL, such as 22703 for 2.27.3; 0 if torch has none."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None
