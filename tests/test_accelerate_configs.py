@@ -11,7 +11,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from common.distributed.launch import check_launch
+from common.distributed.launch_checks import check_launch
+from common.distributed.launchers import Launch
 from common.distributed.network import await_listener
 from common.errors import Refused
 from tests.harness.launching import free_port
@@ -133,22 +134,22 @@ def test_the_rehearsal_of_two_machines_differs_from_the_gpu_files_in_devices_alo
 @pytest.mark.parametrize("path", [path for path in FILES if "cpu" not in path.stem], ids=lambda path: path.stem)
 def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
     config = load_config_from_file(str(path))
-    here = str(config.num_processes // config.num_machines)
-    environ = {"WORLD_SIZE": str(config.num_processes), "LOCAL_WORLD_SIZE": here}
-    environ["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+    here = config.num_processes // config.num_machines
+    launched = Launch("accelerate launch", world_size=config.num_processes, local_world_size=here)
+    environ = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision}
     with pytest.raises(Refused, match="this machine shows none"):
-        check_launch(environ, accelerators=0, asked_for=(config.num_processes, config.num_machines))
+        check_launch(environ, launched, accelerators=0, asked_for=(config.num_processes, config.num_machines))
 
 
 @pytest.mark.parametrize(
     "config, flags, layout",
     [
-        ("cpu", [], [1, 1, "1 process, cpu, fp32"]),
-        ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32"]),
+        ("cpu", [], [1, 1, "1 process, cpu, fp32, started by accelerate launch"]),
+        ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32, started by accelerate launch"]),
         pytest.param(
             "multi_cpu",
             ["--num_processes", 3, "--mixed_precision", "bf16"],
-            [3, 6, "3 processes on 1 node, cpu (gloo), bf16"],
+            [3, 6, "3 processes on 1 node, cpu (gloo), bf16, started by accelerate launch"],
             marks=pytest.mark.long,
         ),
     ],
@@ -172,7 +173,7 @@ def on_two_machines(launch, probe: Path, folder: Path, processes: int) -> list:
 def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
     nodes = on_two_machines(launch, probe, tmp_path, processes=2)
     assert [node.returncode for node in nodes] == [0, 0], nodes
-    layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32"]
+    layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 

@@ -5,9 +5,12 @@ from unittest import mock
 
 import pytest
 
-from common.distributed import launch
+from common.distributed import launch, meeting
 from common.distributed.exit_codes import leaving
-from common.distributed.launch import check_launch, choose_interface, last_resort, processes_asked, wants_cpu
+from common.distributed.launch import last_resort
+from common.distributed.launch_checks import check_launch, processes_asked, wants_cpu
+from common.distributed.launchers import complete
+from common.distributed.meeting import choose_interface
 from common.errors import Refused
 
 pytestmark = pytest.mark.smoke
@@ -25,6 +28,7 @@ TWO = {
     "MASTER_ADDR": "127.0.0.1",
 }
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
+MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
 
 
@@ -40,11 +44,15 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         ({**TWO, **HIDDEN_GPUS}, 0, 2),
         ({**TWO, "ACCELERATE_USE_CPU": "1"}, 0, 2),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, 2, 2),
-        ({"OMPI_COMM_WORLD_SIZE": "3"}, 0, 3),  # mpirun on a machine without GPUs
+        (MPI, 0, 2),  # mpirun on a machine without GPUs
+        (MPI, 2, 2),
+        (MPI, 1, 2),  # each process may see another GPU
     ],
 )
 def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
-    assert check_launch(environ, accelerators, asked_for=(world_size, 1)) == world_size
+    launched = complete(environ := dict(environ))
+    assert launched.world_size == world_size
+    check_launch(environ, launched, accelerators, asked_for=None if environ.keys() >= MPI.keys() else (world_size, 1))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +62,8 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
         (TWO, 0, "multi_cpu.yaml"),
         ({**TWO, "CUDA_VISIBLE_DEVICES": ""}, 0, "multi_cpu.yaml"),  # a job without GPUs on a GPU file
         ({**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2, "without LOCAL_RANK"),
+        ({**MPI, "MPI_LOCALNRANKS": "8", "PMI_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
+        ({**TWO, "TORCHELASTIC_RUN_ID": "1"}, 1, "2 processes on a machine with 1 GPUs"),
         ({**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}, 8, "fp16 on a CPU"),
@@ -71,7 +80,7 @@ def test_a_launch_that_would_train_something_else_is_refused(
     environ: dict[str, str], accelerators: int, said: str
 ) -> None:
     with pytest.raises(Refused, match=said) as refusal:
-        check_launch(environ, accelerators)
+        check_launch(environ, complete(dict(environ)), accelerators)
     assert "\n" not in str(refusal.value)
 
 
@@ -92,18 +101,18 @@ def test_another_number_of_processes_than_asked_for_is_refused(
     environ: dict[str, str], processes: int, machines: int, said: str
 ) -> None:
     with pytest.raises(Refused, match=said):
-        check_launch(environ, accelerators=1, asked_for=(processes, machines))
+        check_launch(environ, complete(dict(environ)), accelerators=1, asked_for=(processes, machines))
 
 
 def test_machines_may_be_missing() -> None:
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
-    assert check_launch(left, accelerators=2, asked_for=(4, 2)) == 2
+    check_launch(left, complete(dict(left)), accelerators=2, asked_for=(4, 2))
 
 
 def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(launch, "address_towards", own.__getitem__)
-    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    monkeypatch.setattr(meeting, "address_towards", own.__getitem__)
+    monkeypatch.setattr(meeting, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
@@ -127,28 +136,28 @@ def test_the_processes_of_one_machine_meet_on_its_loopback_unless_their_launcher
         environ = one | more
         choose_interface(environ)
         assert environ["MASTER_ADDR"] == main
-    unknown = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}  # how many of them are here
-    choose_interface(unknown)
-    assert unknown == {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    job = one | {"MASTER_ADDR": "127.1.2.3"}  # of its own among the jobs of this machine
+    choose_interface(job)
+    assert job["MASTER_ADDR"] == "127.1.2.3"
 
 
 def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_here_and_says_so(
     monkeypatch, capsys
 ) -> None:
     stores = []
-    monkeypatch.setattr(launch, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
-    monkeypatch.setattr(launch, "keep_store", lambda *place: stores.append(place[:2]))
-    launch._listen("127.0.0.1", 1)
-    launch._listen("10.0.0.1", 2)
+    monkeypatch.setattr(meeting, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(meeting, "keep_store", lambda *place: stores.append(place[:2]))
+    meeting._listen("127.0.0.1", 1)
+    meeting._listen("10.0.0.1", 2)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 2)] and not capsys.readouterr().out
-    launch._listen("first", 3)
+    meeting._listen("first", 3)
     assert len(stores) == 2 and "on all interfaces" in capsys.readouterr().out
-    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "")))
-    launch._listen("10.0.0.1", 4)
+    monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "")))
+    meeting._listen("10.0.0.1", 4)
     assert "on all interfaces" in capsys.readouterr().out
-    monkeypatch.setattr(launch, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
-    with pytest.raises(OSError, match="taken"):
-        launch._listen("10.0.0.1", 5)
+    monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
+    with pytest.raises(Refused, match=r"port 5 of 10.0.0.1 is taken: export MASTER_PORT"):
+        meeting._listen("10.0.0.1", 5)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +178,9 @@ def test_machines_leave_alone_if_the_others_can_continue(asked, least, leavers) 
 def test_restarts_are_refused_with_a_store_that_keeps_dead_processes() -> None:
     static = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(Refused, match="--rdzv_backend machines"):
-        check_launch(static, accelerators=2)
-    assert check_launch({**static, "TORCHELASTIC_MAX_RESTARTS": "0"}, accelerators=2) == 2
-    assert check_launch({**static, "TORCHELASTIC_USE_AGENT_STORE": "False"}, accelerators=2) == 2
+        check_launch(static, complete(dict(static)), accelerators=2)
+    for harmless in ({"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
+        check_launch({**static, **harmless}, complete({**static, **harmless}), accelerators=2)
 
 
 def test_the_cpu_is_used_only_on_request() -> None:

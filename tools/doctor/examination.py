@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from common.distributed.collectives import is_lost_peer
 from common.errors import Refused, printable
 from tools.doctor.finding import Finding
+from tools.doctor.table import HERE, ON_MACHINE
 from tools.doctor.world import LostPeer, World
 
 LAST_ROWS_S = 5.0  # how long rank 0 waits for the rows of a rank that is late
@@ -27,8 +28,9 @@ _WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # fil
 class Check:
     """A check and what it needs.
 
-    `name` is the first word of its rows, which --only selects. `needs` is "machine": nothing but this process; "store": all
-    processes have met; "group": torch's process group is formed. Those of a kind run one after the other, in this order.
+    `name` is unique; --only selects by its `word`, with which its rows begin.
+    `needs` is "machine": nothing but this process; "store": all processes have met; "group": torch's process group is
+    formed. Those of a kind run one after the other, in this order.
     `once_per_machine`: only the first process of each machine runs it, so it must not exchange anything with others.
     """
 
@@ -38,12 +40,18 @@ class Check:
     limit: float = 15.0  # seconds
     once_per_machine: bool = False
 
+    @property
+    def word(self) -> str:
+        """network for "network: ports"."""
+        return self.name.partition(":")[0]
+
 
 class Examination:
     """The rows of this rank so far; `run` adds those of a check. `finish` returns the rows of all ranks on rank 0."""
 
     def __init__(self, world: World, on_overrun: Callable[[], None]) -> None:
         self.world, self.rows, self.seconds = world, [], {}
+        self.answered: set[int] = set()  # ranks that have finished; rank 0 knows
         self._on_overrun = on_overrun
 
     def add(self, findings: Sequence[Finding]) -> None:
@@ -76,6 +84,9 @@ class Examination:
             findings = self._failure(check, error)
         finally:
             timer.cancel()
+        if check.needs == "machine":
+            here = ON_MACHINE if check.once_per_machine else HERE
+            findings = [replace(each, place=here) if each.place == "all" else each for each in findings]
         self.seconds[check.name] = round(time.monotonic() - began, 3)
         self.add(findings)
         if check.needs == "group" and world.store is not None:
@@ -96,13 +107,15 @@ class Examination:
             while True:
                 if world.store.check([f"rows/{rank}"]):
                     post = json.loads(world.store.get(f"rows/{rank}"))
-                if not post["check"] or time.monotonic() > until:
+                if not post["check"] or not world.hosts[rank] or time.monotonic() > until:
                     break
                 time.sleep(0.05)
             rows += [(rank, Finding(**row)) for row in post["rows"]]
-            if check := post["check"]:
+            if (check := post["check"]) and world.hosts[rank]:  # `meeting` names those that have not come
                 cause = "it has died or is stuck: see its own message"
                 rows.append((rank, Finding(check, "failed", "no answer", cause, world.name(rank))))
+            elif world.hosts[rank]:
+                self.answered.add(rank)
         return rows
 
     def _post(self, check: str) -> None:
@@ -112,20 +125,20 @@ class Examination:
 
     def _failure(self, check: Check, error: Exception) -> list[Finding]:
         """The row of a check that raised; none if it did so because another rank has raised, which has the cause."""
-        world = self.world
+        world, text = self.world, printable(" ".join(str(error).split())) or type(error).__name__
         lost = isinstance(error, LostPeer) or is_lost_peer(error)
         if lost and world.store is not None and world.store.check([f"raised/{check.name}"]):
             return []
         world.raised()
-        text = printable(" ".join(str(error).split())) or type(error).__name__
-        if isinstance(error, Refused | LostPeer):
-            return [Finding(check.name, "failed", "refused" if isinstance(error, Refused) else "no answer", text)]
+        if isinstance(error, LostPeer):
+            return [Finding(check.name, "failed", "no answer", text, HERE)]
+        if lost:
+            return [Finding(check.name, "not run", "lost another process", "see its row, or what it said itself", HERE)]
+        if isinstance(error, Refused):
+            return [Finding(check.name, "failed", "refused", text, HERE)]
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return [
-            Finding(
-                check.name, "failed", "raised", f"{type(error).__name__}: {text:.300} ({place.filename}:{place.lineno})"
-            )
-        ]
+        cause = f"{type(error).__name__}: {text:.300} ({place.filename}:{place.lineno})"
+        return [Finding(check.name, "failed", "raised", cause, HERE)]
 
     def _repair(self, failed: bool) -> None:
         """Form the process group again if the last check failed on some rank: its connections may be in any state."""
@@ -151,6 +164,5 @@ class Examination:
             finding = Finding(check.name, "not run", f"waited {check.limit:.0f} s for other ranks", f"waits {where}")
         else:
             finding = Finding(check.name, "failed", f"no end within {check.limit:.0f} s", f"stuck {where}")
-        self.world.check = ""
-        self.add([finding])
+        self.rows.append(finding)
         self._on_overrun()

@@ -119,9 +119,7 @@ def described(cut: Prediction) -> str:
     """A prediction in words."""
     sizes, steps = " or ".join(map(str, cut.plan.micro_batch_sizes)), cut.plan.micro_steps
     waits = ", waits for data" if cut.waits else ""
-    return (
-        f"{steps} micro-step{'s' * (steps > 1)} of {sizes}: {speed(cut):,.0f} images/s, {cut.memory / _GIB:.2f} GiB{waits}"
-    )
+    return f"{steps} micro-step{'s' * (steps > 1)} of {sizes}: {speed(cut):,.0f} images/s, {cut.memory / _GIB:.2f} GiB{waits}"
 
 
 def figures_of(layout: Layout, cuts: Sequence[Prediction]) -> dict:
@@ -185,8 +183,10 @@ def command(
     elif layout.processes != usual:
         flags += ["--num_processes", layout.processes]
     words = [*world.words]
-    if any(other == layout and speed(least) != speed(cut) and least.plan.micro_steps < cut.plan.micro_steps
-           for other, least in predictions):  # smaller micro-batches than the run would take itself
+    if any(
+        other == layout and speed(least) != speed(cut) and least.plan.micro_steps < cut.plan.micro_steps
+        for other, least in predictions
+    ):  # smaller micro-batches than the run would take itself
         words = without(words, "--max_micro_batch_size") + ["--max_micro_batch_size", cut.plan.max_micro_batch_size]
     file = f"accelerate_configs/{name}{suffix}.yaml"
     return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *words]))

@@ -67,9 +67,7 @@ def threads_of(layout: Layout, environ: Mapping[str, str]) -> int:
 
 def variables(layout: Layout, local_rank: int, on_cpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process of the layout, as a launcher would make it."""
-    found = {
-        name: value for name, value in environ.items() if name not in _WORLD and not name.startswith(_LAUNCHERS)
-    }
+    found = {name: value for name, value in environ.items() if name not in _WORLD and not name.startswith(_LAUNCHERS)}
     found |= {"OMP_NUM_THREADS": str(threads_of(layout, environ)), "ACCELERATE_MIXED_PRECISION": precision(environ)}
     found |= {"CUDA_VISIBLE_DEVICES": "-1"} if on_cpu else {}
     if layout.processes == 1:
@@ -115,7 +113,10 @@ def try_layout(
     started: list[subprocess.Popen] = []
     try:
         for local_rank in range(layout.here):
-            with (scratch / f"{local_rank}.out").open("wb") as output, (scratch / f"{local_rank}.err").open("wb") as errors:
+            with (
+                (scratch / f"{local_rank}.out").open("wb") as output,
+                (scratch / f"{local_rank}.err").open("wb") as errors,
+            ):
                 started.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "tools.doctor.plan_trial", str(scratch / "job.json")],
@@ -130,7 +131,9 @@ def try_layout(
             files = [scratch / f"result.{layout.node * layout.here + number}.json" for number in range(layout.here)]
             return [json.loads(file.read_text()) for file in files]
         code = started[first].returncode
-        cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, (scratch / f"{first}.err").read_text())
+        cause = (
+            f"no end within {limit:.0f} s" if code is None else cause_of(code, (scratch / f"{first}.err").read_text())
+        )
         return [{"rank": layout.node * layout.here + first, "failed": cause}]
     finally:
         for process in started:

@@ -78,11 +78,7 @@ class Pace:
             for phase, wait in zip(phases, waits, strict=True)
         ]
         self._rest = Line.through([phase["micro_steps"] for phase in phases], rests)
-        bound = [
-            phase["step_s"]
-            for phase, wait in zip(phases, waits, strict=True)
-            if wait > _WAITS * phase["step_s"]
-        ]
+        bound = [phase["step_s"] for phase, wait in zip(phases, waits, strict=True) if wait > _WAITS * phase["step_s"]]
         self._supply = float(np.median(bound)) if bound else 0.0
         self._memory = []
         for result in found:

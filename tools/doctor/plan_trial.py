@@ -32,7 +32,8 @@ from tools.trained import load_recipe
 
 _ENDLESS = 10**6  # steps: the trial ends when it has measured enough
 _LEAST_STEPS, _MOST_STEPS = 10, 400  # of a phase that --plan measures
-_BLOCK = 10  # steps of a row of metrics.jsonl
+_BLOCK = 5  # steps whose mean is one measurement
+_QUIET = 0.25  # share of the measurements that are quicker than the one that counts: others are disturbed by other work
 _WARM_STEPS = 3
 _DECODED_S = 1.0  # for how long a core makes samples
 _EVALUATED = 1000  # a larger validation set is not evaluated here
@@ -93,7 +94,8 @@ class Trial(Run):
             "start_s": time.perf_counter() - self._since,
             "start_peak": peak_memory(self.accelerator.device),
             "plan": dataclasses.asdict(self.plan),
-            "inexact": self._inexact | ({"batch norm": norm} if "depends" in (norm := rows.get("batch norm", "")) else {}),
+            "inexact": self._inexact
+            | ({"batch norm": norm} if "depends" in (norm := rows.get("batch norm", "")) else {}),
         }
         self._begin_phase()
         return network, wrapped
@@ -110,7 +112,6 @@ class Trial(Run):
             return
         plan, workers = self._plans[self._phase], self.config.workers
         self._training.begin(self._network, self._wrapped, plan, self.config.seed, (self.step, self.last), workers)
-        self._audit._is_off = True  # it knows the samples of a process by the first cut
         self._warm = _WARM_STEPS + min(9, -(-4 * self.result["workers"] // plan.micro_steps))
         self._steps: list[dict] = []
         self._count = 0
@@ -152,22 +153,19 @@ class Trial(Run):
         device = self.accelerator.device
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        spans = [[seconds(*span) for span in step["micro"]] for step in steps]
-        blocks = [steps[at : at + _BLOCK] for at in range(0, len(steps), _BLOCK)]
-        plan, earlier = self._plans[self._phase], [span for step in spans for span in step[:-1]]
-        self.result["phases"].append(
-            {
-                "micro_steps": plan.micro_steps,
-                "samples": plan.global_batch_size / plan.parts,
-                "steps": len(steps),
-                "step_s": statistics.median(statistics.fmean(step["step"] for step in block) for block in blocks),
-                "data_s": statistics.fmean(step["data"] for step in steps),
-                "end_s": statistics.median(step["end"] for step in steps),
-                "earlier_s": statistics.median(earlier) if earlier else None,  # without sending gradients
-                "last_s": statistics.median(step[-1] for step in spans),  # gradients are sent
-                "peak": peak_memory(device),
+        plan, blocks = self._plans[self._phase], []
+        for step in steps:
+            step["earlier"], step["last"] = [seconds(*span) for span in step["micro"][:-1]], seconds(*step["micro"][-1])
+        for at in range(0, len(steps), _BLOCK):
+            block = steps[at : at + _BLOCK]
+            earlier = [span for step in block for span in step["earlier"]]
+            mean = {
+                f"{name}_s": statistics.fmean(step[name] for step in block) for name in ("step", "data", "last", "end")
             }
-        )
+            blocks.append(mean | {"earlier_s": statistics.fmean(earlier) if earlier else None})
+        blocks.sort(key=lambda block: block["step_s"])
+        phase = {"micro_steps": plan.micro_steps, "samples": plan.global_batch_size / plan.parts, "steps": len(steps)}
+        self.result["phases"].append(phase | blocks[int(_QUIET * len(blocks))] | {"peak": peak_memory(device)})
         if self.job["seconds"] == 0:
             self.result["alone_s"] = self._without_sending()
         self._begin_phase()

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from common.distributed.collectives import give_up_after, leave_process_group
-from common.distributed.launch import wants_cpu
+from common.distributed.launch_checks import wants_cpu
+from common.distributed.launchers import EXPORTED, Launch, complete
 
+NAMED = 4  # ranks or hosts that a row names
 ANSWER_S = 30.0  # how long a process waits for the others in one exchange
 GROUP = timedelta(
     seconds=45
@@ -35,6 +37,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
+    launch: Launch = field(default_factory=lambda: Launch(EXPORTED))
     host: str = field(default_factory=socket.gethostname)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # "cuda:1": what this process computes on
     recipe: Path | None = None  # for checks that need a model and data
@@ -42,6 +45,7 @@ class World:
     hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
     store: Store | None = None
     is_met: bool = False  # all processes have reached the store
+    is_cut: bool = False  # this process knows why a process group could not be formed, such as a firewall
     has_group: bool = False  # they have formed torch's process group
     check: str = ""  # the one that runs
     _exchanges: int = 0
@@ -67,6 +71,10 @@ class World:
     def name(self, rank: int) -> str:
         """How the table names a rank: "rank 3 (node1)"."""
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank} ({self.host})"
+
+    def places(self, ranks: Collection[int]) -> str:
+        """How the table names several ranks: by their hosts if all of these hosts' ranks are among them."""
+        return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
 
     def exchange(self, value: Any, patience: float = ANSWER_S) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; over the store, so it works without a process group.
@@ -110,8 +118,8 @@ class World:
             self.store.set(f"raised/{self.check}", str(self.rank))
 
     def form_group(self) -> None:
-        """Form torch's process group over the store. A collective."""
-        if self.store is None:
+        """Form torch's process group over the store, unless a rank knows that this can't work. A collective."""
+        if self.store is None or any(self.exchange(self.is_cut)):
             return
         self._groups += 1
         give_up_after(GROUP)
@@ -127,20 +135,30 @@ class World:
             leave_process_group()
 
 
+def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str]) -> str:
+    """Names for `ranks`: their hosts, if those have no other ranks in `among` and are not all hosts; else rank by rank."""
+    here = {hosts[rank] for rank in ranks}
+    is_whole = all(rank in ranks for rank in among if hosts[rank] in here)
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks)] if is_whole and len({*hosts}) > 1 else []
+    names = names or [f"rank {rank} ({hosts[rank]})" for rank in sorted({*ranks})]
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: list[str]) -> World:
-    """The world that the launcher's variables describe. Nothing has been sent yet."""
-    rank, local_rank = int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
+    """The world that the launcher's variables describe. Nothing has been sent yet. Raises `Refused` if they contradict."""
+    launch = complete(environ)
     device = torch.device("cpu")
     if not wants_cpu(environ) and torch.cuda.is_available():
-        device = torch.device("cuda", min(local_rank, torch.cuda.device_count() - 1))
+        device = torch.device("cuda", min(launch.local_rank, torch.cuda.device_count() - 1))
         torch.cuda.set_device(device)
     return World(
-        rank,
-        world_size,
-        local_rank,
-        int(environ.get("LOCAL_WORLD_SIZE", world_size)),
-        int(environ.get("GROUP_RANK", 0)),
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        launch.local_world_size,
+        launch.node_rank or 0,
+        launch=launch,
         device=device,
         recipe=recipe,
         words=words,

@@ -1,0 +1,357 @@
+"""Launchers: what each of them tells a process about its world, and completing what it leaves out.
+
+accelerate launch and torchrun set all variables that PyTorch reads; mpirun and srun set only their own. Without completion,
+their processes would each train alone and end without an error.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from common.distributed.network import LOOPBACK, is_loopback
+from common.errors import Refused
+
+EXPORTED = "exported variables"
+DEFAULT_PORT = 29500  # that of torch and accelerate, for processes that no job number joins
+LATER = "file"  # in place of an address that INIT_METHOD's file will have
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+_PORTS = range(20000, 30000)  # below the ports that systems give to outgoing connections
+_STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpispawn", "mpirun", "mpiexec")  # parents of MPICH's processes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the run. `node_rank` and `nodes` are None if the launcher does not number the machines.
+
+    `address` and `port` are those of rank 0's store; "" and 0 for a single process.
+    """
+
+    launcher: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int | None = 0
+    nodes: int | None = 1
+    address: str = ""
+    port: int = 0
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The numbers by the names under which PyTorch and Accelerate read them."""
+        return {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.node_rank,
+            "GROUP_WORLD_SIZE": self.nodes,
+        }
+
+
+def complete(environ: MutableMapping[str, str]) -> Launch:
+    """Find the launcher of this process, and write what it left out of the variables that PyTorch and Accelerate read.
+
+    These are RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE (if known), MASTER_ADDR and
+    MASTER_PORT. Nothing is written for a single process, which forms no group. A second call changes nothing.
+    Raises `Refused` if variables are missing or contradict each other.
+    """
+    given = {name: value for name, value in environ.items() if value.strip()}
+    given |= _init_method(given)
+    launch = next(filter(None, (read(given) for read in _READERS)))
+    _check(launch, given)
+    if launch.world_size == 1:
+        return replace(launch, address="", port=0)
+    known = {name: str(number) for name, number in launch.numbers.items() if number is not None}
+    if given.get("MASTER_ADDR") == LATER:
+        launch = replace(launch, address="", port=0)
+    else:
+        address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
+        launch = replace(launch, address=address, port=port)
+        known |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    environ.update(known)
+    return launch
+
+
+def meeting_file(environ: Mapping[str, str]) -> Path | None:
+    """The file of INIT_METHOD=file:///shared/path, over which rank 0 tells the others where to meet it."""
+    method = environ.get("INIT_METHOD", "")
+    return Path(method.removeprefix("file://")) if method.startswith("file:///") else None
+
+
+def local_rank(environ: Mapping[str, str]) -> str:
+    """The number of this process on its machine, also if `complete` has refused the variables."""
+    names = ("LOCAL_RANK",) if is_agents(environ) else _LOCAL_RANKS
+    return next((environ[name] for name in names if name in environ), "0")
+
+
+def _init_method(environ: Mapping[str, str]) -> dict[str, str]:
+    """What INIT_METHOD says, in the form of MASTER_ADDR and MASTER_PORT."""
+    method = environ.get("INIT_METHOD", "env://")
+    if method == "env://":
+        return {}
+    place = urlsplit(method)
+    if meeting_file(environ):
+        said = {"MASTER_ADDR": LATER}
+    elif place.scheme == "tcp" and place.hostname and place.port and not place.path:
+        said = {"MASTER_ADDR": place.hostname, "MASTER_PORT": str(place.port)}
+    else:
+        raise Refused(f"INIT_METHOD={method}: must be env://, tcp://HOST:PORT or file:///SHARED/PATH")
+    for name, value in said.items():
+        if environ.get(name, value) != value:
+            raise Refused(
+                f"INIT_METHOD={method} and {name}={environ[name]} are two places to meet: unset one (accelerate launch and "
+                "torchrun set MASTER_ADDR; their flags are --main_process_ip and --rdzv_endpoint)"
+            )
+    return said
+
+
+def is_agents(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
+# --- one reader per launcher; None if the process is not of that launcher
+
+
+def _agent(environ: Mapping[str, str]) -> Launch | None:
+    """torchrun, and accelerate launch with several processes or machines, which runs torchrun's agent.
+
+    It comes first: `srun torchrun` starts one agent per machine, whose processes inherit srun's variables too.
+    """
+    if not is_agents(environ):
+        return None
+    if environ.get("MIXED_PRECISION", "no") != environ.get("ACCELERATE_MIXED_PRECISION", "no"):
+        raise Refused(
+            f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in Accelerate: set "
+            "os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
+        )
+    return _exported(environ, "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
+
+
+def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
+    """Accelerate's debug_launcher, which forms a gloo group on this machine and sets no rank."""
+    if "ACCELERATE_DEBUG_RDV_FILE" not in environ or not torch.distributed.is_initialized():
+        return None
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return Launch("debug_launcher", rank, rank, world_size, world_size)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
+    """Open MPI 4 and 5. The main machine is that of mpirun, on which rank 0 runs unless a host file says otherwise."""
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    launch = _from_mpi(
+        environ, "Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    )
+    hnp, job = environ.get("OMPI_MCA_orte_hnp_uri", ""), environ.get("PMIX_NAMESPACE", "")
+    if launch.nodes == 1:
+        return _on_one_machine(launch, hnp, job)
+    address = ""
+    if found := re.search(r";tcp://([^,:;]+)|;tcp6://\[([^],]+)", hnp):  # version 4: all addresses of mpirun's machine
+        address = found[1] or found[2]
+        away = environ.get("OMPI_MCA_orte_local_daemon_uri", hnp) != hnp
+    elif found := re.match(r"prterun-(.+)-\d+@", job):  # version 5: its name
+        address, away = found[1], environ.get("PMIX_HOSTNAME", found[1]) != found[1]
+    if "MASTER_ADDR" not in environ and (not address or (launch.rank == 0 and away)):
+        raise Refused(
+            "rank 0 does not run on mpirun's own machine, the only one whose address the others know: export MASTER_ADDR, the "
+            "address of rank 0's machine, and start with mpirun -x MASTER_ADDR"
+        )
+    return replace(launch, address=address, port=_port(hnp, job))
+
+
+def _mvapich(environ: Mapping[str, str]) -> Launch | None:
+    if "MV2_COMM_WORLD_SIZE" not in environ:
+        return None
+    names = ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
+    return _without_address(_from_mpi(environ, "MVAPICH2", "MV2_COMM_WORLD_", *names), environ)
+
+
+def _mpich(environ: Mapping[str, str]) -> Launch | None:
+    """MPICH and Intel MPI, started by Hydra."""
+    if "PMI_SIZE" not in environ or "MPI_LOCALNRANKS" not in environ:
+        return None
+    name = "Intel MPI" if any(variable.startswith("I_MPI_") for variable in environ) else "MPICH"
+    return _without_address(_from_mpi(environ, name, "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), environ)
+
+
+def _srun(environ: Mapping[str, str]) -> Launch | None:
+    """A task of a SLURM job step. SLURM_NTASKS is not read: batch scripts, which are one process, have it too."""
+    if "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    node = _int(environ, "SLURM_NODEID", 0)
+    sizes = [
+        int(size)
+        for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(int(times or 1))
+    ]
+    world_size = _int(environ, "SLURM_STEP_NUM_TASKS")
+    if not node < len(sizes) or sum(sizes) != world_size:
+        raise Refused(
+            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} does not fit to "
+            f"SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}: start the recipe with srun, once per job step"
+        )
+    rank, local_rank = _int(environ, "SLURM_PROCID"), _int(environ, "SLURM_LOCALID")
+    launch = Launch("srun", rank, local_rank, world_size, sizes[node], node, len(sizes))
+    job = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    if launch.nodes == 1:
+        return _on_one_machine(launch, *job)
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if "MASTER_ADDR" not in environ and (not hosts or (rank == 0 and node > 0)):
+        raise Refused(
+            "rank 0 is not on the first machine of SLURM_STEP_NODELIST, so the others don't know where to meet it: export "
+            "MASTER_ADDR, the address of its machine, before srun"
+        )
+    return replace(launch, address=first_host(hosts), port=_port(*job))
+
+
+def _operator(environ: Mapping[str, str]) -> Launch | None:
+    """Plain python in a pod of a Kubernetes operator, which sets the variables PET_* for torchrun: one process per pod."""
+    if not {"PET_NNODES", "PET_NPROC_PER_NODE"} & environ.keys():
+        return None
+    processes, nodes = environ.get("PET_NPROC_PER_NODE", "1"), environ.get("PET_NNODES", "1")
+    if processes != "1" or not nodes.isdecimal():
+        raise Refused(
+            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={processes} are for torchrun, but python started this process: start "
+            "the recipe with torchrun, which reads them"
+        )
+    if nodes == "1":
+        return Launch("python")
+    rank, port = _int(environ, "PET_NODE_RANK"), _int(environ, "PET_MASTER_PORT", DEFAULT_PORT)
+    address = environ.get("PET_MASTER_ADDR", "")
+    return Launch("python with PET_* variables", rank, 0, int(nodes), 1, rank, int(nodes), address, port)
+
+
+def _by_hand(environ: Mapping[str, str]) -> Launch | None:
+    """Variables that a person or another program exported for each process."""
+    if _int(environ, "WORLD_SIZE", 1) == 1 and "LOCAL_RANK" not in environ:
+        return None
+    return _exported(environ, EXPORTED)
+
+
+def _alone(environ: Mapping[str, str]) -> Launch:
+    """One process: accelerate launch without several processes, or plain python."""
+    if "ACCELERATE_MIXED_PRECISION" in environ:
+        return Launch("accelerate launch")
+    if _int(environ, "PMI_SIZE", 1) > 1:
+        raise Refused(
+            f"PMI_SIZE={environ['PMI_SIZE']} is the number of all processes, but that of this machine is not known: export "
+            "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+        )
+    if (tasks := max(_int(environ, name, 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))) > 1:
+        raise Refused(
+            f"this SLURM job has {tasks} tasks, but python started only this process: put srun before python, or srun -n 1 "
+            "for one process"
+        )
+    return Launch("python")
+
+
+_READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
+    *(_agent, _debug_launcher, _open_mpi, _mvapich, _mpich, _srun, _operator, _by_hand),
+    _alone,
+)
+
+
+# --- parts of readers
+
+
+def _exported(environ: Mapping[str, str], name: str) -> Launch:
+    """The world that torch's own variables describe."""
+    world_size, address = _int(environ, "WORLD_SIZE"), environ.get("MASTER_ADDR", "")
+    rank = _int(environ, "RANK")
+    on_one = world_size == 1 or (address and is_loopback(address)) or environ.get("GROUP_WORLD_SIZE") == "1"
+    local_rank = _int(environ, "LOCAL_RANK", rank if on_one else None)
+    local_world_size = _int(environ, "LOCAL_WORLD_SIZE", world_size if on_one else None)
+    nodes = environ.get("GROUP_WORLD_SIZE", "1" if local_world_size == world_size else None)
+    node = environ.get("GROUP_RANK", "0" if local_world_size == world_size else None)
+    launch = Launch(
+        *(name, rank, local_rank, world_size, local_world_size),
+        *(None if number is None else int(number) for number in (node, nodes)),
+        *(address or LOOPBACK, _int(environ, "MASTER_PORT", DEFAULT_PORT)),
+    )
+    return launch if address or local_world_size == world_size else _without_address(launch, environ)
+
+
+def _from_mpi(environ: Mapping[str, str], name: str, prefix: str, local_rank: str, local_size: str) -> Launch:
+    size, local = _int(environ, f"{prefix}SIZE"), _int(environ, local_size)
+    node, nodes = (0, 1) if local == size else (None, None)
+    return Launch(name, _int(environ, f"{prefix}RANK"), _int(environ, local_rank), size, local, node, nodes)
+
+
+def _without_address(launch: Launch, environ: Mapping[str, str]) -> Launch:
+    """For launchers whose processes know neither the first machine nor a number of their job."""
+    if launch.nodes == 1:
+        parents = psutil.Process().parents()
+        starters = [parent for parent in parents if parent.name() in _STARTERS] or parents  # not a shell script between
+        return _on_one_machine(launch, *(f"{starter.pid} {starter.create_time()}" for starter in starters[:1]))
+    if "MASTER_ADDR" not in environ:
+        raise Refused(
+            f"{launch.launcher} does not tell the processes of several machines where to meet: export MASTER_ADDR, the address "
+            "of rank 0's machine, before the command"
+        )
+    return replace(launch, port=DEFAULT_PORT)
+
+
+def _on_one_machine(launch: Launch, *job: str) -> Launch:
+    """Meet on the loopback. On Linux each job has a loopback address of its own, so that two jobs never share a port."""
+    first, second, third = hashlib.sha256(repr(job).encode()).digest()[:3]
+    own = f"127.{first}.{second}.{1 + third % 254}"
+    return replace(launch, address=own if sys.platform == "linux" else LOOPBACK, port=_port(*job))
+
+
+def _port(*job: str) -> int:
+    """A port that all processes of a job compute alike."""
+    return _PORTS[int.from_bytes(hashlib.sha256(repr(job).encode()).digest()[-4:], "big") % len(_PORTS)]
+
+
+def first_host(hosts: str) -> str:
+    """The first name in a SLURM node list: first_host("gpu[007-009,12],cpu1") -> "gpu007"."""
+    found = re.match(r"(?:[^,\[]|\[[^]]*\])*", hosts)
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", found[0]) if found else ""
+
+
+def _int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable as a number; a missing one is refused if there is no default."""
+    text = environ.get(name, default)
+    if text is None:
+        raise Refused(
+            f"{name} is not set, so this process doesn't know its place among the others: start the recipe with accelerate "
+            "launch, or export RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise Refused(f"{name}={text} is not a whole number") from None
+
+
+def _check(launch: Launch, environ: Mapping[str, str]) -> None:
+    """Raise `Refused` if the numbers can't be right, or if other variables contradict them."""
+    for of, number, size in (
+        ("rank", launch.rank, launch.world_size),
+        ("local rank", launch.local_rank, launch.local_world_size),
+        ("process of this machine, of all processes", launch.local_world_size - 1, launch.world_size),
+    ):
+        if not 0 <= number < size:
+            raise Refused(
+                f"{launch.launcher} says that this is {of} {number} of {size}, which can't be: look at its variables"
+            )
+    for name, number in launch.numbers.items():
+        if name in environ and number is not None and environ[name] != str(number):
+            raise Refused(
+                f"{name}={environ[name]} contradicts {launch.launcher}, which says {number} (rank {launch.rank} of "
+                f"{launch.world_size}): unset {name}, or start the processes with one launcher only"
+            )

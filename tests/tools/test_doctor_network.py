@@ -1,0 +1,156 @@
+"""The doctor finds what is wrong between machines and on one of them; each trouble is provoked on network namespaces."""
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness.debian import require_package
+from tests.harness.launching import ROOT, Launcher, free_port
+from tests.harness.machines import Node
+from tests.tools.test_doctor import exported, rows_of
+
+PORT = 20500  # below those that the system chooses
+# Another package, a clock that is 90 s ahead, and three busy neighbours on the core on which the rank is timed.
+SICK = f"""
+import dataclasses, os, subprocess, sys, time
+sys.path[:0] = [os.path.join(os.path.dirname(__file__), "packages"), {str(ROOT)!r}]
+true_time = time.time
+time.time = lambda: true_time() + 90
+from tools.doctor import checks, speed
+
+def crowded(world):
+    os.sched_setaffinity(0, {{0}})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        return speed.speed(world)
+    finally:
+        for each in busy:
+            each.kill()
+
+checks.CHECKS[:] = [
+    dataclasses.replace(each, function=crowded) if each.name == "speed" else each for each in checks.CHECKS
+]
+from tools.doctor.__main__ import main
+main()
+"""
+
+
+def run(*words: object) -> None:
+    subprocess.run([*map(str, words)], check=True, capture_output=True, text=True)
+
+
+def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
+    """Place and text of the rows of a status, by check."""
+    return {check: f"{place}: {row['measured']}" for (check, place), row in rows.items() if row["status"] == status}
+
+
+def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    well, sick = nodes(2)
+    record = tmp_path / "packages" / "timm-0.9.0.dist-info" / "METADATA"
+    record.parent.mkdir(parents=True)
+    record.write_text("Metadata-Version: 2.1\nName: timm\nVersion: 0.9.0\n")
+    script, file = tmp_path / "sick.py", tmp_path / "found.json"
+    script.write_text(SICK)
+    run("ip", "-n", sick.space, "link", "set", "eth0", "mtu", 1400)
+    slow = "root tbf rate 300mbit burst 256kb latency 50ms".split()
+    run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
+    inside = 'ulimit -n 200 && mount -t tmpfs -o size=32m none /dev/shm && exec "$@"'
+    started = [
+        well.start_python("-m", "tools.doctor", "--json", file, env=exported(0, 2, PORT, well.address)),
+        Launcher(tmp_path, [*sick.before, "sh", "-c", inside, "sh"]).start_python(
+            script, env=exported(1, 2, PORT, well.address)
+        ),
+    ]
+    done = [each.finish() for each in started]
+    assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr + done[1].stderr
+    rows = rows_of(file)
+    failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
+    assert failed == {
+        "limits: open files": "node1: 200, less than 1024",
+        "limits: /dev/shm": "node1: 32 MiB of 32 MiB free",
+        "versions: packages": failed["versions: packages"],
+    }
+    assert failed["versions: packages"].startswith("node1: timm 0.9.0 instead of ")
+    assert warned["network: MTU"] == "node1: MTU 1400, node0 has 1500"
+    assert warned["clock"] == "node1: 90000 ms ahead of node0"
+    assert warned["speed"].startswith("rank 1 (node1): ") and rows["speed", "rank 1 (node1)"]["figures"]["ratio"] > 1.25
+    link = rows["network: between", "all"]
+    assert link["status"] == "warning" and link["way_out"].startswith("less than 2 Gbit/s")
+    assert 0.1 < link["figures"]["all-reduce"][-1]["gbit"] < 0.33  # of the link's 0.3
+    # What is well is not blamed.
+    assert good["network: ports"] == "all: 4 system-chosen ports open between all machines, both ways"
+    assert rows["network: interfaces", "node1"]["measured"] == "eth0 (10.77.0.2, 10 Gbit/s, MTU 1400)"
+    assert rows["network: host name", "node1"]["measured"] == "node1 is 127.0.1.1; the recipes take eth0 instead"
+    assert rows["limits: /dev/shm", "node0"]["status"] == "ok" and "limits: cores" not in failed | warned
+
+
+def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    require_package("nftables")
+    first, walled = nodes(2)
+    rules = ["add table inet t", "add chain inet t in { type filter hook input priority 0; }"]
+    rules.append("add rule inet t in tcp flags & (syn|ack) == syn tcp dport 30000-65535 drop")
+    for rule in rules:
+        run("ip", "netns", "exec", walled.space, "nft", rule)
+    file = tmp_path / "found.json"
+    started = [
+        node.start("2node_cpu", "-m", "tools.doctor", "--json", file, flags=["--main_process_ip", first.address])
+        for node in (first, walled)
+    ]
+    done = [each.finish() for each in started]
+    assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr
+    rows = rows_of(file)
+    ((name, place),) = (key for key, row in rows.items() if row["status"] == "failed")
+    assert (name, place) == ("network: ports", "all")
+    assert rows[name, place]["measured"].startswith(
+        "node0 -> node1 (10.77.0.2): 4 of 4 ports filtered (no answer), such as "
+    )
+    assert rows[name, place]["way_out"].startswith("firewall: ")
+    assert rows["network: bandwidth", "all"]["status"] == rows["speed", "all"]["status"] == "not run"
+    assert rows["clock", "all"]["status"] == "ok"  # which needs the one port that is open
+    assert done[0].stdout.count("-> firewall: ") == 1 and not done[1].stdout  # one table for both
+
+
+@pytest.fixture
+def nobody(nodes) -> Node:
+    """A machine without others."""
+    return nodes(1)[0]
+
+
+def test_processes_that_can_not_meet_say_who_waits_for_what(nobody: Node, tmp_path) -> None:
+    nobody.send_into_silence("10.77.0.99")
+    waits = {"refused": "10.77.0.1", "silent": "10.77.0.99", "unrouted": "192.0.2.7", "unknown": "nowhere.invalid"}
+    cases = {name: exported(1, 2, PORT, address) for name, address in waits.items()}
+    cases["alone"] = exported(0, 2, PORT + 1, nobody.address)
+    taken = free_port()
+    with contextlib.closing(socket.create_server(("127.0.0.1", taken))):
+        cases["taken"] = exported(0, 2, taken) | {"LOCAL_WORLD_SIZE": "2"}
+        files = {name: tmp_path / f"{name}.json" for name in cases}
+        words = {
+            name: ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json", files[name]]
+            for name in cases
+        }
+        here = Launcher(tmp_path)
+        started = {
+            name: (here if name == "taken" else nobody).start_python(*words[name], env=cases[name]) for name in cases
+        }
+        done = {name: each.finish() for name, each in started.items()}
+    assert {each.returncode for each in done.values()} == {1}, done
+    found = {}
+    for name, file in files.items():
+        ((_, row),) = [(key, row) for key, row in rows_of(file).items() if key[0] == "network: meeting"]
+        found[name] = f"{row['measured']}; {row['way_out']}"
+    assert (
+        "rank 1 on node0 can't reach rank 0 at 10.77.0.1:20500; 10.77.0.1 is there, but nothing listens"
+        in found["refused"]
+    )
+    assert "10.77.0.99:20500 can't be reached (timed out)" in found["silent"] and "firewall" in found["silent"]
+    assert "192.0.2.7:20500 can't be reached (Network is unreachable)" in found["unrouted"]
+    assert "the name nowhere.invalid is not known on this machine" in found["unknown"]
+    assert "rank 1 of 2 did not come within 1 s; here are those of node0" in found["alone"]
+    assert f"port {taken} of 127.0.0.1 is taken" in found["taken"] and "by process " in found["taken"]
+    for name, file in files.items():  # what exists on the machine is shown beside
+        interfaces = [row for (check, _), row in rows_of(file).items() if check == "network: interfaces"]
+        assert interfaces and "eth0" in interfaces[0]["figures"]["interfaces"], name
