@@ -21,7 +21,7 @@ from common.distributed.meeting import choose_interface
 from common.durable import replace_file
 from common.errors import Refused
 from tools.doctor import meeting
-from tools.doctor.checks import CHECKS
+from tools.doctor.checks import CHECKS, PLAN
 from tools.doctor.examination import PRINTED_S, Check, Examination
 from tools.doctor.finding import Finding
 from tools.doctor.table import as_json, fold, show
@@ -38,7 +38,7 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
         raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(WORDS)}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = [check for check in CHECKS if not only or check.word in only]
+    checks = PLAN if options.plan else [check for check in CHECKS if not only or check.word in only]
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, began)
     if world.device.type == "cpu":
@@ -113,6 +113,8 @@ class Session:
                 replace_file(Path(options.json), f"{text}\n".encode())
         if options.json != "-":
             print(show(findings, sys.stdout.isatty()), f"({seconds:.0f} s)", flush=True)
+            for command in [finding.figures["command"] for finding in findings if "command" in finding.figures]:
+                print(f"\n{command}", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
     def _await_end(self, pipe: int) -> None:
