@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,17 @@ def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) 
     done = [each.finish(240) for each in started]
     assert [each.returncode for each in done] == [0, 0], done
     assert "1 process, cpu" in done[0].stdout and "2 processes on 1 node, cpu (gloo)" in done[1].stdout
+
+
+def test_two_machines_meet_at_the_address_of_mpirun(launch, mpi, nodes, tmp_path) -> None:
+    """Nothing is exported. Open MPI starts its daemon on the second machine by a script in place of ssh."""
+    first, second = nodes(2)
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(second.before)} sh -c "$*"\n')
+    agent.chmod(0o755)
+    before = [*first.before, *mpi["Open MPI"].before, "--mca", "plm_rsh_agent", str(agent), "-H", "node0:1,node1:1"]
+    apart = Mpi(mpi["Open MPI"].home, before)(2, CLS, *words_of(tmp_path / "apart"))
+    assert launch("multi_cpu", CLS, *words_of(tmp_path / "together")).returncode == 0
+    done = apart.finish(180)
+    assert "2 processes on 2 nodes, cpu (gloo), fp32, started by Open MPI\n" in done.stdout, done
+    assert result(tmp_path / "apart") == result(tmp_path / "together")
