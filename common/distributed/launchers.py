@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -104,11 +103,10 @@ def _init_method(environ: Mapping[str, str]) -> dict[str, str]:
     method = environ.get("INIT_METHOD", "env://")
     if method == "env://":
         return {}
-    place = urlsplit(method)
     if meeting_file(environ):
         said = {"MASTER_ADDR": LATER}
-    elif place.scheme == "tcp" and place.hostname and place.port and not place.path:
-        said = {"MASTER_ADDR": place.hostname, "MASTER_PORT": str(place.port)}
+    elif place := re.fullmatch(r"tcp://(?:\[(.+)\]|([^:/]+)):(\d+)", method):
+        said = {"MASTER_ADDR": place[1] or place[2], "MASTER_PORT": place[3]}
     else:
         raise Refused(f"INIT_METHOD={method}: must be env://, tcp://HOST:PORT or file:///SHARED/PATH")
     for name, value in said.items():
@@ -135,12 +133,12 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
     """
     if not is_agents(environ):
         return None
-    if environ.get("MIXED_PRECISION", "no") != environ.get("ACCELERATE_MIXED_PRECISION", "no"):
+    is_notebook = {"NPROC", "MIXED_PRECISION"} <= environ.keys()
+    if is_notebook and environ["MIXED_PRECISION"] not in ("no", environ.get("ACCELERATE_MIXED_PRECISION")):
         raise Refused(
             f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in Accelerate: set "
             "os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
         )
-    is_notebook = {"NPROC", "MIXED_PRECISION"} <= environ.keys()
     name = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
     return _exported(environ, "notebook_launcher" if is_notebook else name)
 

@@ -54,6 +54,12 @@ POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_
         # rank, local rank, processes, those of this machine, machine, machines
         (AGENT, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ({**AGENT, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        ({**AGENT, "ACCELERATE_MIXED_PRECISION": "bf16"}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        ({**AGENT, "MIXED_PRECISION": "bf16"}, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # a person's own variable
+        (
+            {**AGENT, "NPROC": "2", "MIXED_PRECISION": "no", "ACCELERATE_MIXED_PRECISION": "bf16"},
+            *("notebook_launcher", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        ),
         (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # srun torchrun
         (AGENT | POD, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         (ompi(2, 3, 0, 1), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1"),
@@ -166,11 +172,15 @@ def test_a_single_process_forms_no_group(environ, launcher) -> None:
         ({"SLURM_JOB_NUM_NODES": "2"}, "put srun before python"),
         ({**POD, "PET_NPROC_PER_NODE": "auto"}, "start the recipe with torchrun"),
         ({**POD, "PET_NNODES": "1:2"}, "start the recipe with torchrun"),
-        ({**AGENT, "MIXED_PRECISION": "bf16"}, "notebook_launcher(mixed_precision='bf16') has no effect in Accelerate"),
+        (
+            {**AGENT, "NPROC": "2", "MIXED_PRECISION": "bf16"},
+            "notebook_launcher(mixed_precision='bf16') has no effect in Accelerate",
+        ),
         (
             {**EXPORTED, "INIT_METHOD": "tcp://first"},
             "INIT_METHOD=tcp://first: must be env://, tcp://HOST:PORT or file:///",
         ),
+        ({**EXPORTED, "INIT_METHOD": "tcp://first:x"}, "must be env://"),
         ({**EXPORTED, "INIT_METHOD": "file://relative"}, "must be env://"),
         ({**AGENT, "INIT_METHOD": "tcp://10.0.0.2:3"}, "MASTER_ADDR=10.0.0.1 are two places to meet"),
         ({**AGENT, "INIT_METHOD": "file:///shared/x"}, "two places to meet"),

@@ -32,8 +32,11 @@ class Interrupted:
         return self
 
     def rank(self, number: int) -> psutil.Process:
-        for process in self.launcher.children():
-            if process.environ().get("RANK", "0") == str(number):
+        # The launcher's own children come first. MPICH's ranks are those of its proxy.
+        for process in [*self.launcher.children(), *self.launcher.children(recursive=True)]:
+            environ = process.environ()
+            names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+            if next((environ[name] for name in names if name in environ), "0") == str(number):
                 return process
         raise AssertionError(f"no rank {number}")
 

@@ -29,6 +29,9 @@ NOT_INHERITED = (
     "SLURM_",
     "OMPI_",
     "PMI_",
+    "PMIX_",
+    "PET_",
+    "INIT_METHOD",
 )
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # The defaults that data other than digits don't have (tests/training/test_defaults.py compares them).

@@ -1,0 +1,208 @@
+"""The real recipe gives the same bits under every launcher, ends with its exit code, and resumes under another launcher."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.harness.debian import require_package
+from tests.harness.interrupted import Interrupted
+from tests.harness.launching import ROOT, Launcher, Started, free_port
+
+CLS = "recipes/cls.py"
+LENGTH = ("--max_steps", 6, "--log_every", 1, "--eval_every", 6, "--global_batch_size", 32, "--tracker", "none")
+# With the default data workers; names and launchers of accelerate's functions that start a recipe from Python.
+NOTEBOOK = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import accelerate
+from recipes import cls
+for launcher, processes, words in json.loads(sys.argv[1]):
+    sys.argv = ["cls.py", *words]
+    getattr(accelerate, launcher)(cls.main, num_processes=processes)
+"""
+
+
+class Mpi(Launcher):
+    """mpirun of Open MPI or MPICH; `before` is the command up to the number of processes."""
+
+    def __call__(self, processes: int, *words: object, env=None) -> Started:
+        mpirun = Launcher(self.home, [*self.before, "-n", str(processes)])
+        return mpirun.start_python(*words, env=env)
+
+
+@pytest.fixture(scope="module")
+def mpi(tmp_path_factory) -> dict[str, Mpi]:
+    require_package("openmpi-bin")
+    require_package("mpich")
+    home = tmp_path_factory.mktemp("mpi")
+    as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    return {
+        "Open MPI": Mpi(home, ["mpirun.openmpi", *as_root, "--oversubscribe"]),
+        "MPICH": Mpi(home, ["mpirun.mpich"]),
+    }
+
+
+def words_of(folder: Path, *more: object) -> list[object]:
+    return [*LENGTH, "--output_dir", folder.parent, "--name", folder.name, *more]
+
+
+def result(folder: Path) -> tuple[list[float], bytes]:
+    """The losses and the last checkpoint's model."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    weights = max((folder / "checkpoints").glob("step_*")) / "model.safetensors"
+    return [row["train/loss"] for row in rows if "train/loss" in row], weights.read_bytes()
+
+
+def check(started: dict[str, list[Started]], folder: Path) -> None:
+    """All ended well, and the start table of each names its launcher."""
+    for name, launcher in started.items():
+        done = [each.finish(180) for each in launcher]
+        assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
+        text = "".join(each.stdout for each in done)
+        assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
+        assert len(result(folder / name)[0]) == 6
+
+
+@pytest.mark.parametrize("kind", ["", pytest.param("more", marks=pytest.mark.long)])
+def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path, kind) -> None:
+    """Two jobs run at a time, and don't meet each other."""
+
+    def recipe(name: str) -> list[object]:
+        return [CLS, *words_of(tmp_path / name)]
+
+    torchrun = ["-m", "torch.distributed.run"]
+    check(
+        {
+            "Open MPI": [mpi["Open MPI"](2, *recipe("Open MPI"))],
+            "MPICH": [mpi["MPICH"](2, *recipe("MPICH"))],
+        },
+        tmp_path,
+    )
+    if kind:
+        pet = ["--nnodes", 1, "--nproc_per_node", 2]
+        env = {"INIT_METHOD": f"tcp://127.0.0.1:{free_port()}", "CUDA_VISIBLE_DEVICES": "-1"}
+        by_mpich = mpi["MPICH"](2, CLS, *words_of(tmp_path / "tcp"), env=env)
+        check(
+            {
+                "torchrun": [
+                    launch.start_python(*torchrun, *pet, *recipe("torchrun"), env={"CUDA_VISIBLE_DEVICES": "-1"})
+                ]
+            },
+            tmp_path,
+        )
+        assert by_mpich.finish().returncode == 0
+        assert result(tmp_path / "tcp") == result(tmp_path / "torchrun") == result(tmp_path / "MPICH")
+        return
+
+    pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": "-1"}
+    stale = tmp_path / "meet"
+    stale.write_text(f"127.0.0.1 {free_port()}")  # of a start that was killed before all had come
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"file://{stale}", "CUDA_VISIBLE_DEVICES": "-1"}
+    exported = [
+        launch.start_python(*recipe("exported variables"), env={**world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    check(
+        {
+            "torchrun": [launch.start_python(*torchrun, *recipe("torchrun"), env=pet)],
+            "exported variables": exported,
+        },
+        tmp_path,
+    )
+    assert not stale.exists()
+
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    cases = [("debug_launcher", 2, "debug_launcher"), ("notebook_launcher", 2, "notebook_launcher")]
+    cases += [("debug_launcher", 1, "one of debug"), ("notebook_launcher", 1, "one of notebook")]
+    calls = json.dumps([(launcher, count, [*map(str, words_of(tmp_path / name))]) for launcher, count, name in cases])
+    alone = launch.start_python(*recipe("python"))
+    notebook = launch.start_python(script, calls, env={"ACCELERATE_USE_CPU": "1"}).finish(240)
+    assert notebook.returncode == 0, notebook.stderr
+    for name in ("debug_launcher", "notebook_launcher"):
+        assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in notebook.stdout
+    assert "1 process, cpu, fp32, started by python\n" in alone.finish().stdout
+
+    accelerated = launch("multi_cpu", *recipe("accelerate launch"))
+    assert "fp32, started by accelerate launch\n" in accelerated.stdout, accelerated.stderr
+    two = result(tmp_path / "accelerate launch")
+    for name in ("Open MPI", "MPICH", "torchrun", "exported variables", "debug_launcher", "notebook_launcher"):
+        assert result(tmp_path / name) == two, name
+    one = result(tmp_path / "python")
+    assert one == result(tmp_path / "one of debug") == result(tmp_path / "one of notebook") != two
+
+
+def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> None:
+    started = {name: mpirun(2, CLS, *words_of(tmp_path / "x", "--lr", "x")) for name, mpirun in mpi.items()}
+    started["contradicting"] = mpi["Open MPI"](2, CLS, *words_of(tmp_path / "x"), env={"WORLD_SIZE": "3"})
+    for name, each in started.items():
+        done = each.finish()
+        said = [line for line in done.stderr.splitlines() if line.startswith("cls.py: ")]
+        text = (
+            "WORLD_SIZE=3 contradicts Open MPI, which says 2" if name == "contradicting" else "--lr x: must be a number"
+        )
+        assert done.returncode == 2 and len(said) == 1 and text in said[0], done
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_another_launcher(mpi, tmp_path) -> None:
+    steps = (
+        "--max_steps",
+        300,
+        "--checkpoint_every",
+        50,
+        "--eval_every",
+        300,
+        "--batch_norm",
+        "group",
+        "--norm_batch_size",
+        4,
+    )
+    folder = tmp_path / "interrupted"
+    whole = mpi["Open MPI"](2, CLS, *words_of(tmp_path / "whole", *steps))
+
+    def start(name: str) -> Interrupted:
+        return Interrupted(mpi[name](2, CLS, *words_of(folder, *steps)), folder)
+
+    def status() -> list[str]:
+        return [json.loads((folder / "status.json").read_text())[name] for name in ("status", "cause")]
+
+    assert start("Open MPI").at_step(20).interrupt("USR1 launcher").gone() == 75
+    assert status() == ["resumable", "SIGUSR1"]
+    assert start("MPICH").at_step(60).interrupt("KILL rank 1").gone() != 0
+    last = start("Open MPI").started.finish()
+    assert last.returncode == 0 and "resum" in last.stdout, last
+    assert whole.finish().returncode == 0
+    assert result(folder)[1] == result(tmp_path / "whole")[1]
+
+
+def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) -> None:
+    """As VS Code runs them: under debugpy, which follows the processes of the launcher."""
+    pytest.importorskip("debugpy")
+    runs = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    started = []
+    for number, run in enumerate(runs):
+        target = ["-m", run["module"]] if "module" in run else [run["program"]]
+        words = [word.replace("${file}", CLS) for word in [*target, *run["args"]]]
+        more = [*LENGTH, "--output_dir", tmp_path, "--name", f"vs{number}"]
+        started.append(launch.start_python("-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}", *words, *more))
+    done = [each.finish(240) for each in started]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert "1 process, cpu" in done[0].stdout and "2 processes on 1 node, cpu (gloo)" in done[1].stdout
+
+
+def test_two_machines_meet_at_the_address_of_mpirun(launch, mpi, nodes, tmp_path) -> None:
+    """Nothing is exported. Open MPI starts its daemon on the second machine by a script in place of ssh."""
+    first, second = nodes(2)
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(second.before)} sh -c "$*"\n')
+    agent.chmod(0o755)
+    before = [*first.before, *mpi["Open MPI"].before, "--mca", "plm_rsh_agent", str(agent), "-H", "node0:1,node1:1"]
+    apart = Mpi(mpi["Open MPI"].home, before)(2, CLS, *words_of(tmp_path / "apart"))
+    assert launch("multi_cpu", CLS, *words_of(tmp_path / "together")).returncode == 0
+    done = apart.finish(180)
+    assert "2 processes on 2 nodes, cpu (gloo), fp32, started by Open MPI\n" in done.stdout, done
+    assert result(tmp_path / "apart") == result(tmp_path / "together")
