@@ -41,7 +41,7 @@ def undisturbed(run_several) -> dict[str, Outcome]:
 class Held:
     """A job whose first start waits at a step until it is asked to stop (tests/harness/held.py)."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *flags: str, script: str, config: str = "") -> None:
+    def __init__(self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = "") -> None:
         """`flags` are sbatch's. A script that uses accelerate launch also takes `config`."""
         self.run, self._signs = folder / script, folder / f"{script}.held"
         self._signs.mkdir()
@@ -49,7 +49,12 @@ class Held:
         words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
         words += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
-        self.job: Job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
+        if script.endswith(".py"):  # of submitit, which writes a batch script of its own
+            shown = slurm("python", SCRIPTS / script, "--folder", folder / "jobs", *flags, *words, env=env).stdout
+            number, output = shown.removeprefix("job ").strip().split(": ")
+            self.job = Job(slurm, number, Path(output))
+        else:
+            self.job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
 
     def waits(self) -> None:
         """Return when both processes wait."""
@@ -97,6 +102,17 @@ def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_re
     slurm("scontrol", "requeue", requeued.job.number)
     signalled.assert_resumed("SIGUSR1", "2 nodes", undisturbed["1"])
     requeued.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
+
+
+@pytest.mark.long
+def test_a_job_of_submitit_is_asked_to_stop_and_requeues_itself(slurm, undisturbed, tmp_path):
+    """As before its time limit. tests/cluster/test_submitit.py does the same without SLURM."""
+    pytest.importorskip("submitit")
+    flags = ("--gpus_per_node", 0, "--tasks_per_node", 2, "--cpus_per_task", 1)
+    held = Held(slurm, tmp_path, *flags, script="submitit_cls.py")
+    held.waits()
+    slurm("scancel", "--signal=USR1", held.job.number)
+    held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
 
 
 @pytest.mark.long
