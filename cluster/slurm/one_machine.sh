@@ -14,11 +14,15 @@
 
 accelerate launch "$@" & # in the background: bash runs a trap only when a command in the foreground has ended
 launcher=$!
-trap 'kill -USR1 "$launcher"' USR1 # the processes save, and the launcher ends with code 75
-wait "$launcher"                   # until its end, or until a trap has run
-wait "$launcher"                   # until its end
+requeue=0
+trap 'requeue=1; kill -USR1 "$launcher"' USR1 # the processes save, and the launcher ends with code 75
+trap 'kill -TERM "$launcher"' TERM            # also; if it is a pre-emption, SLURM itself requeues the job
+while kill -0 "$launcher" 2> /dev/null; do
+    wait "$launcher" # until its end, or until a trap has run. The end of this script would kill the processes
+done
+wait "$launcher" # bash still knows its exit code
 code=$?
-if ((code == 75)); then
-    scontrol requeue "$SLURM_JOB_ID" # stopped before its end, with a checkpoint
+if ((code == 75 && requeue)); then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -39,22 +39,26 @@ def undisturbed(run_several) -> dict[str, Outcome]:
 
 
 class Held:
-    """A job whose starts wait at chosen steps until they are asked to stop (tests/harness/held.py)."""
+    """A job whose first start waits at a step until it is asked to stop (tests/harness/held.py)."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *flags: str, script: str, at: str, config: str = "") -> None:
-        """`script` and `flags` of sbatch; a script that uses accelerate launch also takes `config`."""
-        self._at, self.run, self._signs = at.split(), folder / script, folder / f"{script}.held"
+    def __init__(self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = "") -> None:
+        """`flags` are sbatch's. A script that uses accelerate launch also takes `config`."""
+        self.run, self._signs = folder / script, folder / f"{script}.held"
         self._signs.mkdir()
         words = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
         words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
         words += ["--output_dir", folder, "--name", script]
-        env = {"HELD_AT": at, "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
-        self.job: Job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
+        env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
+        if script.endswith(".py"):  # of submitit, which writes a batch script of its own
+            shown = slurm("python", SCRIPTS / script, "--folder", folder / "jobs", *flags, *words, env=env).stdout
+            number, output = shown.removeprefix("job ").strip().split(": ")
+            self.job = Job(slurm, number, Path(output))
+        else:
+            self.job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
 
-    def waits(self, start: int = 0) -> None:
-        """Return when both processes of this start wait."""
-        signs = [self._signs / f"{start} {rank}" for rank in (0, 1)]
-        self.job.until(lambda _: all(sign.exists() for sign in signs), f"waiting in start {start}")
+    def waits(self) -> None:
+        """Return when both processes wait."""
+        self.job.until(lambda _: len([*self._signs.iterdir()]) == 2, "at the step where it waits")
 
     def assert_resumed(self, by: str, layout: str, undisturbed: Outcome) -> None:
         """The run was stopped `by` one signal, resumed from the step it had come to, and ended as the undisturbed one."""
@@ -62,14 +66,14 @@ class Held:
         assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), text
         assert f"2 processes on {layout}" in text
         stop = re.search(rf"stopped by {by} at step (\d+)", text)
-        assert stop and 0 <= int(stop[1]) - int(self._at[0]) <= 2, text
+        assert stop and 0 <= int(stop[1]) - 5 <= 2, text
         assert re.findall(r"resuming from step (\d+)", text) == [stop[1]], text
         assert_same_run(self.run, undisturbed.folder)
 
 
 def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_path):
     """srun starts one process on each of two machines. They save when SLURM takes the machines for an urgent job."""
-    held = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh", at="5")
+    held = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
     held.waits()
     flags = ("--partition=urgent", "--nodes=2", "--exclusive")
     assert slurm.submit(*flags, "--wrap", "true", output=tmp_path / "urgent.out").end()["JobState"] == "COMPLETED"
@@ -79,7 +83,7 @@ def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_pa
 def test_a_job_is_asked_to_stop_before_its_time_limit_and_requeues_itself(slurm, undisturbed, tmp_path):
     """SLURM sends SIGUSR1 to the batch script alone, which passes it on to accelerate launch."""
     flags = ("--signal=B:USR1@60", "--time=60")
-    held = Held(slurm, tmp_path, *flags, script="one_machine.sh", at="5", config="multi_cpu")
+    held = Held(slurm, tmp_path, *flags, script="one_machine.sh", config="multi_cpu")
     held.waits()
     slurm("scontrol", "update", f"JobId={held.job.number}", "EndTime=now+90")  # SLURM looks at its clock twice a minute
     held.job.until(lambda known: known["Restarts"] == "1", "requeued")
@@ -90,8 +94,8 @@ def test_a_job_is_asked_to_stop_before_its_time_limit_and_requeues_itself(slurm,
 @pytest.mark.long
 def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
     """Processes that srun started get the signal themselves; a launcher on each of two machines is ended by a requeue."""
-    signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh", at="5")
-    requeued = Held(slurm, tmp_path, script="launch.sh", at="5", config="2node_cpu")
+    signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
+    requeued = Held(slurm, tmp_path, script="launch.sh", config="2node_cpu")
     signalled.waits()
     slurm("scancel", "--signal=USR1", signalled.job.number)
     requeued.waits()
@@ -101,10 +105,21 @@ def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_re
 
 
 @pytest.mark.long
+def test_a_job_of_submitit_is_asked_to_stop_and_requeues_itself(slurm, undisturbed, tmp_path):
+    """As before its time limit. tests/cluster/test_submitit.py does the same without SLURM."""
+    pytest.importorskip("submitit")
+    flags = ("--gpus_per_node", 0, "--tasks_per_node", 2, "--cpus_per_task", 1)
+    held = Held(slurm, tmp_path, *flags, script="submitit_cls.py")
+    held.waits()
+    slurm("scancel", "--signal=USR1", held.job.number)
+    held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("script, config", [("train.sh", ""), ("one_machine.sh", "multi_cpu")])
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, script, config):
     flags = ("--ntasks-per-node=2", "--nodes=1") if script == "train.sh" else ()
-    held = Held(slurm, tmp_path, *flags, script=script, at="5", config=config)
+    held = Held(slurm, tmp_path, *flags, script=script, config=config)
     held.waits()
     slurm("scancel", held.job.number)
     known = held.job.end()

@@ -1,9 +1,8 @@
-"""Runs a recipe that waits at chosen steps until it is asked to stop, so that it does not matter when a signal comes.
+"""Runs a recipe whose first start waits at a step until it is asked to stop, so that it does not matter when a signal comes.
 
     python tests/harness/held.py recipes/cls.py ...
 
-HELD_AT in the environment lists a step for each start: the first start waits at the first one, and so on. Later starts don't
-wait. Each rank that waits writes a file `START RANK` to the folder HELD_IN.
+The environment gives the step as HELD_AT. Each rank that waits writes a file with its number to the folder HELD_IN.
 """
 
 import os
@@ -32,9 +31,8 @@ def hold(step: int, sign: Path) -> None:
 
 
 if __name__ == "__main__":
-    signs, rank = Path(os.environ["HELD_IN"]), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    start, steps = len([*signs.glob(f"* {rank}")]), os.environ["HELD_AT"].split()
-    if start < len(steps):
-        hold(int(steps[start]), signs / f"{start} {rank}")
+    sign = Path(os.environ["HELD_IN"]) / os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if not sign.exists():
+        hold(int(os.environ["HELD_AT"]), sign)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

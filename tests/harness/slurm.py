@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -51,35 +52,24 @@ class Slurm:
     def __init__(self, first: Node, folder: Path) -> None:
         self._first, self._folder = first, folder
 
-    def start(self, *words: object, env: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
+    def __call__(
+        self, *words: object, env: Mapping[str, str] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with one thread a process."""
-        environ = inherited() | {
+        environ = {
+            **inherited(),
             "SLURM_CONF": f"{self._folder}/slurm.conf",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(self._folder),
             "CUDA_VISIBLE_DEVICES": "-1",
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
             **(env or {}),
         }
-        return subprocess.Popen(
-            [*self._first.before, *map(str, words)],
-            cwd=ROOT,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            **options,
-        )
-
-    def __call__(
-        self, *words: object, check: bool = True, timeout: float = 120, **options
-    ) -> subprocess.CompletedProcess:
-        """`start` and wait for the end."""
-        process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-        stdout, stderr = process.communicate(timeout=timeout)
-        assert not (check and process.returncode), f"{words}: {process.returncode}\n{stdout}\n{stderr}"
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        command = [*self._first.before, *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+        assert not (check and done.returncode), f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
 
     def submit(self, *words: object, output: Path, **options) -> "Job":
         """`sbatch <words>`, with its output in the file `output`."""
@@ -135,23 +125,30 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         names = {"socket": "munge.socket", "key-file": key.name, "log-file": "munged.log"}
         names |= {"pid-file": "munged.pid", "seed-file": "munged.seed"}
         munged = ["munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in names.items())]
-        commands = [(nodes[0], munged), (nodes[0], ["slurmctld", "-D"]), *((node, ["slurmd", "-D"]) for node in nodes)]
         environ = {**inherited(), "SLURM_CONF": str(folder / "slurm.conf")}
-        with (folder / "daemons.log").open("w") as log:
-            daemons = [
-                subprocess.Popen([*node.before, *words], env=environ, stdout=log, stderr=log)
-                for node, words in commands
-            ]
+        log = (folder / "daemons.log").open("w")
+
+        def start(node: Node, *words: str) -> subprocess.Popen:
+            return subprocess.Popen([*node.before, *words], env=environ, stdout=log, stderr=log)
+
         slurm = Slurm(nodes[0], folder)
+        daemons = [start(nodes[0], *munged)]
         try:
-            for _ in Limit(60).turns(0.1):
-                if slurm("sinfo", "--noheader", "--format", "%T %D", check=False).stdout.split() == ["idle", "2"]:
-                    break
-            else:
-                pytest.fail(f"SLURM does not come up:\n{(folder / 'daemons.log').read_text()}")
+            _await(lambda: (folder / "munge.socket").exists(), log)
+            daemons += [start(nodes[0], "slurmctld", "-D"), *(start(node, "slurmd", "-D") for node in nodes)]
+            states = ("sinfo", "--noheader", "--format", "%T %D")
+            _await(lambda: slurm(*states, check=False).stdout.split() == ["idle", "2"], log)
             yield slurm
         finally:
             for node in nodes:
                 node.kill()
             for daemon in daemons:
                 daemon.wait()
+            log.close()
+
+
+def _await(condition: Callable[[], bool], log: TextIO) -> None:
+    for _ in Limit(60).turns(0.1):
+        if condition():
+            return
+    pytest.fail(f"SLURM does not come up:\n{Path(log.name).read_text()}")
