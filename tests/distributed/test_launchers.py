@@ -1,6 +1,5 @@
 """Each launcher's variables become the same eight; what contradicts or is missing is refused in one line."""
 
-
 import pytest
 
 from common.distributed.launchers import Launch, complete, first_host, local_rank
