@@ -13,7 +13,7 @@ from tests.harness.outcomes import Outcome
 from tests.harness.paced import PACED
 from tests.harness.ssh import Hosts
 
-STEPS = 240
+STEPS = 160
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 1, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
@@ -90,9 +90,10 @@ def test_the_end_of_the_script_ends_the_run_on_all_hosts(hosts, train, tmp_path)
     assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
 
 
+@pytest.mark.long
 def test_a_refusal_ends_the_run_and_a_bad_list_is_refused(hosts, train, tmp_path):
     """With 2, and without starting anything again."""
-    refused = train("--lr", "-1").finish()
+    refused = train("--lr", "-1", RETRY="30").finish()
     assert refused.returncode == 2 and "starting again" not in refused.stderr, refused
     assert "node0: cls.py: --lr -1" in refused.stderr and "Traceback" not in refused.stderr
     (tmp_path / "hosts.txt").write_text("# nobody\n")
