@@ -59,7 +59,9 @@ def forbidden_imports(modules: dict[str, str]) -> list[str]:
         lower_or_own = ROOMS[: ROOMS.index(module.split(".")[1]) + 1] if "." in module else []
         for name in imported(source):
             top, room, *_ = [*name.split("."), ""]
-            if top in ("compat", "recipes", "tools", "tests", "benchmarks") or (top == "common" and room not in lower_or_own):
+            if top in ("compat", "recipes", "tools", "tests", "benchmarks") or (
+                top == "common" and room not in lower_or_own
+            ):
                 wrong.append(f"{module} imports {name}")
     return wrong
 

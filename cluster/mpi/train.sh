@@ -11,7 +11,7 @@
 export ACCELERATE_MIXED_PRECISION=${ACCELERATE_MIXED_PRECISION:-bf16} # or no, fp16
 PYTHON=${PYTHON:-$PWD/.venv/bin/python} # the same path on all machines
 MASTER_PORT=${MASTER_PORT:-29500}       # the first machine listens here for the others
-GRACE=${GRACE:-30}                      # seconds in which a run that is asked to stop may save
+GRACE=${GRACE:-10}                      # seconds that Open MPI gives processes to end; it always waits them out, several times
 
 set -eu
 if [ $# -lt 2 ] || [ ! -r "$1" ]; then
@@ -39,12 +39,16 @@ if mpirun --version | grep -q 'Open MPI\|Open-MPI\|OpenRTE'; then
         [ -z "${!name-}" ] || words+=(-x "$name") # MPICH passes on the whole environment
     done
     export OMPI_MCA_odls_base_sigkill_timeout=$GRACE PRTE_MCA_odls_base_sigkill_timeout=$GRACE # versions 4 and 5
+    stop=USR1 # is passed on; after SIGTERM mpirun itself ends the processes
 else
     sed -i 's/ /:/' "$list"
     words=(-f "$list")
+    stop=TERM
 fi
+asked=0
 mpirun "${words[@]}" -n "$processes" "$PYTHON" "$@" &
 mpirun=$!
-trap 'kill -TERM "$mpirun"' INT TERM HUP
+trap 'asked=75; kill -s "$stop" "$mpirun"' INT TERM HUP
 while kill -0 "$mpirun" 2> /dev/null; do wait "$mpirun" && code=0 || code=$?; done
+[ "$code" != 0 ] || code=$asked # MPICH ends with 0 after a signal
 exit "$code"

@@ -54,7 +54,7 @@ attend() {
         echo "$code" > "$state/code_$2"
         [ "$2" != 0 ] && [ "$code" != 0 ] && [ "$code" != 2 ] || return # 2: refused, as it will be again
         for ((second = 0; second < RETRY; second++)); do
-            [ ! -e "$state/stop" ] && kill -0 $$ 2> /dev/null || return
+            [ ! -e "$state/stop" ] && [ ! -e "$state/code_0" ] && kill -0 $$ 2> /dev/null || return
             sleep 1
         done
         echo "$1: ended with $code; starting again" >&2

@@ -36,9 +36,9 @@ def secrets(text: str) -> list[str]:
 def test_no_file_holds_a_secret() -> None:
     wrong = {}
     for path in tracked():
-        if path != Path(__file__) and path.stat().st_size < 1_000_000 and b"\0" not in (content := path.read_bytes()):
-            if found := secrets(content.decode(errors="replace")):
-                wrong[path.relative_to(ROOT)] = found
+        if path.stat().st_size < 1_000_000 and (found := secrets(path.read_text(errors="replace"))):
+            wrong[path.relative_to(ROOT).as_posix()] = found
+    assert wrong.pop("tests/cluster/test_files.py")  # the examples below
     assert wrong == {}
 
 

@@ -1,51 +1,68 @@
-"""cluster/mpi/train.sh, with Open MPI and MPICH, trains on two machines what one machine trains with two processes."""
+"""cluster/mpi/train.sh trains on two machines what one machine trains with two processes, with Open MPI and with MPICH."""
 
-import signal, time
-from pathlib import Path
+import sys
+
 import numpy as np
 import pytest
 
+from tests.harness.debian import require_package
+from tests.harness.launching import Started
 from tests.harness.machines import Watched
 from tests.harness.outcomes import Outcome
+from tests.harness.paced import PACED
 from tests.harness.ssh import Hosts
-from tests.harness.debian import require_package
-import sys
 
+STEPS = 40
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "none"),
-    *("--log_every", 1, "--eval_every", 12, "--checkpoint_every", 6, "--dtype", "float64"),
+    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", STEPS, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5),
 )
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENV = {
+    "PYTHON": sys.executable,
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_USE_CPU": "1",
+    "GRACE": "2",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
-@pytest.mark.parametrize("package, command", [("openmpi-bin", "mpirun.openmpi"), ("mpich", "mpirun.mpich")])
-def test_x(nodes, tmp_path, tmp_path_factory, package, command):
+@pytest.mark.parametrize(
+    "name, stops",
+    [
+        ("Open MPI", False),
+        pytest.param("Open MPI", True, marks=pytest.mark.long),
+        pytest.param("MPICH", True, marks=pytest.mark.long),
+    ],
+)
+def test_two_machines_train_what_two_processes_train(name, stops, nodes, run_several, tmp_path, tmp_path_factory):
+    """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same command resumes it."""
+    package, command = {"Open MPI": ("openmpi-bin", "mpirun.openmpi"), "MPICH": ("mpich", "mpirun.mpich")}[name]
     require_package(package)
     hosts = Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))
     hosts.provide("mpirun", f"/usr/bin/{command}")
-    first, second = hosts.nodes
-    (tmp_path / "hosts.txt").write_text(f"{first.address} 1\n# spare\n{second.address} 1\n")
-    env = AS_ROOT | {"PYTHON": sys.executable, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "1"}
-    words = [
-        "cluster/mpi/train.sh",
-        tmp_path / "hosts.txt",
-        "recipes/cls.py",
-        *WORDS,
-        "--output_dir",
-        tmp_path,
-        "--name",
-        "two",
-    ]
-    run = Watched(tmp_path / "two", [hosts.start(first, [*words, "--max_steps", 12], env)])
-    done = run.started[0].finish()
-    print(done.stdout, done.stderr, done.returncode)
-    print([hosts.left_over(n) for n in hosts.nodes])
-    run.started = [hosts.start(first, [*words, "--max_steps", 5000], env)]
-    run.until(lambda: run.step() > 20, "trains")
-    t = time.time()
-    run.started[0].process.terminate()
-    done = run.started[0].finish()
-    print(done.stdout, done.stderr, done.returncode)
-    print(time.time() - t, [hosts.left_over(n) for n in hosts.nodes])
-    assert 0
+    (tmp_path / "hosts.txt").write_text("".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes))
+    (tmp_path / "paced.py").write_text(PACED)
+    words = [*WORDS, "--output_dir", tmp_path]
+
+    def train() -> Started:
+        command = ["cluster/mpi/train.sh", tmp_path / "hosts.txt", tmp_path / "paced.py", *words, "--name", "two"]
+        return hosts.start(hosts.nodes[0], command, ENV)
+
+    if stops:
+        run = Watched(tmp_path / "two", [train()])
+        run.until(lambda: run.step() >= 2, "both train")
+        run.started[0].process.terminate()
+        stopped = run.started[0].finish()
+        assert stopped.returncode == 75 and "stopped by SIG" in stopped.stdout, stopped
+        assert hosts.nothing_is_left(), hosts.left_over()
+    done = train().finish()
+    assert done.returncode == 0, done.stderr
+    assert f"2 processes on 2 nodes, cpu (gloo), fp64, started by {name}" in done.stdout
+    assert ("resuming from step" in done.stdout) == stops
+    assert hosts.nothing_is_left(), hosts.left_over()
+    one = run_several(2, {"one": words})["one"]
+    two = Outcome("ok", "", "", 0.0, tmp_path / "two")
+    assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(two.column("train/loss"), one.column("train/loss"), rtol=1e-8)

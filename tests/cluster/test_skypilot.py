@@ -1,6 +1,7 @@
 """cluster/skypilot/train.yaml is a task that SkyPilot reads, and its commands train on two machines and resume."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,15 @@ task = sky.Task.from_yaml(sys.argv[1])
 [resources] = task.resources
 print(json.dumps([task.num_nodes, resources.accelerators, resources.job_recovery, task.volumes, task.envs, task.run]))
 """
+
+
+def test_the_task_has_what_managed_jobs_need():
+    """Of the keys that this test knows, without SkyPilot: the next test asks SkyPilot itself."""
+    task = yaml.safe_load(FILE.read_text())
+    assert task.keys() == {"name", "num_nodes", "resources", "workdir", "volumes", "envs", "setup", "run"}
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert [path for path in task["volumes"] if f"--output_dir {path} " in task["run"]]
+    assert set(re.findall(r"\$\(?\(?([A-Z_]+)", task["run"])) >= {"CONFIG", "FLAGS", "SKYPILOT_NODE_IPS"}
 
 
 @pytest.mark.long
@@ -68,6 +78,7 @@ def start(machines: list[Node], folder: Path) -> list[Started]:
     ]
 
 
+@pytest.mark.long
 def test_its_commands_train_on_two_machines_and_resume(nodes, forks, tmp_path):
     """The machines are taken away in the middle; on new ones, of other addresses, the run ends with one process's losses."""
     (tmp_path / "paced.py").write_text(PACED)

@@ -1,5 +1,6 @@
 """cluster/ssh/train.sh trains on hosts that it reaches by ssh, outlives the loss of one, and leaves nothing behind on them."""
 
+import json
 import os
 import signal
 
@@ -11,9 +12,8 @@ from tests.harness.machines import Watched
 from tests.harness.outcomes import Outcome
 from tests.harness.paced import PACED
 from tests.harness.ssh import Hosts
-from tests.harness.waiting import Limit
 
-STEPS = 240
+STEPS = 160
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 1, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
@@ -41,10 +41,6 @@ def train(hosts, tmp_path):
     return start
 
 
-def nothing_is_left(hosts: Hosts) -> bool:
-    return any(not any(map(hosts.left_over, hosts.nodes)) for _ in Limit(30).turns(0.1))
-
-
 def test_a_lost_host_comes_back_and_ctrl_c_stops_all(hosts, train, forks, tmp_path):
     """The losses are those of one undisturbed process; then the finished run is made longer, stopped, and resumed."""
     _, second = hosts.nodes
@@ -63,7 +59,7 @@ def test_a_lost_host_comes_back_and_ctrl_c_stops_all(hosts, train, forks, tmp_pa
     assert done.returncode == 0, done.stderr
     assert f"{second.name}: " in done.stderr or f"{second.address}: ended with 255" in done.stderr
     assert all(line.startswith(("node0: ", "node1: ")) for line in done.stdout.splitlines()), done.stdout
-    assert nothing_is_left(hosts), [hosts.left_over(node) for node in hosts.nodes]
+    assert hosts.nothing_is_left(), hosts.left_over()
     rows = Outcome("ok", "", "", 0.0, tmp_path / "run").rows
 
     run.started = [train("--max_steps", 2000)]
@@ -72,7 +68,7 @@ def test_a_lost_host_comes_back_and_ctrl_c_stops_all(hosts, train, forks, tmp_pa
     stopped = run.started[0].finish()
     assert stopped.returncode == 75, stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert nothing_is_left(hosts), [hosts.left_over(node) for node in hosts.nodes]
+    assert hosts.nothing_is_left(), hosts.left_over()
 
     one = forks(*WORDS, "--output_dir", tmp_path / "alone")
     assert one.code == 0, one.stderr
@@ -80,3 +76,25 @@ def test_a_lost_host_comes_back_and_ctrl_c_stops_all(hosts, train, forks, tmp_pa
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     losses = np.array([row["train/loss"] for row in rows if "train/loss" in row])
     np.testing.assert_allclose(losses, alone.column("train/loss"), rtol=1e-8)
+
+
+@pytest.mark.long
+def test_the_end_of_the_script_ends_the_run_on_all_hosts(hosts, train, tmp_path):
+    """Killed without a chance to say so, as when its machine fails; the hosts save a checkpoint all the same."""
+    run = Watched(tmp_path / "run", [train()])
+    run.until(lambda: run.step() >= 12, "both train")
+    run.started[0].process.kill()
+    run.started[0].finish()
+    assert hosts.nothing_is_left(), hosts.left_over()
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
+
+
+@pytest.mark.long
+def test_a_refusal_ends_the_run_and_a_bad_list_is_refused(hosts, train, tmp_path):
+    """With 2, and without starting anything again."""
+    refused = train("--lr", "-1", RETRY="30").finish()
+    assert refused.returncode == 2 and "starting again" not in refused.stderr, refused
+    assert "node0: cls.py: --lr -1" in refused.stderr and "Traceback" not in refused.stderr
+    (tmp_path / "hosts.txt").write_text("# nobody\n")
+    assert train().finish().returncode == 2

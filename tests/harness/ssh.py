@@ -71,12 +71,17 @@ class Hosts:
         """Start a command on a machine, from which `ssh` reaches the others, in a process group of its own."""
         return node.start_command(*words, env={"PATH": self._path} | (env or {}), process_group=0)
 
-    def left_over(self, node: Node) -> list[str]:
-        """Command lines of what runs on a machine besides its sshd."""
-        pids = subprocess.run(["ip", "netns", "pids", node.space], capture_output=True, text=True, check=True).stdout
+    def left_over(self) -> list[str]:
+        """Command lines of what runs on the machines besides sshd."""
         found = []
-        for pid in map(int, pids.split()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if pid != self._servers[node].pid:
-                    found.append(" ".join(psutil.Process(pid).cmdline()))
+        for node, server in self._servers.items():
+            words = ["ip", "netns", "pids", node.space]
+            pids = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            for pid in {*map(int, pids.split())} - {server.pid}:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(f"{node.name}: {' '.join(psutil.Process(pid).cmdline())}")
         return found
+
+    def nothing_is_left(self) -> bool:
+        """Whether the machines soon run nothing but sshd."""
+        return any(not self.left_over() for _ in Limit(30).turns(0.1))
