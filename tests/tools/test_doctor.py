@@ -6,6 +6,7 @@ import resource
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,6 +269,25 @@ def test_the_odd_rank_is_named_by_what_most_have() -> None:
 def test_interfaces_are_chosen_as_the_libraries_do(variable: str, value: str, taken: str | None, monkeypatch) -> None:
     monkeypatch.setenv(variable, value)
     assert interfaces.chosen(variable, {"lo": [], "eth0": [], "eth1": [], "ib0": []}) == taken
+
+
+def test_an_interface_that_is_absent_down_or_slower_than_another_is_named(monkeypatch) -> None:
+    links = {"eth0": (True, 1000), "ib0": (True, 100000), "eth1": (False, 1000)}
+    monkeypatch.setattr(interfaces, "addresses", lambda: {name: ["10.0.0.1"] for name in links})
+    monkeypatch.setattr(interfaces, "speed", lambda name: links[name][1])
+    stats = {name: SimpleNamespace(isup=up, mtu=1500) for name, (up, mbit) in links.items()}
+    monkeypatch.setattr(interfaces.psutil, "net_if_stats", lambda: stats)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+
+    def found(name: str) -> list[str]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        rows = interfaces.interfaces(World(world_size=2, hosts=["a", "b"]))
+        return [f"{row.status}: {row.measured} {row.way_out}" for row in rows]
+
+    assert found("ib0") == ["ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500) "]
+    assert "export GLOO_SOCKET_IFNAME=ib0" in found("eth0")[0] and found("eth0")[0].startswith("warning: eth0")
+    assert found("eth1")[0] == "failed: eth1 is down ip link set eth1 up"
+    assert found("eth9")[0].startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0 10.0.0.1; ib0 ")
 
 
 # --- W&B
