@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 
 from tests.harness.debian import require_package
@@ -49,6 +50,29 @@ with socket.create_server({taken}):
         (row,) = meet(this_process(environ, None, []), environ, 0.5)
         found[name] = f"{{row.measured}}; {{row.way_out}}"
 print(json.dumps(found))
+"""
+
+
+# Two machines' end points of a tunnel through which each packet takes 10 ms; one line on stdout when it is open.
+TUNNEL = """
+import collections, ctypes, fcntl, os, select, struct, subprocess, sys, time
+
+ends = []
+for number, space in enumerate(sys.argv[1:]):
+    with open(f"/run/netns/{space}") as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    ends.append(os.open("/dev/net/tun", os.O_RDWR))
+    fcntl.ioctl(ends[-1], 0x400454CA, struct.pack("16sH22x", b"tunnel", 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+    subprocess.run(["ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", "tunnel"], check=True)
+    subprocess.run(["ip", "link", "set", "tunnel", "up"], check=True)
+print("open", flush=True)
+on_the_way = collections.deque()
+while True:
+    until = on_the_way[0][0] - time.monotonic() if on_the_way else 1.0
+    for end in select.select(ends, [], [], max(0.0, until))[0]:
+        on_the_way.append((time.monotonic() + 0.01, ends[1 - ends.index(end)], os.read(end, 65536)))
+    while on_the_way and on_the_way[0][0] <= time.monotonic():
+        os.write(*on_the_way.popleft()[1:])
 """
 
 
@@ -157,3 +181,26 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(nodes: Callable[...,
     assert "192.0.2.7:20500 can't be reached (Network is unreachable)" in found["unrouted"]
     assert "the name nowhere.invalid is not known on this machine" in found["unknown"]
     assert "port 20502 of 10.77.0.1 is taken" in found["taken"] and "by process " in found["taken"]
+
+
+def test_a_long_way_between_machines_is_named(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    both, file = nodes(2), tmp_path / "found.json"
+    words = [sys.executable, "-c", TUNNEL, *(node.space for node in both)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as tunnel:
+        try:
+            assert tunnel.stdout.readline() == "open\n"
+            started = [
+                node.start_python(
+                    *("-m", "tools.doctor", "--only", "network", "--json", file),
+                    env=exported(rank, 2, PORT, "10.78.0.1"),
+                )
+                for rank, node in enumerate(both)
+            ]
+            done = [each.finish() for each in started]
+        finally:
+            tunnel.kill()
+    assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr
+    rows = rows_of(file)
+    way = rows["network: between", "all"]
+    assert way["way_out"].startswith("latency above 5 ms") and 20 < way["figures"]["all-reduce"][0]["ms"] < 200
+    assert rows["network: interfaces", "node1"]["measured"].startswith("tunnel (10.78.0.2, ")
