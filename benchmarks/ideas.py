@@ -29,9 +29,7 @@ def overlap(found: dict):
     figure = plots.new_figure(WIDTH, 4.6)
     panels = figure.subplots(2, sharex=True)
     colours = (BLUE, GREEN, ORANGE, "#7A5195")
-    for axes, way, title in zip(
-        panels, ("overlap", "after"), ("DDP", "all-reduce after the backward pass"), strict=True
-    ):
+    for axes, way, title in zip(panels, ("overlap", "after"), ("DDP", "All-reduce only at the end"), strict=True):
         axes.set_yticks([3.0, 2.35, 1.0, 0.35], ["rank 0  backward", "all-reduce", "rank 1  backward", "all-reduce"])
         for rank, ranked in enumerate(found[way]):
             base = 3.0 - 2 * rank
@@ -50,7 +48,7 @@ def overlap(found: dict):
         late, complete = ideas_profile.exposed(found[way])
         axes.axvline(complete, color=INK, linewidth=1, linestyle=":")
         axes.set_title(
-            f"{title}: gradients complete after {complete:,.0f} ms, {late:,.0f} ms behind the backward pass",
+            f"{title}: {late:,.0f} ms of all-reduce after the end of the backward pass",
             fontsize=10,
         )
         axes.set(ylim=(-0.1, 3.5))

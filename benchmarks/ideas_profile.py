@@ -47,7 +47,7 @@ def profile(rank: int, folder: str, width: int) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, 10)), bucket_cap_mb=8 * (width / 1024) ** 2)
-    images = torch.randn(width, width)
+    images = torch.randn(width // 2, width)
     tries: dict[str, list] = {"overlap": [], "after": []}
     for step in range(2 + TRIES):
         for way, timelines in tries.items():

@@ -94,4 +94,4 @@ def test_the_long_trainings_and_the_profile_are_as_the_text_says(launch: Launche
     compare(CLAIMS + SLOW_CLAIMS, found)
     one, same, eight, warm = (found[name] for name in SLOW_CLAIMS[0][1])
     assert one < min(same, eight, warm), "the larger batch is behind with each rate"
-    assert found["overlap: complete ms"] < found["after: complete ms"]
+    assert found["overlap: late ms"] < found["after: late ms"]
