@@ -7,6 +7,7 @@ torch.distributed that the script has made, or makes one, which `shutdown()` end
 import atexit
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -164,8 +165,7 @@ def _local_rank(number: int) -> int:
 
 def is_homogeneous() -> bool:
     """Whether all machines have the same number of processes."""
-    counts = [sum(_local_rank(other) == number for other in range(size())) for number in range(local_size())]
-    return len({*counts}) == 1
+    return len({*Counter(_local_rank(other) for other in range(size())).values()}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
