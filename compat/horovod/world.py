@@ -114,19 +114,17 @@ def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
     global _owns_group
     if engine.is_running() and os.getpid() == _process:  # not in a fork
         running = engine.current()
-        engine.set_current(None)
+        try:
+            running.shutdown(limit_s)
+        finally:
+            engine.set_current(None)
         atexit.unregister(_end)
-        running.shutdown(limit_s)
         forget_process_sets()
         if _owns_group:
             if running.broken:
                 _abandoned.append(dist.group.WORLD)
             dist.destroy_process_group()
         _owns_group = False
-
-
-_process = 0  # the one that called init()
-_abandoned: list[dist.ProcessGroup | None] = []  # with a dead member: the end of such a group would wait for it
 
 
 def is_initialized() -> bool:

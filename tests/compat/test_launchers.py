@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.debian import require_package
 from tests.harness.launching import ROOT, Started, free_port, inherited
 
@@ -22,6 +24,20 @@ def expected(size: int) -> list[dict]:
         {"numbers": [rank, size, rank, size, 1], "sum": sum(range(size)), "gathered": gathered, "launcher": None}
         for rank in range(size)
     ]
+
+
+@pytest.mark.long
+def test_on_two_machines(nodes, tmp_path: Path) -> None:
+    """Machines that know their own names as 127.0.1.1 negotiate over the network between them."""
+    first, second = nodes(2)
+    flags = ["--main_process_ip", first.address, "--num_processes", 4]
+    started = [node.start("2node_cpu", SCRIPT, tmp_path, flags=flags) for node in (first, second)]
+    for done in [process.finish() for process in started]:
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    of_one = expected(4)
+    for rank, answer in enumerate(of_one):
+        answer["numbers"] = [rank, 4, rank % 2, 2, 2]
+    assert answers(tmp_path) == of_one
 
 
 def test_under_every_launcher(launch, tmp_path: Path) -> None:
