@@ -46,7 +46,9 @@ def compare(steps: int, batch: int) -> dict[str, float]:
         "horovod": steps_of(
             model,
             model,
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters()),
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters()
+            ),
             batch,
         ),
         "ddp": steps_of(other, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9), batch),

@@ -49,7 +49,7 @@ def scale_rate() -> None:
 @hvd.elastic.run
 def train(state):
     seen = []
-    for state.epoch in range(state.epoch, EPOCHS):
+    for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020
         for images, numbers in loader:
             die_once(state.step)
             optimizer.zero_grad()

@@ -73,9 +73,11 @@ def optimizer_states() -> None:
                 model = model_of(0)
                 optimizer = make(model.parameters())
                 is_root = hvd.rank() == 0
-                if name != "lbfgs" and has_state in {"root": ("root", "all"), "others": ("all", "others")}[
-                    "root" if is_root else "others"
-                ]:
+                if (
+                    name != "lbfgs"
+                    and has_state
+                    in {"root": ("root", "all"), "others": ("all", "others")}["root" if is_root else "others"]
+                ):
                     train(model, optimizer)
                     optimizer.param_groups[0]["lr"] = 0.5 + hvd.rank()
                 optimizer.param_groups[0]["note"] = {"nested": [None, hvd.rank(), (1, "a")]}
@@ -117,7 +119,13 @@ def a_checkpoint_of_the_root() -> None:
 
 def objects() -> None:
     rank, size = hvd.rank(), hvd.size()
-    item = {"a": [1, 2.5, None, "b"], "t": torch.arange(3), "n": np.float64(0.5), 3: {4, 5}, "x": argparse.Namespace(lr=1)}
+    item = {
+        "a": [1, 2.5, None, "b"],
+        "t": torch.arange(3),
+        "n": np.float64(0.5),
+        3: {4, 5},
+        "x": argparse.Namespace(lr=1),
+    }
     received = hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item")
     assert received["x"] == item["x"] and received[3] == {4, 5} and received["n"] == 0.5
     assert torch.equal(received["t"], item["t"]) and received["a"] == item["a"]
@@ -144,7 +152,9 @@ def disagreements() -> None:
     tensors = {"same": torch.ones(2), f"only {min(rank, 1)}": torch.ones(1)}
     with pytest.raises(hvd.HorovodInternalError, match=r"names, shapes or types of tensors differ: only 0 .* only 1"):
         hvd.broadcast_parameters(tensors, root_rank=0)
-    with pytest.raises(hvd.HorovodInternalError, match=r"\[2\] torch.float32 and a \[3\] torch.float32 on ranks 0 and 1"):
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"\[2\] torch.float32 and a \[3\] torch.float32 on ranks 0 and 1"
+    ):
         hvd.broadcast_parameters({"a": torch.ones(2 + min(rank, 1))}, root_rank=0)
     model = model_of(0)
     made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]

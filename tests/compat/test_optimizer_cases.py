@@ -115,7 +115,9 @@ def two_models_in_one_optimizer() -> None:
         models = [Net(), Net()]
         optimizer: Any = torch.optim.AdamW([{"params": model.parameters()} for model in models], lr=0.01)
         if wraps:
-            named = [(f"{number}.{name}", p) for number, model in enumerate(models) for name, p in model.named_parameters()]
+            named = [
+                (f"{number}.{name}", p) for number, model in enumerate(models) for name, p in model.named_parameters()
+            ]
             optimizer = hvd.DistributedOptimizer(optimizer, named)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -213,7 +215,7 @@ def misuse() -> None:
 
     model, optimizer = made()
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(AssertionError, match="before optimizer.step"):
+    with pytest.raises(AssertionError, match=r"before optimizer\.step"):
         optimizer.zero_grad()
     with pytest.raises(AssertionError, match="increase backward_passes_per_step"):
         model(torch.ones(1, 2)).sum().backward()
