@@ -1,0 +1,53 @@
+"""Horovod's elastic shape: the number of processes may change. Only its import line was changed."""
+
+import sys
+
+import compat.horovod as hvd  # was: import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from fashion import Net, count_correct, load
+from torch.utils.data import DataLoader
+
+EPOCHS, BATCH, RATE = 2, 64, 0.05  # batch and rate of one process
+
+hvd.init()
+if torch.cuda.is_available():
+    torch.cuda.set_device(hvd.local_rank())
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+train, test = load(sys.argv[1], train=True), load(sys.argv[1], train=False)
+sampler = hvd.elastic.ElasticSampler(train)
+loader = DataLoader(train, BATCH, sampler=sampler)
+model = Net().to(device)
+optimizer = torch.optim.SGD(model.parameters(), RATE * hvd.size())
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+@hvd.elastic.run
+def fit(state):
+    for state.epoch in range(state.epoch, EPOCHS):
+        for state.batch, (images, labels) in enumerate(loader, start=state.batch):
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state.sampler.record_batch(state.batch, BATCH)
+            if state.batch % 20 == 19:
+                state.commit()
+        state.sampler.set_epoch(state.epoch + 1)
+        state.batch = 0
+        part = torch.utils.data.Subset(test, range(hvd.rank(), len(test), hvd.size()))
+        correct = hvd.allreduce(count_correct(model, part, device), op=hvd.Sum)
+        if hvd.rank() == 0:
+            print(f"epoch {state.epoch}: accuracy {correct.item() / len(test):.4f}", flush=True)
+
+
+def adapt_rate():
+    """The rate belongs to the number of processes."""
+    for group in optimizer.param_groups:
+        group["lr"] = RATE * hvd.size()
+
+
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)
+state.register_reset_callbacks([adapt_rate])
+fit(state)
