@@ -166,8 +166,7 @@ def all_to_all(
     rows = [split or [shape[0] // size] * size for split, shape in zip(splits, shapes, strict=True)]
     received = [row[own] for row in rows]
     result = tensor.new_empty(sum(received), *tensor.shape[1:])
-    row_bytes = tensor.element_size() * result[:1].numel() if len(result) else 0
-    row_bytes = tensor.element_size() * tensor[0].numel() if len(tensor) else row_bytes
+    row_bytes = tensor.element_size() * tensor.shape[1:].numel()
     if any(map(sum, rows)):
         into = [count * row_bytes for count in received]
         out = [count * row_bytes for count in rows[own]]

@@ -74,7 +74,7 @@ class Engine:
         self.groups: dict[int, Group] = {}
         self.threads: set[threading.Thread] = set()  # which have ever asked
         self.waiting: dict[threading.Thread, list[Key]] = {}
-        self.broken, self.leaving = "", False
+        self.broken, self.over, self.leaving = "", threading.Event(), False
         self.homes: list[list[Any]] = []
         self.begun, self.ended = threading.Event(), threading.Event()
         self.decisions: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
@@ -125,9 +125,8 @@ class Engine:
             )
         if name is None:
             with self.lock:
-                number = self.names[set_id, kind]
+                name = _nameless(kind, self.names[set_id, kind])
                 self.names[set_id, kind] += 1
-            name = f"{kind}.noname.{number}"
         request = Request(
             kind,
             name,
@@ -229,8 +228,9 @@ class Engine:
 
     def break_off(self, error: str) -> None:
         """End the world on all ranks: everything in flight fails, and everything later."""
-        self._send("break", error=error)
-        self._break(error)
+        if not self.over.wait(_TURN_S):  # a death, which the control channel tells, is the better reason
+            self._send("break", error=error)
+            self._break(error)
 
     def _break(self, error: str) -> None:
         with self.lock:
@@ -238,6 +238,7 @@ class Engine:
             for operation in self.table.values():
                 operation.fail(self.broken)
             self.table = {}
+            self.over.set()
 
     # --- the thread that runs collectives
 
@@ -245,17 +246,23 @@ class Engine:
         while (message := self.decisions.get()) is not None and not self.broken:
             try:
                 if message["do"] == "fail":
-                    set_id, name = message["key"]
-                    with self.lock:
-                        failed = self.table.pop((set_id, name), None)
-                    if failed:
-                        failed.fail(message["error"])
+                    self._fail(message)
                 elif message["do"] == "serve":
                     self._serve(message["set_id"], *message["what"])
                 else:
                     self._run(message["items"])
             except Exception as error:  # the others may be in the middle of the same collective
                 self.break_off(f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def _fail(self, message: dict[str, Any]) -> None:
+        set_id, name = message["key"]
+        with self.lock:
+            operation = self.table.pop((set_id, name), None)
+            if operation:
+                kind = operation.request.kind
+                if not message["complete"] and name == _nameless(kind, self.names[set_id, kind] - 1):
+                    self.names[set_id, kind] -= 1  # others have not counted it
+                operation.fail(message["error"])
 
     def _serve(self, set_id: int, elements: int, dtype: str, device: str) -> None:
         where = self.join_device if device == "cuda" else torch.device(device)
@@ -267,6 +274,8 @@ class Engine:
         requests = [Request(**item["request"]) for item in items]
         with self.lock:
             operations = [self.table.get(request.key) for request in requests]  # None if this rank has joined
+        if requests[0].kind == "join":
+            self.names.clear()  # ranks with less data have counted less
         if requests[0].kind == "add_process_set":
             self.groups[items[0]["set_id"]] = make_group(requests[0].ranks)
             results = [items[0]["set_id"]]
@@ -308,3 +317,8 @@ class Engine:
                 end_group(group)
         self.channel.close()
         self.timeline.stop()
+
+
+def _nameless(kind: str, number: int) -> str:
+    """The name of a collective that was given none."""
+    return f"{kind}.noname.{number}"

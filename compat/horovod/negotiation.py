@@ -216,10 +216,11 @@ class Negotiator:
 
     def _fail(self, key: Key, error: str, spare: int = -1) -> Decision:
         """The collective fails on all ranks that have asked for it, except for one that has gone."""
+        complete = not self._missing(key)
         requests = self.pending.pop(key).requests
         if key == JOIN:
             self.joined = []
-        return _failure([rank for rank in requests if rank != spare], key, error)
+        return _failure([rank for rank in requests if rank != spare], key, error, complete)
 
     def _serve(self, rank: int) -> list[Decision]:
         """Ordered all-reduces that others have begun, and for which a rank that has joined supplies zeros."""
@@ -263,8 +264,9 @@ def fused(decisions: Iterable[Decision], most_elements: int) -> list[Decision]:
     return result
 
 
-def _failure(ranks: list[int], key: Key, error: str) -> Decision:
-    return Decision(ranks, {"do": "fail", "key": key, "error": error})
+def _failure(ranks: list[int], key: Key, error: str, complete: bool = True) -> Decision:
+    """`complete`: all ranks have asked for it, so they have counted it alike if it has no name."""
+    return Decision(ranks, {"do": "fail", "key": key, "error": error, "complete": complete})
 
 
 def _fixed(request: Request) -> list[list[int]]:

@@ -1,11 +1,13 @@
 """SyncBatchNorm: batch normalisation by the statistics of all ranks' samples together."""
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.training.batch_norm import normalize_shared
-from compat.horovod import world
-from compat.horovod.ordered import ordered_group
+from compat.horovod import engine, world
+
+_groups: dict[int, dist.ProcessGroup] = {}  # of the world that there is now
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -37,10 +39,19 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if world.size() == 1 or not (self.training or self.running_mean is None):
             return super().forward(x)
-        y, (mean, variance, _) = normalize_shared(x, self.weight, self.bias, self.eps, ordered_group("sync_batch_norm"))
+        y, (mean, variance, _) = normalize_shared(x, self.weight, self.bias, self.eps, _group())
         if self.training and self.running_mean is not None:
             self.num_batches_tracked += 1
             momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
             self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
         return y
+
+
+def _group() -> dist.ProcessGroup:
+    """A group of its own: its collectives follow the layers' order, which negotiated ones don't. The first call is one."""
+    key = id(engine.current())
+    if key not in _groups:
+        _groups.clear()
+        _groups[key] = dist.new_group(use_local_synchronization=True)
+    return _groups[key]

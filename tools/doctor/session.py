@@ -12,6 +12,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import Store
+
 from common.distributed.exit_codes import announce_exit
 from common.distributed.launch import share_cores
 from common.distributed.launchers import meeting_file
@@ -19,7 +21,7 @@ from common.distributed.meeting import choose_interface
 from common.durable import replace_file
 from common.errors import Refused
 from tools.doctor import meeting
-from tools.doctor.checks import CHECKS
+from tools.doctor.checks import CHECKS, PLAN
 from tools.doctor.examination import PRINTED_S, Check, Examination
 from tools.doctor.finding import Finding
 from tools.doctor.table import as_json, fold, show
@@ -36,7 +38,7 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
         raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(WORDS)}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = [check for check in CHECKS if not only or check.word in only]
+    checks = PLAN if options.plan else [check for check in CHECKS if not only or check.word in only]
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, began)
     if world.device.type == "cpu":
@@ -87,9 +89,9 @@ class Session:
         if store is not None:
             if self.world.is_main:
                 store.set("printed", str(code))
-                _await_readers(self.world, len(self.examination.answered - {0}))
+                _await_readers(store, len(self.examination.answered - {0}))
             else:
-                code = _printed(self.world)
+                code = _printed(store)
         elif alone:
             code = 1
         if code:
@@ -111,6 +113,8 @@ class Session:
                 replace_file(Path(options.json), f"{text}\n".encode())
         if options.json != "-":
             print(show(findings, sys.stdout.isatty()), f"({seconds:.0f} s)", flush=True)
+            for command in [finding.figures["command"] for finding in findings if "command" in finding.figures]:
+                print(f"\n{command}", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
     def _await_end(self, pipe: int) -> None:
@@ -138,15 +142,15 @@ def _signalled() -> int:
     return reading
 
 
-def _printed(world: World) -> int:
+def _printed(store: Store) -> int:
     """The exit code of rank 0, once it has printed."""
     until = time.monotonic() + PRINTED_S
     code = 1
     while time.monotonic() < until:
         try:
-            if world.store.check(["printed"]):
-                code = int(world.store.get("printed"))
-                world.store.add("read", 1)
+            if store.check(["printed"]):
+                code = int(store.get("printed"))
+                store.add("read", 1)
                 break
         except RuntimeError:  # rank 0 has ended, and its store
             break
@@ -154,8 +158,8 @@ def _printed(world: World) -> int:
     return code
 
 
-def _await_readers(world: World, others: int) -> None:
+def _await_readers(store: Store, others: int) -> None:
     """Keep the store open until the others have read the exit code."""
     until = time.monotonic() + PRINTED_S
-    while world.store.add("read", 0) < others and time.monotonic() < until:
+    while store.add("read", 0) < others and time.monotonic() < until:
         time.sleep(0.02)

@@ -36,7 +36,7 @@ def speed(world: World) -> list[Finding]:
     of_ranks = [*zip(*rounds, strict=True)]
     typical = [median(theirs) for theirs in of_ranks]
     flops = 2 * side**3 * repeats
-    figures = {
+    figures: dict = {
         "ms": [round(1000 * each, 2) for each in typical],
         "gflops": [round(flops / each / 1e9, 1) for each in typical],
     }

@@ -76,11 +76,11 @@ class World:
         """How the table names several ranks: by their hosts if all of these hosts' ranks are among them."""
         return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, patience: float = ANSWER_S) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; over the store, so it works without a process group.
 
-        Values must be JSON. Raises `LostPeer` at once if another rank fails in the same check, and after `ANSWER_S` if one
-        does not come.
+        Values must be JSON. Raises `LostPeer` at once if another rank fails in the same check, and after `patience`
+        seconds if one does not come.
 
         One process: exchange("a") -> ["a"]. Two ranks: exchange("a" | "b") -> ["a", "b"] | ["a", "b"].
         """
@@ -91,14 +91,14 @@ class World:
         store.set(str(self.rank), json.dumps(value))
         if self.is_main:
             for rank in range(self.world_size):
-                self.wait(store, str(rank), self.name(rank))
+                self.wait(store, str(rank), self.name(rank), patience)
             store.set("all", json.dumps([json.loads(store.get(str(rank))) for rank in range(self.world_size)]))
-        self.wait(store, "all", self.name(0))
+        self.wait(store, "all", self.name(0), patience)
         return json.loads(store.get("all"))
 
-    def wait(self, store: Store, key: str, whom: str) -> None:
+    def wait(self, store: Store, key: str, whom: str, patience: float = ANSWER_S) -> None:
         """Wait until `key` is in the store. `whom` names the process that sets it."""
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + patience
         while True:
             try:
                 return store.wait([key], timedelta(seconds=1))
@@ -106,7 +106,7 @@ class World:
                 if self.store is not None and self.store.check([f"raised/{self.check}"]):
                     raise LostPeer from None
                 if time.monotonic() > until:
-                    raise LostPeer(f"{whom} did not answer within {ANSWER_S:.0f} s") from None
+                    raise LostPeer(f"{whom} did not answer within {patience:.0f} s") from None
 
     def enter(self, check: str) -> None:
         """Note that `check` begins on this rank."""

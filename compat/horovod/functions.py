@@ -1,0 +1,196 @@
+"""Broadcasts of parameters, optimizer states and objects, and the gathering of objects.
+
+Objects are restored by a reader that runs no code of theirs, and so builds only known types: see `serialization`. They may
+arrive over a network from anybody who reaches the port; Horovod unpickles what it gets.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from compat.horovod import serialization
+from compat.horovod.exceptions import HorovodInternalError
+from compat.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
+from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.world import rank
+
+_TENSOR = "<tensor>"  # stands before a tensor's number
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]], root_rank: int
+) -> None:
+    """Copy tensors from one rank to all, in place: a state dict, `named_parameters()` or `parameters()`.
+
+    Values that are None are left out. A collective.
+
+    Raises:
+        ValueError: for a value that is no tensor, or something else than tensors with or without names.
+        HorovodInternalError: on all ranks, if these have other names, shapes or types of tensors.
+    """
+    if isinstance(params, Mapping):
+        entries = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        entries = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
+    else:
+        raise ValueError(f"broadcast_parameters takes a dict or a list of tensors, got {type(params).__name__}")
+    tensors = {}
+    for name, value in entries:
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object")
+        tensors[name] = value.detach()
+    _broadcast_tensors(tensors, root_rank, "broadcast_parameters")
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give all ranks the optimizer state and the options (rate, momentum, ...) of one rank. A collective.
+
+    No step is made for it: the state may still be empty on some ranks or all, as after a checkpoint was loaded on the root
+    only. States and options may hold numbers, None, and lists and dicts of them. `model` is not needed, as in Horovod.
+
+    Raises:
+        HorovodInternalError: on all ranks, if the optimizers differ in class, groups or shapes of parameters.
+    """
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    what = [
+        type(optimizer).__name__,
+        [len(group["params"]) for group in groups],
+        [list(parameter.shape) for parameter in parameters],
+    ]
+    _agree(what, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
+
+    tensors: dict[str, torch.Tensor] = {}
+    is_root = rank() == root_rank
+    state = [optimizer.state.get(parameter) for parameter in parameters] if is_root else None
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    skeleton = _without_tensors({"state": state, "options": options}, tensors) if is_root else None
+    skeleton = broadcast_object(skeleton, root_rank, "optimizer_state")
+    if not is_root:
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="cuda" if is_cuda else "cpu")
+            for name, (shape, dtype, is_cuda) in skeleton["tensors"].items()
+        }
+    _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
+    if is_root:
+        return
+    received = _with_tensors(skeleton["item"], tensors)
+    optimizer.state.clear()
+    for parameter, own in zip(parameters, received["state"], strict=True):
+        if own is not None:
+            optimizer.state[parameter] = own
+    for group, theirs in zip(groups, received["options"], strict=True):
+        for name in [name for name in group if name != "params" and name not in theirs]:
+            del group[name]
+        group.update(theirs)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`, on all ranks of the process set; the others' arguments are ignored. A collective.
+
+    Tensors of a GPU arrive on each rank's current GPU. Which types an object may hold: see `serialization`.
+
+    Raises:
+        TypeError: on all ranks, if the object holds another type.
+    """
+    name = name or "broadcast_object"
+    is_root = rank() == root_rank
+    data = _packed(obj, root_rank) if is_root else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    broadcast_(size, root_rank, f"{name}.size", process_set)
+    if not is_root:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.data", process_set)
+    received = _unpacked(data)  # on the root too, so that it raises what the others do
+    return obj if is_root else received
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The objects of all ranks of the process set, in the order of ranks. A collective. Types: see `serialization`.
+
+    Raises:
+        TypeError: on all ranks, if an object holds another type.
+    """
+    name = name or "allgather_object"
+    data = _packed(obj, rank())
+    sizes = synchronize(allgather_async(torch.tensor([len(data)]), f"{name}.sizes", process_set))
+    gathered = synchronize(allgather_async(data, f"{name}.data", process_set))
+    return [_unpacked(part) for part in gathered.split(sizes.tolist())]
+
+
+def _packed(obj: Any, sender: int) -> torch.Tensor:
+    """The object in bytes, [bytes] uint8; or the error that all ranks raise, marked by the first byte."""
+    try:
+        data = b"\0" + serialization.dumps(obj, f"the object of rank {sender}")
+    except TypeError as error:
+        data = b"\1" + str(error).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    content = data.numpy().tobytes()
+    if content[0]:
+        raise TypeError(content[1:].decode())
+    return serialization.loads(content[1:])
+
+
+def _agree(what: Any, title: str) -> None:
+    """Raise HorovodInternalError on all ranks if `what` is not the same on all. A collective."""
+    of_ranks = allgather_object(what, title.split(":")[0])
+    for other, theirs in enumerate(of_ranks):
+        if theirs != of_ranks[0]:
+            raise HorovodInternalError(f"{title} differ: {_difference(of_ranks[0], theirs)} on ranks 0 and {other}")
+
+
+def _difference(first: Any, second: Any) -> str:
+    """The first entries of two nested lists that differ."""
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        for one, other in zip(first, second, strict=False):
+            if one != other:
+                return _difference(one, other)
+        return f"{len(first)} and {len(second)} entries"
+    return f"{first} and {second}"
+
+
+def _broadcast_tensors(tensors: Mapping[str, torch.Tensor], root_rank: int, title: str) -> None:
+    what = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+    _agree(what, f"{title}: names, shapes or types of tensors")
+    handles = [
+        broadcast_async_(tensor, root_rank, f"{title}.{number}.{name}")
+        for number, (name, tensor) in enumerate(tensors.items())
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _without_tensors(item: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The item with a mark in place of each tensor, and what the tensors are; adds them to `tensors`."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[str(len(tensors))] = value.detach()
+            return _TENSOR, len(tensors) - 1
+        if isinstance(value, dict):
+            return {name: walk(part) for name, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(walk(part) for part in value)
+        return value
+
+    item = walk(item)
+    return {"item": item, "tensors": {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}}
+
+
+def _with_tensors(item: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if type(item) is tuple and len(item) == 2 and item[0] == _TENSOR:
+        return tensors[str(item[1])]
+    if isinstance(item, dict):
+        return {name: _with_tensors(part, tensors) for name, part in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_with_tensors(part, tensors) for part in item)
+    return item

@@ -1,0 +1,262 @@
+"""DistributedOptimizer: an optimizer whose gradients are reduced over the ranks before each step."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compat.horovod import world
+from compat.horovod.buckets import Options
+from compat.horovod.compression import Compression
+from compat.horovod.gradient_reduction import GradientReduction
+from compat.horovod.operations import Adasum, Average, allreduce_async_, synchronize
+from compat.horovod.process_sets import ProcessSet, global_process_set
+
+
+def DistributedOptimizer(  # noqa: N802: the API's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer of the same class, options and state, whose `step` uses the gradients of all ranks.
+
+    All-reduces run during the backward. When that has computed all gradients, they are reduced as it returns. If some are
+    missing on this rank, `step`, `GradScaler.step` or `synchronize` waits for the others' and supplies zeros: call
+    `synchronize` before you clip or unscale gradients then. Ranks call it in the same order; what they disagree about raises HorovodInternalError.
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    Args:
+        named_parameters: names that are the same on all ranks, of all parameters of the optimizer, which may be of several
+            models. By default names are numbers.
+        compression: `Compression.none`, `Compression.fp16`, or a class with `compress` and `decompress`.
+        backward_passes_per_step: gradients of so many backwards are added up before they are reduced.
+        op: Average, Sum or Adasum, which reduces the change of the parameters; Min, Max and Product work too.
+        gradient_predivide_factor: for Average only: divides gradients by it before the sum, by size / factor after it.
+        groups: gradients that travel together: a number of groups, or lists of parameters. By default 25 MB.
+        num_groups: the older name of `groups`.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: ranks whose gradients are reduced; on other ranks gradients stay as they are.
+
+    Raises:
+        ValueError: for names that are missing or used twice, and for options that exclude each other.
+        NotImplementedError: for Adasum in a part of the ranks.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}, must be > 0")
+    if num_groups:
+        warnings.warn("num_groups was renamed to groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check_groups(groups)
+    is_adasum = op == Adasum and world.size() > 1
+    if is_adasum and process_set.process_set_id != global_process_set.process_set_id:
+        raise NotImplementedError("Adasum works on all ranks only, not on a process set")
+
+    names = _names(optimizer, named_parameters)
+    kind = type(optimizer)
+    mixin = _AdasumOptimizer if is_adasum else _DistributedOptimizer
+    wrapped = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
+    # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
+    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    options = Options(
+        op, compression, backward_passes_per_step, gradient_predivide_factor, groups, sparse_as_dense, process_set
+    )
+    wrapped._begin(options, names)
+    return wrapped
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What comes before the class of the wrapped optimizer."""
+
+    _reduction: GradientReduction
+
+    def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
+        self._reduction = GradientReduction(options)
+        self._reduction.add(names.values(), names)
+        self._is_synchronized, self._synchronizes = False, True
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._reduction.options.passes
+
+    @property
+    def op(self) -> int:
+        return self._reduction.options.op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        return self._reduction.options.process_set
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next step on. All ranks call it."""
+        self._reduction.options.passes = passes
+        self._reduction.reset()
+
+    def synchronize(self) -> None:
+        """Finish the reduction of gradients, also of those that this rank lacks. All ranks of the process set call it."""
+        self._reduction.synchronize()
+        self._is_synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In this context `step` does not synchronize: after `synchronize()`."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Synchronize, then make the wrapped optimizer's step. The gradients of a closure are synchronized in it."""
+        if closure is None:
+            if self._synchronizes:
+                self._synchronize_once()
+            elif self._reduction.progress.reduced is not None:
+                self._reduction.reset()  # the backward has reduced all gradients
+            self._is_synchronized = False
+            return super().step(**options)  # type: ignore[call-arg]
+
+        def synchronized_closure() -> Any:
+            loss = closure()
+            self._reduction.synchronize()
+            return loss
+
+        return super().step(synchronized_closure if self._synchronizes else closure, **options)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's hooks run in the wrapped class's step, once
+
+    def _synchronize_once(self) -> None:
+        if not self._is_synchronized:
+            self._reduction.synchronize()
+            return
+        warnings.warn(
+            "optimizer.step() after optimizer.synchronize(), but not in optimizer.skip_synchronize(): "
+            "gradients are not reduced twice",
+            stacklevel=3,
+        )
+        if self._reduction.progress.has_begun:
+            self._reduction.synchronize()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by `GradScaler.step` before it looks at the gradients, which have to be those of all ranks by then."""
+        if self._synchronizes:
+            self._reduction.finish()
+        return self.__dict__.get("_step_supports_amp_scaling", False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients.
+
+        Raises:
+            AssertionError: if gradients were computed that no step has used, since that loses them on all ranks.
+        """
+        if self._reduction.is_unused:
+            raise AssertionError(
+                "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or optimizer.synchronize(), "
+                "throws reduced gradients away"
+            )
+        self._reduction.reset()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load options and state; a step that has begun is forgotten."""
+        self._reduction.reset()
+        self._is_synchronized, self._synchronizes = False, True
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, the same on all ranks. Their gradients are reduced too."""
+        super().add_param_group(param_group)
+        number, added = len(self.param_groups) - 1, self.param_groups[-1]["params"]
+        self._reduction.add([f"allreduce.noname.{number}.{place}" for place in range(len(added))], added)
+
+
+class _AdasumOptimizer(torch.optim.Optimizer):
+    """Makes the step of this rank's gradients, and reduces the change of each parameter by Adasum."""
+
+    def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
+        self._options, self._names = options, names
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._options.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self._options.passes = passes
+
+    def synchronize(self) -> None:
+        """Do nothing: not gradients are reduced, but changes, in `step`."""
+
+    def skip_synchronize(self) -> None:
+        raise AssertionError("skip_synchronize() is not there with Adasum, which reduces in step()")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Make the wrapped optimizer's step, and add its change, reduced over all ranks, to the parameters."""
+        starts = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
+        loss = super().step(closure, **options) if closure else super().step(**options)  # type: ignore[call-arg]
+        compression, handles = self._options.compression, {}
+        for parameter, start in starts.items():
+            compressed, context = compression.compress(parameter.detach() - start)
+            handles[parameter] = allreduce_async_(compressed, name=self._names[parameter], op=Adasum), context
+        for parameter, (handle, context) in handles.items():
+            parameter.copy_(starts[parameter] + compression.decompress(synchronize(handle), context))
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """The name of each parameter of the optimizer, in its order."""
+    numbered = {
+        parameter: f"allreduce.noname.{number}.{place}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
+    if named_parameters is None:
+        return numbered
+    pairs = [*named_parameters]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("named_parameters should be pairs (name, parameter), such as model.named_parameters()")
+    seen: set[str] = set()
+    if twice := sorted({name for name, _ in pairs if name in seen or seen.add(name)}):  # type: ignore[func-returns-value]
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    named = {parameter: name for name, parameter in pairs}
+    if missing := [name for parameter, name in numbered.items() if parameter not in named]:
+        raise ValueError(
+            f"named_parameters was specified, but {len(missing)} parameters of the optimizer were not named: "
+            f"{', '.join(missing)} (group and place)"
+        )
+    return {parameter: named[parameter] for parameter in numbered}
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not isinstance(groups, int) or groups <= 0:
+            raise ValueError(f"groups should be a positive integer or a list of lists of torch.Tensor, got {groups!r}")
+        return
+    tensors = [tensor for group in groups for tensor in group]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ValueError("groups must consist of torch.Tensor")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("A parameter can only appear once in groups")

@@ -1,0 +1,323 @@
+"""Every collective of the Horovod API gives what plain torch computes from all ranks' tensors, on 2, 3 and 4 processes.
+
+Covered: all reductions, types and devices of a CPU machine, ragged and empty tensors, no dimensions, views that are not
+contiguous, groups, handles, in-place forms, names in another order on every rank, and gradients.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+
+import compat.horovod as hvd
+from tests.compat.ranks import run_ranks
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+SHAPES = ((), (1,), (5,), (0,), (3, 4), (2, 0, 3), (2, 3, 4))
+
+
+def draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The tensor of a rank: small whole numbers, so that sums are exact in every type."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def of_all(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The tensors of all ranks, stacked."""
+    return torch.stack([draw(rank, shape, dtype, seed) for rank in range(hvd.size())])
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> None:
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, **({"rtol": 0, "atol": 0} | tolerances))
+
+
+def reductions() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (*FLOATS, *INTEGERS)[:: 1 if size == 2 else 4]:
+        close = {"rtol": 1e-2} if dtype in FLOATS[:2] else {"rtol": 1e-6}
+        for shape in SHAPES:
+            own, everyone = draw(rank, shape, dtype), of_all(shape, torch.float64)
+            total = everyone.sum(0)
+            before = own.clone()
+            same(hvd.allreduce(own, op=hvd.Sum), total.to(dtype))
+            average = total / size
+            same(hvd.allreduce(own), (average if dtype in FLOATS else average.trunc()).to(dtype), **close)
+            same(hvd.allreduce(own, op=hvd.Min), everyone.amin(0).to(dtype))
+            same(hvd.allreduce(own, op=hvd.Max), everyone.amax(0).to(dtype))
+            same(hvd.allreduce(own, op=hvd.Product), everyone.prod(0).to(dtype))
+            same(own, before)  # not modified
+            assert hvd.allreduce_(own, op=hvd.Sum) is own
+            same(own, total.to(dtype))
+    own, total = draw(rank, (3, 4)), of_all((3, 4)).sum(0)
+    same(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
+    same(hvd.allreduce(own, prescale_factor=0.5, postscale_factor=3.0), total * 1.5 / size, rtol=1e-6)
+    whole = draw(rank, (4,), torch.int32)  # integers are rounded towards zero, each rank's and the sum
+    halves = of_all((4,), torch.int32).double().mul(0.5).trunc().sum(0)
+    same(hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5, postscale_factor=-0.5), halves.mul(-0.5).trunc().int())
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        same(hvd.allreduce(own, average=False), total)
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        same(hvd.allreduce_(own.clone(), average=True), total / size, rtol=1e-6)
+    reduced = hvd.allreduce(own + 1e-4, op=hvd.Sum, compression=hvd.Compression.fp16)
+    same(reduced, total, rtol=1e-3, atol=1e-3)
+    same(hvd.allreduce(own.int(), op=hvd.Sum, compression=hvd.Compression.fp16), total.int())
+
+
+def layouts() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    base, everyone = draw(rank, (4, 6)), of_all((4, 6))
+    for view in (
+        lambda t: t.mT,
+        lambda t: t[..., ::2],
+        lambda t: t[..., 1:3, :],
+        lambda t: t[..., :1].expand(*t.shape),
+    ):
+        same(hvd.allreduce(view(base), op=hvd.Sum), view(everyone).sum(0))
+        same(hvd.allgather(view(base)), torch.cat([view(draw(other, (4, 6))) for other in range(size)]))
+        same(hvd.broadcast(view(base), 1), view(draw(1, (4, 6))))
+    target = base.clone()
+    assert hvd.allreduce_(target.mT, op=hvd.Sum).mT.data_ptr() == target.data_ptr()
+    same(target, everyone.sum(0))
+    hvd.broadcast_(target[:, ::2], root_rank=size - 1)
+    same(target[:, 1::2], everyone.sum(0)[:, 1::2])
+    weight = torch.nn.Parameter(draw(rank, (3,)))
+    hvd.broadcast_(weight, 0)  # in place, of a leaf that requires a gradient
+    same(weight.data, draw(0, (3,)))
+    assert weight.grad_fn is None
+    big = draw(rank, (300_000,))
+    same(hvd.allreduce(big, op=hvd.Sum), of_all((300_000,)).sum(0))
+
+
+def groups() -> None:
+    rank = hvd.rank()
+    shapes, dtypes = (
+        [(3,), (), (2, 2), (0,), (5,)],
+        [torch.float32, torch.int64, torch.float64, torch.float32, torch.float32],
+    )
+    tensors = [draw(rank, shape, dtype, seed) for seed, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
+    sums = [of_all(t.shape, t.dtype, seed).sum(0).to(t.dtype) for seed, t in enumerate(tensors)]
+    reduced = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
+    assert isinstance(reduced, list)
+    for actual, expected in zip(reduced, sums, strict=True):
+        same(actual, expected)
+    for actual, expected in zip(hvd.grouped_allgather([tensors[0], tensors[2]]), (0, 2), strict=True):
+        same(actual, of_all(shapes[expected], dtypes[expected], expected).flatten(0, 1))
+    in_place = [tensor.clone() for tensor in tensors]
+    result = hvd.grouped_allreduce_(in_place, op=hvd.Sum)
+    assert all(here is there for here, there in zip(result, in_place, strict=True))
+    handle = hvd.grouped_allreduce_async_([tensor.clone() for tensor in tensors], op=hvd.Sum)
+    for first, second, expected in zip(in_place, hvd.synchronize(handle), sums, strict=True):
+        same(first, expected)
+        same(second, expected)
+    rows = hvd.grouped_reducescatter([draw(rank, (hvd.size() * 2, 2)), draw(rank, (hvd.size() + 1,))], op=hvd.Sum)
+    same(rows[0], of_all((hvd.size() * 2, 2)).sum(0)[2 * rank : 2 * rank + 2])
+    same(rows[1], of_all((hvd.size() + 1,)).sum(0)[[0, 1] if rank == 0 else [rank + 1]])
+
+
+def movements() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    moved = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)[:: 1 if size == 2 else 5]
+    for dtype in moved:
+        for rows in ([2] * size, [*range(size)], [0] * size, [3 * (r == 1) for r in range(size)]):
+            expected = torch.cat([draw(r, (rows[r], 3), dtype) for r in range(size)])
+            same(hvd.allgather(draw(rank, (rows[rank], 3), dtype)), expected)
+        for shape in SHAPES:
+            same(hvd.broadcast(draw(rank, shape, dtype), size - 1), draw(size - 1, shape, dtype))
+            target = draw(rank, shape, dtype)
+            assert hvd.broadcast_(target, 0) is target
+            same(target, draw(0, shape, dtype))
+        same(
+            hvd.alltoall(draw(rank, (2 * size, 2), dtype)),
+            torch.cat([draw(r, (2 * size, 2), dtype)[2 * rank : 2 * rank + 2] for r in range(size)]),
+        )
+    same(hvd.allgather(torch.empty(rank + 1, 0)), torch.empty(size * (size + 1) // 2, 0))
+    # Rank r sends i + r rows to rank i; given as a tensor and as a list.
+    splits = [[i + r for i in range(size)] for r in range(size)]
+    sent = [draw(r, (sum(splits[r]), 2)) for r in range(size)]
+    expected = torch.cat([sent[r].split(splits[r])[rank] for r in range(size)])
+    for given in (torch.tensor(splits[rank], dtype=torch.int32), torch.tensor(splits[rank]), splits[rank]):
+        received, counts = hvd.alltoall(sent[rank], given)
+        same(received, expected)
+        assert counts.tolist() == [rank + r for r in range(size)]
+        assert counts.dtype == (given.dtype if isinstance(given, torch.Tensor) else torch.int32)
+    nothing, counts = hvd.alltoall(sent[rank][:0], [0] * size)
+    assert nothing.shape == (0, 2)
+    assert counts.tolist() == [0] * size
+    to_first, counts = hvd.synchronize(hvd.alltoall_async(draw(rank, (2, 2)), [2] + [0] * (size - 1)))
+    assert len(to_first) == (2 * size if rank == 0 else 0)
+    for rows in (size, 2 * size + 1, size - 1, 0):
+        total = of_all((rows, 2)).sum(0).split([rows // size + (r < rows % size) for r in range(size)])[rank]
+        same(hvd.reducescatter(draw(rank, (rows, 2)), op=hvd.Sum), total)
+        same(hvd.reducescatter(draw(rank, (rows, 2)), prescale_factor=2.0), total * 2 / size, rtol=1e-6)
+    compressed = hvd.reducescatter(draw(rank, (size, 2)), op=hvd.Sum, compression=hvd.Compression.fp16)
+    same(compressed, of_all((size, 2)).sum(0)[rank : rank + 1])
+
+
+def sparse() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    dense = [torch.zeros(4, 3).index_fill_(0, torch.tensor([r % 4, 3]), r + 1.0) for r in range(size)]
+    for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+        own = dense[rank].to_sparse(1)
+        handle = hvd.sparse_allreduce_async(own, "rows", op)
+        reduced = hvd.synchronize(handle) if op == hvd.Sum else handle()
+        assert reduced.is_sparse
+        same(reduced.to_dense(), torch.stack(dense).sum(0) / divisor, rtol=1e-6)
+    empty = torch.zeros(2, 2).to_sparse()
+    same(hvd.sparse_allreduce_async(empty, "none", hvd.Sum)().to_dense(), torch.zeros(2, 2))
+
+
+def handles() -> None:
+    """Every rank asks in an order of its own; results come to the right handles."""
+    rank = hvd.rank()
+    order = [*range(60)]
+    random.Random(rank).shuffle(order)
+    given = {number: hvd.allreduce_async(draw(rank, (number % 7,), seed=number), name=f"tensor {number}", op=hvd.Sum)
+             for number in order}  # fmt: skip
+    random.Random(rank + 9).shuffle(order)
+    for number in order:
+        if number % 3 == 0:
+            while not hvd.poll(given[number]):
+                time.sleep(0)
+        same(hvd.synchronize(given[number]), of_all((number % 7,), seed=number).sum(0))
+        assert hvd.synchronize(given[number]) is None  # only once
+    with pytest.raises(ValueError, match="unknown"):
+        hvd.poll(given[0])
+    kinds = [
+        lambda: hvd.allgather_async(draw(rank, (2,)), name="mixed gather"),
+        lambda: hvd.broadcast_async(draw(rank, (2,)), 0, name="mixed broadcast"),
+        lambda: hvd.reducescatter_async(draw(rank, (hvd.size(),)), name="mixed scatter", op=hvd.Sum),
+        lambda: hvd.broadcast_async_(draw(rank, (2,)), 0, name="mixed in place"),
+    ]
+    order = [(place + rank) % len(kinds) for place in range(len(kinds))]
+    mixed = {place: kinds[place]() for place in order}
+    results = {place: hvd.synchronize(handle) for place, handle in mixed.items()}
+    same(results[0], of_all((2,)).flatten())
+    same(results[1], draw(0, (2,)))
+    same(results[2], of_all((hvd.size(),)).sum(0)[rank : rank + 1])
+    same(results[3], draw(0, (2,)))
+
+
+def gradients() -> None:
+    """Gradients by the documented rules, from outputs' gradients that differ between ranks."""
+    rank, size = hvd.rank(), hvd.size()
+
+    def gradient(function, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        leaf = tensor.double().requires_grad_()
+        outputs = function(leaf)
+        output = outputs[0] if isinstance(outputs, list | tuple) else outputs
+        (output * torch.arange(1.0, 1 + output.numel()).view(output.shape)).sum().mul(factor).backward()
+        return leaf.grad
+
+    def weights(*shape: int) -> torch.Tensor:
+        return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+    own, factors = draw(rank, (3, 2)), [r + 1.0 for r in range(size)]
+    total, factor = sum(factors), factors[rank]
+    same(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own, factor), weights(3, 2) * total)
+    same(gradient(hvd.allreduce, own, factor), weights(3, 2) * total / size)
+    scaled = gradient(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25), own, factor)
+    same(scaled, weights(3, 2) * total * 0.5)
+    same(gradient(lambda t: hvd.grouped_allreduce([t, t * 2], op=hvd.Sum), own, factor), weights(3, 2) * total)
+    rows = [r + 1 for r in range(size)]
+    whole = weights(sum(rows), 2) * total / size
+    start = sum(rows[:rank])
+    for gather in (hvd.allgather, lambda t: hvd.grouped_allgather([t, t])):
+        same(gradient(gather, draw(rank, (rows[rank], 2)), factor), whole[start : start + rows[rank]])
+    expected = weights(3, 2) * total / size if rank == 1 else torch.zeros(3, 2, dtype=torch.float64)
+    same(gradient(lambda t: hvd.broadcast(t, 1), own, factor), expected)
+    even = draw(rank, (2 * size, 2))
+    back = [weights(2 * size, 2)[2 * rank : 2 * rank + 2] * factors[r] for r in range(size)]
+    for splits in (None, [2] * size):
+        same(gradient(lambda t: hvd.alltoall(t, splits), even, factor), torch.cat(back))  # noqa: B023
+    uneven = draw(rank, (size + 1, 2))
+    lengths = [2] + [1] * (size - 1)
+    gathered = torch.cat([weights(lengths[r], 2) * factors[r] for r in range(size)])
+    same(gradient(hvd.reducescatter, uneven, factor), gathered)
+    same(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum), uneven, factor), gathered * size)
+    same(gradient(lambda t: hvd.grouped_reducescatter([t, t], op=hvd.Sum), uneven, factor), gathered * size)
+    with pytest.raises(NotImplementedError, match="Average and hvd"):
+        gradient(lambda t: hvd.allreduce(t, op=hvd.Max), own, factor)
+
+
+def adasum() -> None:
+    """Pairs of ranks, then pairs of pairs: equal gradients are averaged, orthogonal ones add up."""
+    rank, size = hvd.rank(), hvd.size()
+    if size & (size - 1):
+        with pytest.raises(NotImplementedError, match="power of 2"):
+            hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+        return
+
+    def combined(parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        a, b = combined(parts[: len(parts) // 2]), combined(parts[len(parts) // 2 :])
+        return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 1e-2)):
+        reduced = hvd.allreduce(draw(rank, (6, 2), dtype), op=hvd.Adasum)
+        same(reduced, combined([*of_all((12,), torch.float64)]).view(6, 2).to(dtype), rtol=close)
+    same(hvd.allreduce(torch.full((4,), 3.0), op=hvd.Adasum), torch.full((4,), 3.0))
+    same(hvd.allreduce(torch.eye(size)[rank], op=hvd.Adasum), torch.ones(size))
+    same(hvd.allreduce(torch.zeros(3), op=hvd.Adasum), torch.zeros(3))
+    apart = hvd.grouped_allreduce([torch.full((2,), 3.0), torch.eye(size)[rank]], op=hvd.Adasum)  # not as one vector
+    same(apart[0], torch.full((2,), 3.0))
+    same(apart[1], torch.ones(size))
+
+
+def refusals() -> None:
+    """What is wrong on this rank alone is refused there, before anything is sent."""
+    for dtype in (torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match="can't be reduced"):
+            hvd.allreduce(torch.ones(2).to(dtype))
+    with pytest.raises(ValueError, match="Adasum"):
+        hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="sparse_allreduce_async"):
+        hvd.allreduce_async(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match="op or average"):
+        hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="op=17"):
+        hvd.allreduce(torch.ones(2), op=17)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        hvd.grouped_allreduce([])
+    for op in (hvd.Max, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match="Average or hvd"):
+            hvd.reducescatter(torch.ones(2), op=op)
+    with pytest.raises(NotImplementedError, match="sparse"):
+        hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Max)
+
+
+CASES = (reductions, layouts, groups, movements, sparse, handles, gradients, adasum, refusals)
+
+
+def all_cases() -> dict[str, float]:
+    hvd.init()
+    seconds = {}
+    for case in CASES:
+        began = time.monotonic()
+        case()
+        seconds[case.__name__] = time.monotonic() - began
+    hvd.shutdown()
+    return seconds
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_collective_equals_a_plain_computation(size: int) -> None:
+    assert [*run_ranks(size, all_cases)[0]] == [case.__name__ for case in CASES]
+
+
+def test_one_process_is_a_world_too() -> None:
+    run_ranks(1, alone)
+
+
+def alone() -> None:
+    hvd.init()
+    assert (hvd.size(), hvd.rank(), hvd.local_rank(), hvd.cross_size()) == (1, 0, 0, 1)
+    same(hvd.allreduce(torch.ones(2)), torch.ones(2))
+    same(hvd.allgather(torch.ones(2)), torch.ones(2))
+    same(hvd.alltoall(torch.ones(2), [2])[0], torch.ones(2))
+    same(hvd.reducescatter(torch.ones(2)), torch.ones(2))
+    assert hvd.join() == 0
+    hvd.shutdown()

@@ -1,0 +1,185 @@
+"""Ranks that disagree get HorovodInternalError on all of them, never a hang, and the world stays usable.
+
+Also: names in flight, tensors that ranks wait for crosswise, ranks that have joined, and process sets.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import compat.horovod as hvd
+from tests.compat.ranks import run_ranks
+
+
+def fails_on_all(call: Callable[[], object], text: str) -> None:
+    """The call fails on every rank with the same text, and the next all-reduce works."""
+    with pytest.raises(hvd.HorovodInternalError, match=text) as raised:
+        call()
+    texts = hvd.allgather(torch.tensor([*str(raised.value).encode().ljust(600)], dtype=torch.uint8).view(1, -1))
+    assert torch.equal(texts, texts[:1].expand_as(texts))
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def disagreements() -> None:
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    one, other = torch.ones(2, 3), rank == size - 1  # the last rank differs
+    cases: list[tuple[str, Callable[[], object], str]] = [
+        ("shape", lambda: hvd.allreduce(torch.ones(3 if other else 2), name="x"), r"shapes: \[\[2\]\] on rank 0, \[\[3\]\]"),
+        ("dimensions", lambda: hvd.allreduce(one if other else one[0], name="x"), "mismatched shapes"),
+        ("type", lambda: hvd.allreduce(one.double() if other else one, name="x"), r"types: \['float32'\] on rank 0"),
+        ("reduction", lambda: hvd.allreduce(one, op=hvd.Max if other else hvd.Min, name="x"), "mismatched reductions"),
+        ("prescale", lambda: hvd.allreduce(one, prescale_factor=1.0 + other, name="x"), "prescale factors: 1.0 on rank 0"),
+        ("postscale", lambda: hvd.allreduce(one, postscale_factor=1.0 + other, name="x"), "postscale factors"),
+        ("operation", lambda: (hvd.allgather if other else hvd.allreduce)(one, name="x"), "operations: allreduce on rank 0"),
+        ("root", lambda: hvd.broadcast(one, int(other), name="x"), "mismatched root ranks: 0 on rank 0"),
+        ("bad root", lambda: hvd.broadcast(one, size, name="x"), f"root rank {size} is not in the process set"),
+        ("broadcast", lambda: hvd.broadcast(torch.ones(2 + other), 0, name="x"), "mismatched shapes"),
+        ("gather", lambda: hvd.allgather(torch.ones(2, 2 + other), name="x"), "mismatched shapes"),
+        ("gather of scalars", lambda: hvd.synchronize(hvd.allgather_async(torch.ones(()))), "no dimensions"),
+        ("some scalars", lambda: hvd.allgather(torch.ones(()) if other else torch.ones(1), name="y"), "mismatched shapes"),
+        ("splits", lambda: hvd.alltoall(one, [5] + [0] * (size - 1)), "not . counts of rows that sum up to 2"),
+        ("too few splits", lambda: hvd.alltoall(one, [2]), "counts of rows"),
+        ("no splits", lambda: hvd.alltoall(torch.ones(size + 1), name="y"), "can't be split equally"),
+        ("scatter", lambda: hvd.reducescatter(torch.ones(2 + other), name="y"), "mismatched shapes"),
+        ("scatter of scalars", lambda: hvd.reducescatter(torch.ones(()), name="y"), "no dimensions"),
+        ("group", lambda: hvd.grouped_allreduce([one] * (2 + other), name="y"), "mismatched data types"),
+        ("ranks of a set", lambda: hvd.add_process_set([0] if other else [1]), "mismatched process sets"),
+        ("too many ranks of a set", lambda: hvd.add_process_set([0, size]), f"there are {size} ranks"),
+        # Nobody waits for ever: each of these ranks waits for another one that waits.
+        ("names", lambda: hvd.allreduce(one, name=f"name {int(other)}"), "wait for each other.*'name 0'.*'name 1'"),
+        ("no names", lambda: (hvd.broadcast(one, 0) if other else hvd.allreduce(one)), "wait for each other"),
+        ("barrier", lambda: hvd.barrier() if other else hvd.allreduce(one, name="y"), "wait for each other"),
+    ]  # fmt: skip
+    for name, call, text in cases:
+        try:
+            fails_on_all(call, text)
+        except BaseException as error:
+            raise AssertionError(name) from error
+    # All of one process set, the others of another: rank 1 is in both.
+    if size > 2:
+        pairs = hvd.add_process_set([0, 1])
+        world = hvd.global_process_set
+        fails_on_all(
+            lambda: hvd.allreduce(one, name="z", process_set=pairs if rank == 0 else world), "wait for each other"
+        )
+    hvd.shutdown()
+
+
+def names_in_flight() -> None:
+    hvd.init()
+    rank, one = hvd.rank(), torch.ones(2)
+    if rank == 0:  # the others have not asked for it yet
+        handle = hvd.allreduce_async(one, name="busy")
+        for call in (hvd.allreduce_async, hvd.allgather_async, lambda t, name: hvd.broadcast_async(t, 0, name)):
+            with pytest.raises(ValueError, match="'busy' is in flight"):
+                call(one, name="busy")
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        handle = hvd.allreduce_async(one, name="busy")
+    assert hvd.synchronize(handle).tolist() == [1, 1]
+    assert hvd.allreduce(one, name="busy").tolist() == [1, 1]  # free again
+    hvd.shutdown()
+
+
+def joining() -> None:
+    """Ranks with more or less data: rank r has r batches. Those that have joined supply zeros."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    from compat.horovod import engine
+
+    for round_number in range(2):
+        for batch in range(rank):
+            active = size - 1 - batch  # ranks batch + 1 and above
+            total = sum(range(batch + 1, size))
+            assert hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum).tolist() == [total] * 3
+            assert hvd.allreduce(torch.full((), float(rank))).item() == pytest.approx(total / size)
+            several = hvd.grouped_allreduce([torch.ones(2), torch.ones(1, dtype=torch.int64)], op=hvd.Sum, name="group")
+            assert [tensor.tolist() for tensor in several] == [[active] * 2, [active]]
+            bucket = torch.full((5,), 2.0)
+            engine.current().ordered_allreduce(bucket).wait()
+            assert bucket.tolist() == [2.0 * active] * 5
+            handles = [hvd.allreduce_async(torch.ones(4), op=hvd.Sum, name=f"{n}") for n in range(20)]
+            assert all(hvd.synchronize(handle).tolist() == [active] * 4 for handle in handles)
+        if rank == size - 1:  # all others are there, or will be
+            with pytest.raises(hvd.HorovodInternalError, match="have joined"):
+                hvd.allreduce(torch.ones(2), op=hvd.Min, name="least")
+            with pytest.raises(hvd.HorovodInternalError, match=r"joined|wait for each other"):
+                hvd.allgather(torch.ones(2), name=f"rows {round_number}")
+        assert hvd.join() == size - 1
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size] * 2
+    hvd.shutdown()
+
+
+def process_sets() -> None:
+    """Sets that overlap, given to init or added later, in all collectives."""
+    evens, odds = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
+    with pytest.raises(ValueError, match="not initialized"):
+        evens.size()
+    hvd.init(process_sets=[evens, odds])
+    rank, size = hvd.rank(), hvd.size()
+    assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
+    own = evens if rank % 2 == 0 else odds
+    other = odds if rank % 2 == 0 else evens
+    assert own.included() and not other.included()
+    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (len(own.ranks), rank // 2, size)
+    with pytest.raises(ValueError, match=f"rank {rank} is not in"):
+        other.rank()
+    for call in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
+        with pytest.raises(ValueError, match=f"rank {rank} is not in the process set"):
+            call(torch.ones(2), process_set=other)
+    # The same name at the same time in sets that share no rank.
+    value = torch.full((2,), float(rank), requires_grad=True)
+    assert hvd.allreduce(value, name="grad", op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * 2
+    average = hvd.allreduce(value, name="grad", process_set=own)
+    assert average.tolist() == [sum(own.ranks) / len(own.ranks)] * 2
+    (average * (rank + 1)).sum().backward()  # the gradient is reduced within the set, too
+    assert value.grad.tolist() == [sum(r + 1 for r in own.ranks) / len(own.ranks)] * 2
+    assert hvd.allgather(value[:1], process_set=own).tolist() == own.ranks
+    root = own.ranks[-1]  # a rank of the world
+    assert hvd.broadcast(value, root, process_set=own).tolist() == [root] * 2
+    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (2 // len(own.ranks))
+    hvd.barrier(process_set=own)
+    if own is evens:
+        with pytest.raises(hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"):
+            hvd.broadcast(value, 1, process_set=evens)
+        with pytest.raises(NotImplementedError, match="not on a process set"):
+            hvd.allreduce(value, op=hvd.Adasum, process_set=evens)
+    for wrong in ([0, 2], evens, [], [0, 0]):
+        with pytest.raises(ValueError, match=r"registered already|at least one rank"):
+            hvd.add_process_set(wrong)
+    for wrong in (["0"], 3):
+        with pytest.raises(ValueError, match="list of ranks"):
+            hvd.ProcessSet(wrong)
+    pair = hvd.add_process_set([0, 1])
+    if pair.included():
+        assert hvd.allgather(torch.tensor([rank]), process_set=pair).tolist() == [0, 1]
+        from compat.horovod import engine
+
+        bucket = torch.ones(3)
+        engine.current().ordered_allreduce(bucket, pair.process_set_id).wait()
+        assert bucket.tolist() == [2, 2, 2]
+    assert hvd.remove_process_set(pair)
+    assert not hvd.remove_process_set(pair)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    assert str(pair) == "ProcessSet(process_set_id=None, ranks=None, mpi_comm=None)"
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(torch.ones(2), process_set=pair)
+    again = hvd.add_process_set([0, 1])
+    assert again.process_set_id > own.process_set_id
+    hvd.shutdown()
+    assert evens.process_set_id is None
+    hvd.init(process_sets=[[0, 1], evens])
+    assert evens.process_set_id == 2
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("case, size", [(disagreements, 2), (disagreements, 3), (joining, 3), (process_sets, 3)])
+def test_it_holds(case: Callable[[], None], size: int) -> None:
+    run_ranks(size, case)
+
+
+def test_a_name_in_flight_is_refused_on_its_rank() -> None:
+    run_ranks(2, names_in_flight)
