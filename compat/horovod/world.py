@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.distributed.launchers import Launch, complete, is_agents
-from common.distributed.network import LOOPBACK, address_towards, is_loopback, is_own, keep_store, outward_addresses
+from common.distributed.launchers import Launch, complete
+from common.distributed.network import LOOPBACK, address_towards, is_loopback, is_own, outward_addresses
 from compat.horovod import engine
 from compat.horovod.collectives import backend
 from compat.horovod.engine import Engine
@@ -24,7 +24,6 @@ _PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how 
 _FLUSH_AT_EXIT_S = 5.0
 
 _store: dist.Store | None = None  # through which the ranks meet; kept for the next init()
-_listening: dist.Store | None = None  # where rank 0 keeps it
 _starts = 0  # how often this process has started a world: the same number on all ranks
 _owns_group = False
 
@@ -66,20 +65,15 @@ def init(
 
 def _join_group(launch: Launch) -> dist.Store:
     """Make torch's process group unless there is one. Returns the store of its ranks."""
-    global _store, _listening, _owns_group
+    global _store, _owns_group
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if _store is None and launch.world_size == 1:
         _store = dist.HashStore()
     elif _store is None:
-        from common.distributed.launch import choose_interface  # imports accelerate
+        from common.distributed.meeting import reach  # imports accelerate
 
-        choose_interface(os.environ)
-        agents = is_agents(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if launch.rank == 0 and not agents and is_own(os.environ["MASTER_ADDR"]):
-            # It listens at this address only; torch, which finds it by its port, would make one that listens at all.
-            _listening = keep_store(os.environ["MASTER_ADDR"], launch.port, timedelta(seconds=_PATIENCE_S))
-        _store = next(dist.rendezvous("env://"))[0]
+        _store = reach(os.environ, launch, timedelta(seconds=_PATIENCE_S))
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
     _owns_group = True
