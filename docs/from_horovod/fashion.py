@@ -6,12 +6,10 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import MNIST
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-CLASSES = "T-shirt Trouser Pullover Dress Coat Sandal Shirt Sneaker Bag Boot".split()
-
 
 def load(root, train):
-    """Pairs of an image [1, 28, 28], 0 to 1, and a label. The files of root/MNIST/raw are Fashion-MNIST's, which has MNIST's format."""
-    return MNIST(root, train=train, download=False, transform=lambda image: pil_to_tensor(image) / 255)
+    """Pairs of an image [1, 28, 28], -1 to 1, and a label. root/MNIST/raw holds Fashion-MNIST, in the format of MNIST."""
+    return MNIST(root, train=train, download=False, transform=lambda image: pil_to_tensor(image) / 127.5 - 1)
 
 
 class Encoder(nn.Sequential):
@@ -24,10 +22,13 @@ class Encoder(nn.Sequential):
 
 
 class Net(nn.Sequential):
-    """Images [B, 1, 28, 28] -> logits [B, 10]."""
+    """Images [B, 1 or 3, 28, 28] -> logits [B, 10]. The three channels of a grey image are equal."""
 
     def __init__(self):
         super().__init__(Encoder(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, images):
+        return super().forward(images[:, :1])
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from fashion import Net, count_correct, load
 from torch.utils.data import DataLoader
 
-EPOCHS, BATCH, RATE = 2, 128, 0.1
+EPOCHS, BATCH, RATE = 2, 128, 0.05
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 train, test = load(sys.argv[1], train=True), load(sys.argv[1], train=False)
 loader = DataLoader(train, BATCH, shuffle=True)
 model = Net().to(device)
-optimizer = torch.optim.SGD(model.parameters(), RATE)
+optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
 for epoch in range(EPOCHS):
     for images, labels in loader:
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))

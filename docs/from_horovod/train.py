@@ -3,14 +3,15 @@
 import argparse
 import os
 
-import compat.horovod as hvd  # was: import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from fashion import Net, count_correct, load
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-EPOCHS, BATCH, RATE = 2, 64, 0.05  # batch and rate of one process
+import compat.horovod as hvd  # was: import horovod.torch as hvd
+
+EPOCHS, BATCH, RATE = 2, 64, 0.025  # batch and rate of one process
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
@@ -27,7 +28,7 @@ train, test = load(options.data, train=True), load(options.data, train=False)
 sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(train, BATCH, sampler=sampler)
 model = Net().to(device)
-optimizer = torch.optim.SGD(model.parameters(), RATE * hvd.size())
+optimizer = torch.optim.SGD(model.parameters(), RATE * hvd.size(), momentum=0.9)
 
 first = 0
 if hvd.rank() == 0 and os.path.exists(options.checkpoint):
@@ -51,5 +52,6 @@ for epoch in range(first, EPOCHS):
     part = torch.utils.data.Subset(test, range(hvd.rank(), len(test), hvd.size()))
     correct = hvd.allreduce(count_correct(model, part, device), op=hvd.Sum)
     if hvd.rank() == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, options.checkpoint)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(saved, options.checkpoint)
         print(f"epoch {epoch}: accuracy {correct.item() / len(test):.4f}", flush=True)

@@ -2,14 +2,15 @@
 
 import sys
 
-import compat.horovod as hvd  # was: import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from fashion import Encoder, count_correct, load
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-EPOCHS, BATCH, RATE = 2, 64, 0.05  # batch and rate of one process
+import compat.horovod as hvd  # was: import horovod.torch as hvd
+
+EPOCHS, BATCH, RATE = 2, 64, 0.025  # batch and rate of one process
 
 hvd.init()
 if torch.cuda.is_available():
@@ -24,7 +25,7 @@ head = torch.nn.Sequential(torch.nn.Linear(800, 128), torch.nn.ReLU(), torch.nn.
 
 named = [(f"encoder.{name}", parameter) for name, parameter in encoder.named_parameters()]
 named += [(f"head.{name}", parameter) for name, parameter in head.named_parameters()]
-optimizer = torch.optim.SGD([parameter for _, parameter in named], RATE * hvd.size())
+optimizer = torch.optim.SGD([parameter for _, parameter in named], RATE * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named)
 for model in (encoder, head):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
