@@ -160,6 +160,10 @@ def different_buckets() -> None:
         work.wait()
     with pytest.raises(hvd.HorovodInternalError, match="ordered all-reduce"):
         hvd.allreduce(torch.ones(3))
+    hvd.shutdown()
+    hvd.init()  # all ranks live, so a new world is possible
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+    hvd.shutdown()
 
 
 def test_ordered_all_reduces_of_different_tensors_end_the_world() -> None:

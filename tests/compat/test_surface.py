@@ -69,8 +69,8 @@ PARAMETERS = {
     "remove_process_set": "process_set",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor "
     "num_groups groups sparse_as_dense process_set",
-    "broadcast_parameters": "params root_rank process_set",
-    "broadcast_optimizer_state": "optimizer root_rank model process_set",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
     "broadcast_object": "obj root_rank name process_set",
     "allgather_object": "obj name process_set",
     "SyncBatchNorm": "num_features eps momentum affine track_running_stats",
