@@ -117,14 +117,20 @@ def agreed_plan(
         "groups": groups,
         "options": [options.op, options.passes, options.predivide, options.sparse_as_dense],
         "parameters": {
-            names[index]: [*map(str, parameters[index].shape), str(parameters[index].dtype), parameters[index].device.type]
+            names[index]: [
+                *map(str, parameters[index].shape),
+                str(parameters[index].dtype),
+                parameters[index].device.type,
+            ]
             for index in trained
         },
         "ready": [names[index] for index in ready],
-        "sparse": {names[index]: grad.sparse_dim() for index, grad in grads.items() if grad is not None and grad.is_sparse},
+        "sparse": {
+            names[index]: grad.sparse_dim() for index, grad in grads.items() if grad is not None and grad.is_sparse
+        },
     }
     of_ranks = allgather_object(own, "DistributedOptimizer", options.process_set)
-    _check_agreement(of_ranks, options.process_set)
+    _check_agreement(of_ranks)
     index_of = {names[index]: index for index in trained}
     model = of_ranks[0]
     order = [index_of[name] for name in dict.fromkeys([*model["ready"], *reversed(model["parameters"])])]
@@ -140,7 +146,7 @@ def agreed_plan(
     return Plan(engine.current(), key, buckets, slots, by_name, sparse_dims)
 
 
-def _check_agreement(of_ranks: list[dict[str, Any]], process_set: ProcessSet) -> None:
+def _check_agreement(of_ranks: list[dict[str, Any]]) -> None:
     first = of_ranks[0]
     for other, theirs in enumerate(of_ranks):
         for what in ("compression", "groups", "options", "parameters"):

@@ -17,6 +17,7 @@ from compat.horovod.world import rank
 
 _TENSOR = "<tensor>"  # stands before a tensor's number
 
+
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]], root_rank: int
 ) -> None:
@@ -39,13 +40,17 @@ def broadcast_parameters(
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object")
+            raise ValueError(
+                f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object"
+            )
         tensors[name] = value.detach()
     _broadcast_tensors(tensors, root_rank, "broadcast_parameters")
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001
 ) -> None:
     """Give all ranks the optimizer state and the options (rate, momentum, ...) of one rank. A collective.
 

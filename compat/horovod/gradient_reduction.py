@@ -123,7 +123,9 @@ class GradientReduction:
                 "times before step() or synchronize(): increase backward_passes_per_step to accumulate gradients"
             )
         if grad is None or grad.requires_grad:
-            raise AssertionError(f"the gradient of {self.names[index]} has a graph (create_graph=True): it can't be reduced")
+            raise AssertionError(
+                f"the gradient of {self.names[index]} has a graph (create_graph=True): it can't be reduced"
+            )
         if not progress.has_begun:
             progress.has_begun = True
             self._check_plan()

@@ -16,7 +16,7 @@ from compat.horovod.operations import Adasum, Average, allreduce_async_, synchro
 from compat.horovod.process_sets import ProcessSet, global_process_set
 
 
-def DistributedOptimizer(  # noqa: N802: the API's name
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = Compression.none,
@@ -31,8 +31,9 @@ def DistributedOptimizer(  # noqa: N802: the API's name
     """An optimizer of the same class, options and state, whose `step` uses the gradients of all ranks.
 
     All-reduces run during the backward. When that has computed all gradients, they are reduced as it returns. If some are
-    missing on this rank, `step`, `GradScaler.step` or `synchronize` waits for the others' and supplies zeros: call
-    `synchronize` before you clip or unscale gradients then. Ranks call it in the same order; what they disagree about raises HorovodInternalError.
+    missing on this rank, `step`, `GradScaler.step` or `synchronize` waits for the others' and supplies zeros: then call
+    `synchronize` before you clip or unscale gradients. Ranks make optimizers and steps in the same order. If they disagree
+    about names, shapes or options, the first step raises HorovodInternalError on all of them.
 
         loss.backward()
         optimizer.synchronize()
@@ -71,7 +72,9 @@ def DistributedOptimizer(  # noqa: N802: the API's name
     names = _names(optimizer, named_parameters)
     kind = type(optimizer)
     mixin = _AdasumOptimizer if is_adasum else _DistributedOptimizer
-    wrapped = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
+    wrapped = object.__new__(
+        type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    )
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     options = Options(

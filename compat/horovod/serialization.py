@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_ARRAY_KINDS = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128 str bytes"
+_ARRAY_KINDS = (
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128 str bytes"
+)
 _SAFE = [
     *(int, float, bool, str, bytes, list, tuple, dict, frozenset, range, slice),
     *(argparse.Namespace, types.SimpleNamespace),

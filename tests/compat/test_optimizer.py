@@ -52,7 +52,9 @@ def part(step: int, first: int = 0, of: int = 1) -> tuple[torch.Tensor, torch.Te
 
 
 def weights(*models: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{number}.{name}": value for number, model in enumerate(models) for name, value in model.state_dict().items()}
+    return {
+        f"{number}.{name}": value for number, model in enumerate(models) for name, value in model.state_dict().items()
+    }
 
 
 def plain() -> dict[str, torch.Tensor]:

@@ -67,9 +67,7 @@ class ElasticSampler(Sampler[int]):
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = [
-            index for index in order[self.processed_num :] if index not in self.processed_indices
-        ]
+        self.remaining_indices = [index for index in order[self.processed_num :] if index not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 

@@ -103,7 +103,10 @@ class ObjectState(State):
     """A state of plain Python values, which are attributes: `state.epoch`. Which types: see `serialization`."""
 
     def __init__(
-        self, bcast_object: Callable[..., Any] = broadcast_object, get_rank: Callable[[], int] = world.rank, **kwargs: Any
+        self,
+        bcast_object: Callable[..., Any] = broadcast_object,
+        get_rank: Callable[[], int] = world.rank,
+        **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved_state = kwargs
@@ -116,8 +119,9 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
+        """Give all ranks the values of rank 0, as they are now: after an interrupt they go with the parameters. A collective."""
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
+            self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
             self._set_attributes()
 
     def _set_attributes(self) -> None:
@@ -167,6 +171,7 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+        self.save()  # all of it is of one moment, should it be restored before the next commit
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_handlers", ()):
@@ -220,11 +225,19 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
+    """Both are collectives: each rank has recorded other indices."""
+
     def save(self) -> None:
-        """Save, with the indices that any rank has recorded. A collective."""
+        self.saved = self._of_all_ranks()
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self._of_all_ranks()))
+
+    def _of_all_ranks(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        state["processed_indices"] = sorted(set().union(*allgather_object(state["processed_indices"])))
-        self.saved = state
+        recorded = allgather_object((state["epoch"], state["processed_indices"]))
+        same_epoch = [indices for epoch, indices in recorded if epoch == state["epoch"]]
+        return state | {"processed_indices": sorted(set().union(*same_epoch))}
 
     def set_value(self, value: Any) -> None:
         self.value, self.saved = value, copy.deepcopy(value.state_dict())

@@ -1,0 +1,246 @@
+"""Elastic states restore what was committed, the run decorator repeats after a failure, and the sampler deals out the rest."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import compat.horovod as hvd
+from common.errors import Refused
+from compat.horovod.elastic.commits import VARIABLE, folder
+from compat.horovod.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+from compat.horovod.exceptions import HostsUpdatedInterrupt
+from tests.compat.ranks import run_ranks
+
+
+def made(**values: object) -> hvd.elastic.TorchState:
+    torch.manual_seed(hvd.rank())
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return hvd.elastic.TorchState(model, optimizer, schedule=schedule, **values)
+
+
+def train(state: hvd.elastic.TorchState) -> torch.Tensor:
+    state.optimizer.zero_grad()
+    state.model(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+    state.schedule.step()
+    return state.model.weight.detach().clone()
+
+
+def restored_as_committed() -> None:
+    state = made(epoch=3, history=[1])
+    state.sync()
+    assert state.epoch == 3 and torch.equal(*hvd.allgather(state.model.weight.detach()).split(1)[:2])
+    before = train(state)
+    state.epoch, rate = 4, state.optimizer.param_groups[0]["lr"]
+    state.history.append(2)
+    state.commit()
+    for _ in range(2):  # what is restored once is not changed by what is trained after that
+        after = train(state)
+        state.epoch += 1
+        state.history.append(3)
+        assert not torch.equal(before, after) and state.optimizer.param_groups[0]["lr"] != rate
+        state.restore()
+        assert torch.equal(state.model.weight, before) and (state.epoch, state.history) == (4, [1, 2])
+        assert state.optimizer.param_groups[0]["lr"] == rate and state.schedule.last_epoch == 1
+    assert torch.equal(train(state), after)  # the moments were restored too
+
+    state.model = nn.Linear(2, 1)  # another object under the same name
+    kept = state.model.weight.detach().clone()
+    nn.init.zeros_(state.model.weight)
+    state.restore()
+    assert torch.equal(state.model.weight, kept)
+
+
+def hosts_updated() -> None:
+    state = made(epoch=0)
+    state.check_host_updates()
+    for kind, skips in ((1, False), (2, True)):
+        if hvd.rank() == hvd.size() - 1:  # one rank is told, all stop
+            state.on_hosts_updated(10.0 * kind, kind)
+        with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+            state.commit()
+        assert interrupt.value.skip_sync == skips
+    state.check_host_updates()
+
+
+def repeated_after_failures() -> None:
+    state, calls, resets = made(step=0), [], []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def run(state: hvd.elastic.TorchState, word: str) -> str:
+        """Fails once on all ranks, then is interrupted."""
+        calls.append(state.step)
+        while state.step < 6:
+            state.step += 1
+            if state.step == 2:
+                state.commit()
+            if state.step == 4 and len(calls) == 1:
+                hvd.allreduce(torch.ones(1 + hvd.rank()), name="unequal")
+            if state.step == 5 and len(calls) == 2:
+                if hvd.rank() == 0:
+                    state.on_hosts_updated(1.0, 1)
+                state.check_host_updates()
+        return word
+
+    assert run(state, "done") == "done" and run.__doc__ and run.__name__ == "run"
+    assert calls == [0, 2, 5] and resets == [hvd.size()] * 2  # rolled back to the commit, and then not
+
+    @hvd.elastic.run
+    def hopeless(state: hvd.elastic.TorchState) -> None:
+        calls.append("again")
+        hvd.allreduce(torch.ones(1 + hvd.rank()), name="unequal")
+
+    with pytest.raises(hvd.HorovodInternalError, match="mismatched shapes"):
+        hopeless(made())
+    assert calls.count("again") == 4
+
+
+def sampled() -> None:
+    """Batches of 3 per rank of 20 samples: what is left after two is dealt out again, also if indices were recorded."""
+    data, size = range(20), hvd.size()
+    everyone = lambda sampler: [index for own in hvd.allgather_object([*sampler]) for index in own]  # noqa: E731
+    for shuffle in (False, True):
+        sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
+        assert set(everyone(sampler)) == {*data} and len([*sampler]) == len(sampler) == -(-20 // size)
+        first = [*sampler][:6]
+        assert sampler.get_indices(1, 3) == first[3:]
+        done = {index for own in hvd.allgather_object(first) for index in own}
+        for batch in range(2):
+            sampler.record_batch(batch, 3)
+        other = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
+        other.load_state_dict(sampler.state_dict())
+        assert set(everyone(other)) == {*data} - done
+        recorded = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
+        recorded.record_indices(first)
+        state = hvd.elastic.TorchState(sampler=recorded)
+        state.commit()
+        state.restore()
+        assert set(everyone(recorded)) == {*data} - done
+        order = everyone(sampler)
+        sampler.set_epoch(1)
+        assert set(everyone(sampler)) == {*data} and (everyone(sampler) != order) == shuffle and sampler.processed_num == 0
+        sampler.record_batch(0, 20)
+        sampler.reset()
+        assert [*sampler] == [] and len(sampler) == 0
+    few = hvd.elastic.ElasticSampler(range(1))
+    assert [*few] == [0]  # fewer samples than ranks: repeated
+
+
+class Own:
+    """An object that a handler of the script's own keeps."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class OwnHandler(StateHandler):
+    def __init__(self, value: Own) -> None:
+        self.value, self.saved = value, value.value
+
+    def save(self) -> None:
+        self.saved = self.value.value
+
+    def restore(self) -> None:
+        self.value.value = self.saved
+
+    def sync(self) -> None:
+        self.value.value = hvd.broadcast_object(self.value.value)
+
+
+def other_objects() -> None:
+    set_handler_registry([(Own, OwnHandler), *get_handler_registry()])
+    own = Own()
+    own.value = hvd.rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = hvd.elastic.TorchState(own=own, scaler=scaler)
+    state.sync()
+    assert own.value == 0
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    state.restore()
+    assert scaler.get_scale() == 4.0
+    state = hvd.elastic.ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, word=str(hvd.rank()))
+    state.sync()
+    assert state.word == "0"
+
+
+def on_disk(place: str) -> None:
+    """What a process that is started later does, which has the same states."""
+    path = Path(place) / f"commit-{made()._commits.path.stem[7:]}.pt"  # the next state has the next number
+    path = path.with_name(f"commit-{int(path.stem[7:]) + 1}.pt")
+    state = made(epoch=1)
+    state.sync()
+    weight = train(state)
+    state.epoch = 2
+    state.commit()
+    hvd.barrier()
+    assert path.exists() and not [*path.parent.glob(".*")]
+
+    new = made(epoch=7)
+    new._commits.path = path
+    seen = []
+
+    @hvd.elastic.run
+    def run(state: hvd.elastic.TorchState) -> None:
+        seen.append((state.epoch, state.model.weight.detach().clone(), state.schedule.last_epoch))
+
+    run(new)
+    assert seen[0][0] == 2 and torch.equal(seen[0][1], weight) and seen[0][2] == 1
+
+    other = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
+    other._commits.path = path
+    with pytest.raises(ValueError, match="holds model, optimizer, schedule, and this script's state model"):
+        run(other)
+    bad = hvd.elastic.TorchState(odd=Odd())
+    if hvd.rank() == 0:
+        with pytest.raises(TypeError, match=r"the elastic state holds .*Odd"):
+            bad.commit()
+        state._commits.path = Path("/proc/nowhere/commit.pt")
+        with pytest.raises(Refused, match=r"can't write the commit /proc/nowhere/commit.pt .*set HOROVOD_ELASTIC_COMMITS"):
+            state._commits.write({})
+        state._commits._remove()
+        new._commits._remove()
+        assert not path.exists()
+
+
+class Odd:
+    """A class that no reader knows."""
+
+
+def all_cases(place: str) -> None:
+    os.environ[VARIABLE] = place
+    hvd.init()
+    restored_as_committed()
+    hosts_updated()
+    repeated_after_failures()
+    sampled()
+    other_objects()
+    hvd.barrier()
+    on_disk(place)
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_states_and_samplers(ranks: int, tmp_path) -> None:
+    run_ranks(ranks, all_cases, str(tmp_path / "commits"))
+
+
+def test_folder_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_path) -> None:
+    import __main__
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(__main__, "__file__", str(tmp_path / "train.py"), raising=False)
+    folders = set()
+    for words in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
+        monkeypatch.setattr("sys.argv", words)
+        folders.add(folder())
+    assert len(folders) == 2 and {path.parent for path in folders} == {tmp_path / "train.commits"}
+    monkeypatch.setenv(VARIABLE, "none")
+    assert folder() is None
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert folder() == tmp_path

@@ -1,0 +1,197 @@
+"""Broadcasts give all ranks the root's parameters, optimizer state and objects; nothing that arrives runs code."""
+
+import argparse
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import compat.horovod as hvd
+from compat.horovod.serialization import dumps, loads
+from tests.compat.ranks import run_ranks
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3), nn.Flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 2, 4, 4) + torch.arange(4)).square().sum().backward()
+        optimizer.step()
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two nested values are equal, with their types."""
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
+    return type(first) is type(second) and (first == second or first != first)
+
+
+def parameters() -> None:
+    root = hvd.size() - 1
+    for form in (lambda m: m.state_dict(), lambda m: m.named_parameters(), lambda m: [*m.parameters()], None):
+        model = model_of(hvd.rank())
+        model[1].running_mean += hvd.rank()
+        if form is None:  # pairs, with a value that is none
+            hvd.broadcast_parameters([*model.named_parameters(), ("nothing", None)], root_rank=root)
+        else:
+            hvd.broadcast_parameters(form(model), root_rank=root)
+        expected = model_of(root)
+        assert all(map(same, model.parameters(), expected.parameters()))
+    model = model_of(hvd.rank())
+    model[1].running_mean += hvd.rank()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    assert (model[1].running_mean == root).all()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2),
+    "groups": lambda p: torch.optim.Adam([{"params": [first], "lr": number / 10} for number, first in enumerate(p)]),
+}
+
+
+def optimizer_states() -> None:
+    for name, make in OPTIMIZERS.items():
+        for has_state in ("root", "all", "none", "others"):
+            for wraps in (False, True):
+                model = model_of(0)
+                optimizer = make(model.parameters())
+                is_root = hvd.rank() == 0
+                if (
+                    name != "lbfgs"
+                    and has_state
+                    in {"root": ("root", "all"), "others": ("all", "others")}["root" if is_root else "others"]
+                ):
+                    train(model, optimizer)
+                    optimizer.param_groups[0]["lr"] = 0.5 + hvd.rank()
+                optimizer.param_groups[0]["note"] = {"nested": [None, hvd.rank(), (1, "a")]}
+                if not is_root:
+                    optimizer.param_groups[0]["stale"] = 1
+                used = hvd.DistributedOptimizer(optimizer, model.named_parameters()) if wraps else optimizer
+                before = copy.deepcopy(used.state_dict())
+                schedule = torch.optim.lr_scheduler.StepLR(used, 1, gamma=0.5)
+                groups = used.param_groups
+                hvd.broadcast_optimizer_state(used, root_rank=0)
+                after = used.state_dict()
+                assert used.param_groups is groups and schedule.optimizer is used
+                for other, theirs in enumerate(hvd.allgather_object(after)):
+                    assert same(theirs, after), (name, has_state, other)
+                assert after["param_groups"][0]["note"] == {"nested": [None, 0, (1, "a")]}
+                if is_root:
+                    assert same(before["state"], after["state"])
+                if name == "adamw":  # others have some state from the start
+                    assert bool(after["state"]) == (has_state in ("root", "all"))
+
+
+def a_checkpoint_of_the_root() -> None:
+    """Rank 0 loads a checkpoint, and all go on as one process would."""
+    model = model_of(hvd.rank())
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model.named_parameters())
+    expected = model_of(5)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.02)
+    train(expected, plain)
+    if hvd.rank() == 0:
+        model.load_state_dict(expected.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # torch would share it
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer)
+    train(expected, plain)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def objects() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    item = {
+        "a": [1, 2.5, None, "b"],
+        "t": torch.arange(3),
+        "n": np.float64(0.5),
+        3: {4, 5},
+        "x": argparse.Namespace(lr=1),
+    }
+    received = hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item")
+    assert received["x"] == item["x"] and received[3] == {4, 5} and received["n"] == 0.5
+    assert torch.equal(received["t"], item["t"]) and received["a"] == item["a"]
+    assert hvd.allgather_object({"rank": rank, "text": "x" * rank}) == [
+        {"rank": other, "text": "x" * other} for other in range(size)
+    ]
+    for call in (
+        lambda: hvd.broadcast_object(Stranger() if rank == 0 else None),
+        lambda: hvd.allgather_object(Stranger() if rank == 1 else 1),
+        lambda: hvd.allgather_object(len if rank == 1 else 1),
+    ):
+        with pytest.raises(TypeError, match=r"the object of rank . holds .*add_safe_globals"):
+            call()
+    torch.serialization.add_safe_globals([Stranger])
+    assert isinstance(hvd.broadcast_object(Stranger() if rank == 0 else None), Stranger)
+
+
+class Stranger:
+    """A class of the script's own."""
+
+
+def disagreements() -> None:
+    rank = hvd.rank()
+    tensors = {"same": torch.ones(2), f"only {min(rank, 1)}": torch.ones(1)}
+    with pytest.raises(hvd.HorovodInternalError, match=r"names, shapes or types of tensors differ: only 0 .* only 1"):
+        hvd.broadcast_parameters(tensors, root_rank=0)
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"\[2\] torch.float32 and a \[3\] torch.float32 on ranks 0 and 1"
+    ):
+        hvd.broadcast_parameters({"a": torch.ones(2 + min(rank, 1))}, root_rank=0)
+    model = model_of(0)
+    made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+    with pytest.raises(hvd.HorovodInternalError, match="SGD and Adam on ranks 0 and 1"):
+        hvd.broadcast_optimizer_state(made[min(rank, 1)], root_rank=0)
+    for wrong in (3, "text", torch.ones(1)):
+        with pytest.raises(ValueError, match="takes a dict or a list of tensors"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+    with pytest.raises(ValueError, match="extra is no tensor but str"):
+        hvd.broadcast_parameters({"extra": "text"}, root_rank=0)
+
+
+def all_cases() -> None:
+    hvd.init()
+    parameters()
+    optimizer_states()
+    a_checkpoint_of_the_root()
+    objects()
+    disagreements()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_what_the_root_had(ranks: int) -> None:
+    run_ranks(ranks, all_cases)
+
+
+class Attack:
+    """What somebody who reaches the port would send."""
+
+    def __reduce__(self) -> tuple:
+        return print, ("taken over",)
+
+
+def test_nothing_that_arrives_runs_code(capsys) -> None:
+    with pytest.raises(TypeError, match=r"the message holds .*print.*add_safe_globals"):
+        dumps(Attack(), "the message")
+    with pytest.raises(pickle.UnpicklingError):
+        loads(pickle.dumps(Attack()))
+    assert "taken over" not in capsys.readouterr().out
