@@ -6,6 +6,7 @@
 It holds what `zalando-datasets/fashion_mnist` of the Hub does: splits train and test, columns image and label.
 """
 
+import gzip
 import sys
 import tempfile
 from pathlib import Path
@@ -14,22 +15,29 @@ PACKAGE = "dataset-fashion-mnist"
 FILES = Path("/usr/share/datasets/fashion-mnist")
 
 
+def unpack(folder: Path, most: int | None = None) -> None:
+    """Write the data set, or the first `most` images of each split, to folder/MNIST/raw, where torchvision's MNIST reads it."""
+    raw = folder / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for packed in FILES.glob("*.gz"):
+        content = gzip.decompress(packed.read_bytes())
+        header, size = (16, 28 * 28) if "images" in packed.name else (8, 1)
+        count = min(int.from_bytes(content[4:8], "big"), most or sys.maxsize)
+        kept = content[:4] + count.to_bytes(4, "big") + content[8 : header + count * size]
+        (raw / packed.stem).write_bytes(kept)
+
+
 def save_fashion_mnist(folder: Path, most: int | None = None) -> None:
     """Save the data set, or the first `most` images of each split, to `folder`."""
     import datasets
-    from torchvision.datasets import FashionMNIST
-    from torchvision.datasets.utils import extract_archive
+    from torchvision.datasets import MNIST, FashionMNIST
 
     splits = {}
     with tempfile.TemporaryDirectory() as scratch:
-        raw = Path(scratch) / "FashionMNIST/raw"  # where torchvision looks for them
-        raw.mkdir(parents=True)
-        for file in FILES.glob("*.gz"):
-            extract_archive(str(file), str(raw))
+        unpack(Path(scratch), most)
         for split in ("train", "test"):
-            pictures = FashionMNIST(scratch, train=split == "train")
-            images, labels = zip(*(pictures[number] for number in range(most or len(pictures))), strict=True)
-            features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=pictures.classes))
+            images, labels = zip(*MNIST(scratch, train=split == "train"), strict=True)
+            features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=FashionMNIST.classes))
             splits[split] = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
     datasets.DatasetDict(splits).save_to_disk(str(folder))
 
