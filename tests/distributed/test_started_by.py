@@ -151,11 +151,11 @@ def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> No
 def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_another_launcher(mpi, tmp_path) -> None:
     steps = (
         "--max_steps",
-        300,
+        150,
         "--checkpoint_every",
         50,
         "--eval_every",
-        300,
+        150,
         "--batch_norm",
         "group",
         "--norm_batch_size",
