@@ -52,11 +52,12 @@ def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta
 
     Raises `Refused` if it can't be reached within `patience`, with the reason and what to do.
     """
-    is_keeper, store = launch.rank == 0 and _keeps_store(environ), None
+    is_keeper = launch.rank == 0 and _keeps_store(environ)
+    store: Store | None = None
     if file := meeting_file(environ):
         if is_keeper:
-            store = keep_store(_own_address(environ, launch), 0, patience)
-            address, port = store.host, store.port
+            store = kept = keep_store(_own_address(environ, launch), 0, patience)
+            address, port = kept.host, kept.port
             _write(file, f"{address} {port}")
         else:
             address, port = _read(file, patience)

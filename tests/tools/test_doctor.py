@@ -1,20 +1,17 @@
-"""The doctor runs every check on every rank whatever one of them does, ends in one table, and judges by stated thresholds."""
+"""The doctor runs every check on every rank, whatever one of them does, and ends in one table."""
 
 import json
 import re
-import resource
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.harness.launching import free_port, inherited
-from tools.doctor import bandwidth, gpus, interfaces, limits, tracker, versions
+from common.errors import Refused
+from tests.harness.launching import free_port
+from tools.doctor.__main__ import arguments
 from tools.doctor.finding import Finding
+from tools.doctor.session import examine
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
-from tools.doctor.world import World
 
 FAULTY = """
 import os, sys, time
@@ -22,6 +19,7 @@ import torch, torch.distributed as dist
 sys.path.insert(0, os.getcwd())
 from tools.doctor import checks
 from tools.doctor.examination import Check
+from tools.doctor.__main__ import arguments
 from tools.doctor.finding import Finding
 
 def fails_alone(world):
@@ -115,17 +113,16 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
 
 
 def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(launch) -> None:
-    words = (["--only", "limits,launch", "--json", "-"], ["--only", "lungs"], ["no.py"])
-    started = [launch.start_python("-m", "tools.doctor", *each) for each in words]
-    done, *refused = [each.finish() for each in started]
+    done = launch.start_python("-m", "tools.doctor", "--only", "limits,launch", "--json", "-").finish()
     found = json.loads(done.stdout)
     assert done.returncode in (0, 1) and {row["check"].partition(":")[0] for row in found["findings"]} == {
         "launch",
         "limits",
     }
     assert found["processes"] == 1 and found["seconds"] < 60
-    assert [each.returncode for each in refused] == [2, 2] and not refused[0].stdout
-    assert "--only lungs: take launch, " in refused[0].stderr and "no.py is not there" in refused[1].stderr
+    for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
+        with pytest.raises(Refused, match=text):
+            examine(arguments().parse_args(words), {})
 
 
 # --- the table
@@ -164,145 +161,3 @@ def test_the_table_is_in_one_order_coloured_on_request_and_short() -> None:
     assert len(show(many, coloured=False).splitlines()) < 10
     idle = [Finding(name, "not run", "needs a process group") for name in ("speed", "clock")]
     assert show(idle, coloured=False).count("needs a process group: speed, clock") == 1
-
-
-# --- thresholds
-
-
-def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
-    given = dict.fromkeys((resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU), -1)
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (given.get(what, -1), -1))
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
-    monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
-
-    def found(world: World | None = None) -> dict[str, tuple[str, str]]:
-        return {
-            row.check.removeprefix("limits: "): (row.status, row.measured) for row in limits.limits(world or World())
-        }
-
-    assert found()["ulimits"][0] == "ok"
-    given.update({resource.RLIMIT_NOFILE: 1000, resource.RLIMIT_NPROC: 50, resource.RLIMIT_CPU: 3600})
-    assert found()["open files"][0] == found()["processes"][0] == found()["CPU seconds"][0] == "warning"
-    assert found(World(world_size=1000, local_world_size=1))["open files"] == ("warning", "1000, less than 8000")
-    given[resource.RLIMIT_NOFILE] = 255
-    assert found()["open files"][0] == "failed"
-    given[resource.RLIMIT_MEMLOCK] = 2**16
-    assert "locked memory" not in found()
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(limits, "_INFINIBAND", tmp_path)
-    assert found()["locked memory"] == ("failed", "0 MiB")
-
-    # A container of 3 GiB, 2.5 of them used, 1 of these by files that were read; 900 of its 1,000 threads exist.
-    for name, text in {
-        "memory.max": 3 * 2**30,
-        "memory.current": 5 * 2**29,
-        "memory.stat": "inactive_file 1073741824",
-        "pids.max": 1000,
-        "pids.current": 900,
-    }.items():
-        (tmp_path / name).write_text(f"{text}\n")
-    given[resource.RLIMIT_NPROC] = -1
-    assert found()["memory"] == ("warning", "1.5 of 3.0 GiB memory free (the container)")
-    assert found()["processes"][1].startswith("100 more")
-    monkeypatch.setattr(limits, "cores", lambda: 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert found()["cores"][0] == "ok"
-    assert found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "4102444800")
-    assert "SLURM ends the job in" in found()["time"][1]
-
-
-def test_slow_links_and_long_ways_are_told_from_good_ones(monkeypatch) -> None:
-    def judged(gbit: float, ms: float, link: float | None, backend: str = "gloo") -> list[str]:
-        calls = [{"bytes": 4096, "ms": ms, "gbit": 0.1}, {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit}]
-        monkeypatch.setattr(bandwidth, "_measure", lambda *_: {"all-reduce": calls, "broadcast": calls})
-        monkeypatch.setattr(bandwidth, "_link", lambda _: link)
-        monkeypatch.setattr(bandwidth.dist, "get_backend", lambda: backend)
-        return [row.way_out[:15] for row in bandwidth._compare(World(hosts=["a"]), "between machines", (0,), None)]
-
-    assert judged(5, 0.1, 10) == judged(5, 0.1, 100) == judged(0.1, 0.1, None) == judged(60, 0.1, 100, "nccl") == [""]
-    assert judged(1, 0.1, 10) == ["less than 2 Gbi"]
-    assert judged(40, 0.1, 100, "nccl") == ["less than 50 Gb"]
-    assert judged(5, 20, 10) == ["latency above 5"]
-
-
-def test_gpus_that_do_not_reach_each_other_or_are_not_seen_are_named(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
-    row = gpus._peers(World(world_size=3, local_world_size=3))
-    assert row.status == "warning" and row.measured == "not between 0-2, 1-2 of 3"
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    assert gpus._peers(World(world_size=3, local_world_size=3)).status == "ok"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.1'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = gpus.gpus(World())
-    assert found[0].status == "failed" and found[0].measured == "nvidia-smi shows 1 x NVIDIA H100, torch none"
-
-
-def test_the_odd_rank_is_named_by_what_most_have() -> None:
-    world = World(world_size=4, hosts=["a", "a", "b", "b"])
-    of_ranks = [{"timm": "1"}, {"timm": "1"}, {"timm": "1"}, {"timm": "2", "extra": "3"}]
-    (row,) = versions._differing(world, "packages", of_ranks, "failed")
-    assert row.place == "rank 3 (b)" and row.measured == "extra 3 instead of (absent), timm 2 instead of 1"
-    assert versions._differing(world, "packages", [of_ranks[0]] * 4, "failed") == []
-
-
-@pytest.mark.parametrize(
-    "variable, value, taken",
-    [
-        ("NCCL_SOCKET_IFNAME", "eth", "eth0"),
-        ("NCCL_SOCKET_IFNAME", "=eth", None),
-        ("NCCL_SOCKET_IFNAME", "=eth1", "eth1"),
-        ("NCCL_SOCKET_IFNAME", "^eth", "ib0"),
-        ("GLOO_SOCKET_IFNAME", "eth", None),
-        ("GLOO_SOCKET_IFNAME", "ib0", "ib0"),
-    ],
-)
-def test_interfaces_are_chosen_as_the_libraries_do(variable: str, value: str, taken: str | None, monkeypatch) -> None:
-    monkeypatch.setenv(variable, value)
-    assert interfaces.chosen(variable, {"lo": [], "eth0": [], "eth1": [], "ib0": []}) == taken
-
-
-# --- W&B
-
-
-def test_the_tracker_is_reachable_logged_in_refused_silent_or_offline(monkeypatch, tmp_path) -> None:
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            authorization = self.headers.get("Authorization", "")
-            body = {"data": {"viewer": {"username": "ada"} if authorization else None}}
-            self.send_response(401 if authorization.endswith("d3Jvbmc=") else 200)  # "...wrong"
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in [name for name in inherited() if name.lower().endswith("_proxy")] + ["WANDB_API_KEY", "WANDB_MODE"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-
-    def found() -> str:
-        (row,) = tracker.tracker(World())
-        return f"{row.status}: {row.measured}"
-
-    assert found().endswith("is reachable, but nobody is logged in") and found().startswith("warning")
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password right\n")
-    assert found() == "ok: reachable, logged in as ada"
-    monkeypatch.setenv("WANDB_API_KEY", "a wrong")
-    assert "refuses the key (HTTP 401)" in found()
-    server.shutdown()
-    server.server_close()
-    assert found().startswith("warning") and "can't be reached" in found()
-    monkeypatch.setattr(tracker, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(tracker, "_ask", lambda *_: threading.Event().wait())
-    assert "no answer within 0 s" in found()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert found() == "ok: offline (WANDB_MODE)"

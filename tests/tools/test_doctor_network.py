@@ -1,14 +1,12 @@
 """The doctor finds what is wrong between machines and on one of them; each trouble is provoked on network namespaces."""
 
-import contextlib
-import socket
+import json
 import subprocess
+import sys
 from collections.abc import Callable
 
-import pytest
-
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, Launcher, free_port
+from tests.harness.launching import ROOT, Launcher
 from tests.harness.machines import Node
 from tests.tools.test_doctor import exported, rows_of
 
@@ -24,17 +22,57 @@ from tools.doctor import checks, speed
 def crowded(world):
     os.sched_setaffinity(0, {{0}})
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    os.nice(5)
     try:
         return speed.speed(world)
     finally:
         for each in busy:
             each.kill()
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 checks.CHECKS[:] = [
     dataclasses.replace(each, function=crowded) if each.name == "speed" else each for each in checks.CHECKS
 ]
 from tools.doctor.__main__ import main
 main()
+"""
+
+
+OTHERS = """
+import json, socket, sys
+sys.path.insert(0, {root!r})
+from tools.doctor.meeting import meet
+from tools.doctor.world import this_process
+
+found = {{}}
+with socket.create_server({taken}):
+    for name, environ in {cases}.items():
+        (row,) = meet(this_process(environ, None, []), environ, 0.5)
+        found[name] = f"{{row.measured}}; {{row.way_out}}"
+print(json.dumps(found))
+"""
+
+
+# Two machines' end points of a tunnel through which each packet takes 10 ms; one line on stdout when it is open.
+TUNNEL = """
+import collections, ctypes, fcntl, os, select, struct, subprocess, sys, time
+
+ends = []
+for number, space in enumerate(sys.argv[1:]):
+    with open(f"/run/netns/{space}") as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    ends.append(os.open("/dev/net/tun", os.O_RDWR))
+    fcntl.ioctl(ends[-1], 0x400454CA, struct.pack("16sH22x", b"tunnel", 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+    subprocess.run(["ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", "tunnel"], check=True)
+    subprocess.run(["ip", "link", "set", "tunnel", "up"], check=True)
+print("open", flush=True)
+on_the_way = collections.deque()
+while True:
+    until = on_the_way[0][0] - time.monotonic() if on_the_way else 1.0
+    for end in select.select(ends, [], [], max(0.0, until))[0]:
+        on_the_way.append((time.monotonic() + 0.01, ends[1 - ends.index(end)], os.read(end, 65536)))
+    while on_the_way and on_the_way[0][0] <= time.monotonic():
+        os.write(*on_the_way.popleft()[1:])
 """
 
 
@@ -102,55 +140,67 @@ def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr
     rows = rows_of(file)
-    ((name, place),) = (key for key, row in rows.items() if row["status"] == "failed")
-    assert (name, place) == ("network: ports", "all")
-    assert rows[name, place]["measured"].startswith(
+    assert [key for key, row in rows.items() if row["status"] == "failed"] == [("network: ports", "all")]
+    assert rows["network: ports", "all"]["measured"].startswith(
         "node0 -> node1 (10.77.0.2): 4 of 4 ports filtered (no answer), such as "
     )
-    assert rows[name, place]["way_out"].startswith("firewall: ")
+    assert rows["network: ports", "all"]["way_out"].startswith("firewall: ")
     assert rows["network: bandwidth", "all"]["status"] == rows["speed", "all"]["status"] == "not run"
     assert rows["clock", "all"]["status"] == "ok"  # which needs the one port that is open
     assert done[0].stdout.count("-> firewall: ") == 1 and not done[1].stdout  # one table for both
 
 
-@pytest.fixture
-def nobody(nodes) -> Node:
-    """A machine without others."""
-    return nodes(1)[0]
-
-
-def test_processes_that_can_not_meet_say_who_waits_for_what(nobody: Node, tmp_path) -> None:
+def test_processes_that_can_not_meet_say_who_waits_for_what(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    (nobody,) = nodes(1)
     nobody.send_into_silence("10.77.0.99")
-    waits = {"refused": "10.77.0.1", "silent": "10.77.0.99", "unrouted": "192.0.2.7", "unknown": "nowhere.invalid"}
-    cases = {name: exported(1, 2, PORT, address) for name, address in waits.items()}
-    cases["alone"] = exported(0, 2, PORT + 1, nobody.address)
-    taken = free_port()
-    with contextlib.closing(socket.create_server(("127.0.0.1", taken))):
-        cases["taken"] = exported(0, 2, taken) | {"LOCAL_WORLD_SIZE": "2"}
-        files = {name: tmp_path / f"{name}.json" for name in cases}
-        words = {
-            name: ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json", files[name]]
-            for name in cases
-        }
-        here = Launcher(tmp_path)
-        started = {
-            name: (here if name == "taken" else nobody).start_python(*words[name], env=cases[name]) for name in cases
-        }
-        done = {name: each.finish() for name, each in started.items()}
-    assert {each.returncode for each in done.values()} == {1}, done
-    found = {}
+    cases = {"silent": exported(1, 2, PORT, "10.77.0.99"), "alone": exported(0, 2, PORT, nobody.address)}
+    files = {name: tmp_path / f"{name}.json" for name in cases}
+    words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
+    started = [nobody.start_python(*words, files[name], env=cases[name]) for name in cases]
+    others = {
+        "refused": exported(1, 2, PORT + 1, nobody.address),
+        "unrouted": exported(1, 2, PORT, "192.0.2.7"),
+        "unknown": exported(1, 2, PORT, "nowhere.invalid"),
+        "taken": exported(0, 2, PORT + 2, nobody.address),
+    }
+    script = tmp_path / "others.py"
+    script.write_text(OTHERS.format(root=str(ROOT), cases=others, taken=(nobody.address, PORT + 2)))
+    of_others = nobody.start_python(script).finish()
+    assert [each.finish().returncode for each in started] == [1, 1]
+    found = json.loads(of_others.stdout or "{}")
     for name, file in files.items():
-        ((_, row),) = [(key, row) for key, row in rows_of(file).items() if key[0] == "network: meeting"]
-        found[name] = f"{row['measured']}; {row['way_out']}"
-    assert (
-        "rank 1 on node0 can't reach rank 0 at 10.77.0.1:20500; 10.77.0.1 is there, but nothing listens"
-        in found["refused"]
-    )
+        rows = rows_of(file)
+        (found[name],) = (
+            f"{row['measured']}; {row['way_out']}" for (check, _), row in rows.items() if check == "network: meeting"
+        )
+        (shown,) = (row for (check, _), row in rows.items() if check == "network: interfaces")
+        assert "eth0" in shown["figures"]["interfaces"]  # what there is stands beside
     assert "10.77.0.99:20500 can't be reached (timed out)" in found["silent"] and "firewall" in found["silent"]
+    assert "rank 1 of 2 did not come within 1 s; here are those of node0" in found["alone"]
+    assert "rank 1 on node0 can't reach rank 0 at 10.77.0.1:20501; 10.77.0.1 is there, but nothing" in found["refused"]
     assert "192.0.2.7:20500 can't be reached (Network is unreachable)" in found["unrouted"]
     assert "the name nowhere.invalid is not known on this machine" in found["unknown"]
-    assert "rank 1 of 2 did not come within 1 s; here are those of node0" in found["alone"]
-    assert f"port {taken} of 127.0.0.1 is taken" in found["taken"] and "by process " in found["taken"]
-    for name, file in files.items():  # what exists on the machine is shown beside
-        interfaces = [row for (check, _), row in rows_of(file).items() if check == "network: interfaces"]
-        assert interfaces and "eth0" in interfaces[0]["figures"]["interfaces"], name
+    assert "port 20502 of 10.77.0.1 is taken" in found["taken"] and "by process " in found["taken"]
+
+
+def test_a_long_way_between_machines_is_named(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    both, file = nodes(2), tmp_path / "found.json"
+    words = [sys.executable, "-c", TUNNEL, *(node.space for node in both)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as tunnel:
+        try:
+            assert tunnel.stdout.readline() == "open\n"
+            started = [
+                node.start_python(
+                    *("-m", "tools.doctor", "--only", "network", "--json", file),
+                    env=exported(rank, 2, PORT, "10.78.0.1"),
+                )
+                for rank, node in enumerate(both)
+            ]
+            done = [each.finish() for each in started]
+        finally:
+            tunnel.kill()
+    assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr
+    rows = rows_of(file)
+    way = rows["network: between", "all"]
+    assert way["way_out"].startswith("latency above 5 ms") and 20 < way["figures"]["all-reduce"][0]["ms"] < 200
+    assert rows["network: interfaces", "node1"]["measured"].startswith("tunnel (10.78.0.2, ")

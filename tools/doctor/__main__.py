@@ -33,6 +33,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all checks on every rank; rank 0 prints the table."""
     options = arguments().parse_args()
+    sys.argv[0] = "doctor"  # as messages name it
 
     from common.distributed import launch  # torch, after --help
     from tools.doctor.session import examine

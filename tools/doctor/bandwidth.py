@@ -39,9 +39,9 @@ def bandwidth(world: World) -> list[Finding]:
 
 
 def _compare(world: World, where: str, ranks: tuple[int, ...] | None, group) -> list[Finding]:
-    measured = _measure(world, ranks, group) if ranks else None
+    times = _measure(world, ranks, group) if ranks else None
     link = _link(world) if where == "between machines" else None
-    of_ranks = [(rank, *found) for rank, found in enumerate(gather_objects([measured, link])) if found[0]]
+    of_ranks = [(rank, *found) for rank, found in enumerate(gather_objects([times, link])) if found[0]]
     if not world.is_main:
         return []
     backend = dist.get_backend()

@@ -50,15 +50,16 @@ class Examination:
     """The rows of this rank so far; `run` adds those of a check. `finish` returns the rows of all ranks on rank 0."""
 
     def __init__(self, world: World, on_overrun: Callable[[], None]) -> None:
-        self.world, self.rows, self.seconds = world, [], {}
+        self.world = world
+        self.rows: list[Finding] = []
+        self.seconds: dict[str, float] = {}  # of each check
         self.answered: set[int] = set()  # ranks that have finished; rank 0 knows
         self._on_overrun = on_overrun
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Add rows of this rank, and put all into the store, where rank 0 finds them even if this process dies."""
         self.rows += findings
-        if self.world.store is not None:
-            self._post(self.world.check)
+        self._post(self.world.check)
 
     def run(self, check: Check) -> None:
         """Run a check. A check that needs what this rank does not have becomes a row "not run"."""
@@ -70,8 +71,7 @@ class Examination:
             self.add([Finding(check.name, "not run", f"needs {what}")])
             return
         world.enter(check.name)
-        if world.store is not None:
-            self._post(check.name)
+        self._post(check.name)
         began = time.monotonic()
         timer = threading.Timer(check.limit, self._overrun, (check, threading.get_ident()))
         timer.daemon = True
@@ -103,7 +103,7 @@ class Examination:
         rows = []
         until = time.monotonic() + LAST_ROWS_S
         for rank in range(world.world_size):
-            post = {"check": "start", "rows": []}
+            post: dict = {"check": "start", "rows": []}
             while True:
                 if world.store.check([f"rows/{rank}"]):
                     post = json.loads(world.store.get(f"rows/{rank}"))
@@ -120,6 +120,8 @@ class Examination:
 
     def _post(self, check: str) -> None:
         """Put this rank's rows into the store; `check` is the one that it is in, "" at the end."""
+        if self.world.store is None:
+            return
         rows = [asdict(finding) for finding in self.rows]
         self.world.store.set(f"rows/{self.world.rank}", json.dumps({"check": check, "rows": rows}))
 

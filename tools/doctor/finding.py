@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+Status = Literal["ok", "warning", "failed", "not run"]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -14,7 +16,7 @@ class Finding:
     """
 
     check: str
-    status: Literal["ok", "warning", "failed", "not run"]
+    status: Status
     measured: str
     way_out: str = ""
     place: str = "all"

@@ -41,6 +41,9 @@ def interfaces(world: World) -> list[Finding]:
         ]
     link = _describe(taken)
     measured = f"{taken} ({', '.join(present[taken]) or 'no address'}{_said(link)})"
+    others = chosen("NCCL_SOCKET_IFNAME", present)
+    if world.device.type == "cuda" and others and others != taken:
+        measured += f"; NCCL takes {others}"
     if devices := infiniband():
         measured += f"; InfiniBand {', '.join(f'{name} {rate} Gbit/s' for name, rate in devices.items())}"
     faster = [name for name in present if not is_single(world) and (speed(name) or 0) > (speed(taken) or 10**9)]
@@ -48,9 +51,7 @@ def interfaces(world: World) -> list[Finding]:
         rows.append(Finding("network: interfaces", "failed", f"{taken} is down", f"ip link set {taken} up"))
     if faster:
         best = max(faster, key=lambda name: speed(name) or 0)
-        way_out = (
-            f"{best} has {speed(best) / 1000:g} Gbit/s: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
-        )
+        way_out = f"{best} has {_speed(_describe(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
         rows.append(
             Finding("network: interfaces", "warning", measured, f"{way_out} if it joins the machines", figures=figures)
         )
@@ -107,10 +108,10 @@ def ports(world: World) -> list[Finding]:
         count = PORTS if world.is_local_main else 0
         listeners = [stack.enter_context(socket.create_server((own, 0))) for _ in range(count)]
         offers = world.exchange([own, [each.getsockname()[1] for each in listeners]])
-        mine = next(ranks for ranks in world.machines if world.rank in ranks)
-        others = [ranks[0] for ranks in world.machines if ranks is not mine]
-        place = world.machines.index(mine)
-        others = [*others[place:], *others[:place]][:PARTNERS] if world.is_local_main else []
+        machines = world.machines
+        place = next(number for number, ranks in enumerate(machines) if world.rank in ranks)
+        others = [ranks[0] for ranks in machines[place + 1 :] + machines[:place]]
+        others = others[:PARTNERS] if world.is_local_main else []
         targets = [(rank, offers[rank][0], port) for rank in others for port in offers[rank][1]]
         with ThreadPoolExecutor(max(1, len(targets))) as pool:
             results = [*pool.map(lambda target: connect(target[1], target[2]), targets)]

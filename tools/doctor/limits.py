@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from common.distributed.environment import cores
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, Status
 from tools.doctor.world import World
 
 GIB = 2**30
@@ -36,7 +36,8 @@ def _cores(world: World) -> Finding:
     figures = {"cores": usable, "present": present, "processes": processes, "threads": threads}
     if usable < present:
         measured += f" (of {present} cores; a CPU quota or affinity withholds the others)"
-    status, way_out = "ok", ""
+    status: Status = "ok"
+    way_out = ""
     if usable < processes:
         status, way_out = "warning", "processes share a core: start fewer, or allot more cores to the job or container"
     elif processes * threads > usable:
@@ -74,7 +75,7 @@ def _ulimits(world: World) -> list[Finding]:
     few = max(FEW_FILES, 8 * world.world_size)
     shown, figures = [f"{_amount(files)} open files"], {"open files": files}
     if _less(files, few):
-        status = "failed" if files < NO_FILES else "warning"
+        status: Status = "failed" if files < NO_FILES else "warning"
         way_out = f"data workers and connections need more: ulimit -n {max(4096, few)}"
         rows.append(Finding("limits: open files", status, f"{files}, less than {few}", way_out, figures=figures))
     processes = _free_processes()
@@ -107,7 +108,7 @@ def _shm() -> Finding:
     disk = os.statvfs(_SHM)
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     measured = f"{_size(free)} of {_size(total)} free"
-    status = "failed" if free <= NO_SHM else "warning" if free < SMALL_SHM else "ok"
+    status: Status = "failed" if free <= NO_SHM else "warning" if free < SMALL_SHM else "ok"
     way_out = (
         "data workers hand over batches there and die of a bus error when it is full: docker run --shm-size 8g, "
         "mount -o remount,size=8G /dev/shm, or --workers 0"

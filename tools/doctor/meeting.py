@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import psutil
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from common.distributed.launch_checks import check_launch, parent_command, processes_asked
 from common.distributed.launchers import meeting_file
@@ -43,12 +43,12 @@ def meet(world: World, environ: MutableMapping[str, str], patience: float) -> li
         way_out = f"{error}{f' ({taken})' if world.is_main and taken else ''}"
         return [Finding("network: meeting", "failed", f"rank {world.rank} on {world.host} {what} {target}", way_out)]
     world.store = PrefixStore("doctor", store)
-    return _gather(world, patience)
+    return _gather(world, world.store, patience)
 
 
-def _gather(world: World, patience: float) -> list[Finding]:
+def _gather(world: World, store: Store, patience: float) -> list[Finding]:
     """Wait for all ranks; a row on rank 0 names those that are missing."""
-    store, until = world.store, time.monotonic() + patience
+    until = time.monotonic() + patience
     store.set(f"host/{world.rank}", json.dumps([world.host, world.node]))
     if world.is_main:
         missing = [*range(world.world_size)]
@@ -56,7 +56,7 @@ def _gather(world: World, patience: float) -> list[Finding]:
             missing = [rank for rank in missing if not store.check([f"host/{rank}"])]
             time.sleep(0.02)
         came = {rank: json.loads(store.get(f"host/{rank}")) for rank in range(world.world_size) if rank not in missing}
-        world.hosts = [_host(*came[rank], came.values()) if rank in came else "" for rank in range(world.world_size)]
+        world.hosts = [_host(came[rank], came.values()) if rank in came else "" for rank in range(world.world_size)]
         store.set("hosts", "\n".join(world.hosts))
     store.set_timeout(timedelta(seconds=patience + 10))
     world.hosts = store.get("hosts").decode().split("\n")
@@ -76,8 +76,9 @@ def _gather(world: World, patience: float) -> list[Finding]:
     return []
 
 
-def _host(name: str, node: int, others: Collection) -> str:
+def _host(place: tuple[str, int], others: Collection[tuple[str, int]]) -> str:
     """The name of a machine; with its number if another one has the same name, as clones do."""
+    name, node = place
     return f"{name} (node {node})" if any(name == other and node != number for other, number in others) else name
 
 

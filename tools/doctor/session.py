@@ -12,6 +12,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import Store
+
 from common.distributed.exit_codes import announce_exit
 from common.distributed.launch import share_cores
 from common.distributed.launchers import meeting_file
@@ -87,9 +89,9 @@ class Session:
         if store is not None:
             if self.world.is_main:
                 store.set("printed", str(code))
-                _await_readers(self.world, len(self.examination.answered - {0}))
+                _await_readers(store, len(self.examination.answered - {0}))
             else:
-                code = _printed(self.world)
+                code = _printed(store)
         elif alone:
             code = 1
         if code:
@@ -140,15 +142,15 @@ def _signalled() -> int:
     return reading
 
 
-def _printed(world: World) -> int:
+def _printed(store: Store) -> int:
     """The exit code of rank 0, once it has printed."""
     until = time.monotonic() + PRINTED_S
     code = 1
     while time.monotonic() < until:
         try:
-            if world.store.check(["printed"]):
-                code = int(world.store.get("printed"))
-                world.store.add("read", 1)
+            if store.check(["printed"]):
+                code = int(store.get("printed"))
+                store.add("read", 1)
                 break
         except RuntimeError:  # rank 0 has ended, and its store
             break
@@ -156,8 +158,8 @@ def _printed(world: World) -> int:
     return code
 
 
-def _await_readers(world: World, others: int) -> None:
+def _await_readers(store: Store, others: int) -> None:
     """Keep the store open until the others have read the exit code."""
     until = time.monotonic() + PRINTED_S
-    while world.store.add("read", 0) < others and time.monotonic() < until:
+    while store.add("read", 0) < others and time.monotonic() < until:
         time.sleep(0.02)

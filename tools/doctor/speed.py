@@ -11,7 +11,8 @@ from tools.doctor.finding import Finding
 from tools.doctor.world import World
 
 ROUNDS = 15
-ROUND_S = 0.03  # of computation between two meetings
+ROUND_S = 0.05  # of computation between two meetings
+AT_MOST = 10  # times as many as the slowest rank does in ROUND_S
 LONGEST_S = 3.0  # of all rounds, once there are five
 SLOWER = 1.25  # than the median of the others; equal GPUs differ by 1 to 5 %
 _SIDE = {"cpu": 256, "cuda": 2048}  # of the matrices
@@ -25,7 +26,9 @@ def speed(world: World) -> list[Finding]:
     began = time.perf_counter()
     _compute(world, matrix, 5)
     repeats = max(1, int(ROUND_S / ((time.perf_counter() - began) / 5)))
-    repeats = min(gather_objects(repeats))  # as many as the slowest does in time
+    # As many as a typical rank does in time: short rounds would fit between the turns of other processes, and hide them.
+    of_ranks = gather_objects(repeats)
+    repeats = min(int(median(of_ranks)) + 1, AT_MOST * min(of_ranks))
     rounds: list[list[float]] = []  # the seconds of each rank
     while len(rounds) < ROUNDS and (len(rounds) < 5 or sum(map(max, rounds)) < LONGEST_S):
         began = time.perf_counter()
@@ -33,10 +36,9 @@ def speed(world: World) -> list[Finding]:
         rounds.append(gather_objects(time.perf_counter() - began))
     if not world.is_main:
         return []
-    of_ranks = [*zip(*rounds, strict=True)]
-    typical = [median(theirs) for theirs in of_ranks]
+    typical = [median(theirs) for theirs in zip(*rounds, strict=True)]
     flops = 2 * side**3 * repeats
-    figures = {
+    figures: dict = {
         "ms": [round(1000 * each, 2) for each in typical],
         "gflops": [round(flops / each / 1e9, 1) for each in typical],
     }
