@@ -18,7 +18,7 @@ from tools.doctor.plan_layouts import Layout
 from tools.doctor.world import World
 from tools.trained import RECIPES
 
-LIMIT_S = 300.0
+LIMIT_S = 180.0
 _GIB, _MIB = 2**30, 2**20
 _MOST_MEMORY = 0.9  # share of the memory that one should not exceed
 _CHECKPOINTS = 3  # two that are kept (--keep_checkpoints) and the one that is being written
@@ -30,7 +30,7 @@ def rehearse(world: World) -> list[Finding]:
     output_dir = output_dir_of(recipe, world.words)
     layout = Layout(world.world_size, world.world_size // world.local_world_size, world.node)
     world = dataclasses.replace(world, recipe=recipe)
-    found = try_everywhere(world, layout, output_dir, LIMIT_S - 60, seconds=0, phases=1, rounds=1)
+    found = try_everywhere(world, layout, output_dir, LIMIT_S - 75, seconds=0, phases=1, rounds=1)
     if not world.is_main:
         return []
     if failed := [result for result in found if "failed" in result]:
