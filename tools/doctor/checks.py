@@ -1,6 +1,19 @@
 """Checks: the list of all checks, in the order in which they run."""
 
-from tools.doctor import bandwidth, clock, data, gpus, interfaces, limits, meeting, plan, rehearsal, speed, tracker, versions
+from tools.doctor import (
+    bandwidth,
+    clock,
+    data,
+    gpus,
+    interfaces,
+    limits,
+    meeting,
+    plan,
+    rehearsal,
+    speed,
+    tracker,
+    versions,
+)
 from tools.doctor.examination import Check
 
 CHECKS = [

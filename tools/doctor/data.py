@@ -1,5 +1,6 @@
 """Data: whether all machines see the run folder and the same data, and how fast their disks are."""
 
+import contextlib
 import hashlib
 import os
 import statistics
@@ -61,9 +62,9 @@ def run_folder(world: World, folder: Path) -> list[Finding]:
         found = [(world.name(rank), one) for rank, one in enumerate(world.exchange(mine)) if one]
     finally:
         if world.is_main:
-            token.unlink(missing_ok=True)
-            for path in made:  # deepest first
-                if path.is_dir() and not any(path.iterdir()):
+            with contextlib.suppress(OSError):
+                token.unlink(missing_ok=True)
+                for path in made:  # deepest first
                     path.rmdir()
     return [judged_run_folder(folder, found)] if world.is_main else []
 
@@ -111,8 +112,8 @@ def judged_run_folder(folder: Path, found: Sequence[tuple[str, dict]]) -> Findin
     figures = {name: first[name] for name in ("kind", "bytes_per_s", "sync_s", "free")}
     if blind := [name for name, one in found[1:] if not one["seen"]]:
         way_out = (
-            f"{', '.join(blind)}: the files of {found[0][0]} are not there; name an --output_dir that all machines see, or copy "
-            "its checkpoints before a start elsewhere"
+            f"{', '.join(blind)}: the files of {found[0][0]} are not there; name an --output_dir that all machines see, or "
+            "copy its checkpoints before a start elsewhere"
         )
         return Finding(check, "warning", text, way_out, figures=figures)
     text += f", seen by {len(found)} machines" if len(found) > 1 else ""
@@ -242,10 +243,11 @@ def judged_reading(name: str, found: dict, is_one_of_several: bool) -> Finding:
         return Finding(
             "data: reading", "failed", found["error"], "mount the data again, or name others by --data", place
         )
-    text = ", ".join(
-        f"{speed['bytes_per_s'] / 1e6:,.0f} MB/s ({speed['files_per_s']:,.0f} files/s) by {readers} reader{'s' * (readers != '1')}"
-        for readers, speed in found.items()
-    )
+    words = []
+    for readers, speed in found.items():
+        by = f"{readers} reader{'s' * (readers != '1')}"
+        words.append(f"{speed['bytes_per_s'] / 1e6:,.0f} MB/s ({speed['files_per_s']:,.0f} files/s) by {by}")
+    text = ", ".join(words)
     return Finding("data: reading", "ok", f"{text}, page cache dropped", place=place, figures=found)
 
 

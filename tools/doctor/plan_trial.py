@@ -6,6 +6,7 @@ The rehearsal and --plan start it, once for each process of a layout, with the v
 recipe's own `main` runs, with a `Run` that takes the time. The result is a JSON file.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -141,7 +142,7 @@ class Trial(Run):
         self._steps.append(times)
         if self.job["seconds"] == 0:
             if len(self._steps) == 2:
-                self._end_phase(self._steps)
+                self._end_phase(self._steps[1:])
         elif len(self._steps) == self._warm:
             typical = statistics.median(step["step"] for step in self._steps[-_WARM_STEPS:])
             count = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(self.job["seconds"] / typical)))
@@ -236,11 +237,10 @@ def peak_memory(device: torch.device) -> int:
 def reset_peak_memory(device: torch.device) -> None:
     """Count the peak from here on; without effect where the system can't."""
     if device.type == "cuda":
-        return torch.cuda.reset_peak_memory_stats(device)
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5")
 
 
 def observe(job: dict) -> None:

@@ -8,6 +8,7 @@ import shutil
 import statistics
 from pathlib import Path
 
+import psutil
 import torch
 
 from common.distributed.environment import cores
@@ -17,7 +18,7 @@ from tools.doctor.plan_layouts import Layout
 from tools.doctor.world import World
 from tools.trained import RECIPES
 
-LIMIT_S = 300.0
+LIMIT_S = 180.0
 _GIB, _MIB = 2**30, 2**20
 _MOST_MEMORY = 0.9  # share of the memory that one should not exceed
 _CHECKPOINTS = 3  # two that are kept (--keep_checkpoints) and the one that is being written
@@ -29,14 +30,13 @@ def rehearse(world: World) -> list[Finding]:
     output_dir = output_dir_of(recipe, world.words)
     layout = Layout(world.world_size, world.world_size // world.local_world_size, world.node)
     world = dataclasses.replace(world, recipe=recipe)
-    found = try_everywhere(world, layout, output_dir, LIMIT_S - 60, seconds=0, phases=1, rounds=1)
+    found = try_everywhere(world, layout, output_dir, LIMIT_S - 75, seconds=0, phases=1, rounds=1)
     if not world.is_main:
         return []
     if failed := [result for result in found if "failed" in result]:
         return [Finding("rehearsal", "failed", f"{recipe.name} did not make two steps", failed[0]["failed"])]
-    free = shutil.disk_usage(
-        next(path for path in [Path(output_dir).resolve(), *Path(output_dir).resolve().parents] if path.exists())
-    ).free
+    there = Path(output_dir).resolve()
+    free = shutil.disk_usage(next(path for path in [there, *there.parents] if path.exists())).free
     return [steps(found), memory(found, world), checkpoint(found, free), supply(found, cores())]
 
 
@@ -65,14 +65,12 @@ def steps(found: list[dict]) -> Finding:
         "start_s": max(result["start_s"] for result in found),
         "gradient_bytes": found[0]["gradient_bytes"],
     }
-    text += f"start {figures['start_s']:.2g} s (2 steps, not warmed up)"
+    text += f"start {figures['start_s']:.2g} s"
     return Finding("rehearsal: steps", "ok", text, figures=figures)
 
 
 def memory(found: list[dict], world: World) -> Finding:
     """The peak of the process that took the most, against what there is."""
-    import psutil
-
     peak = max(max(result["end_peak"], result["start_peak"]) for result in found)
     on_cuda = world.device.type == "cuda"
     room = (
@@ -88,13 +86,16 @@ def memory(found: list[dict], world: World) -> Finding:
 
 def checkpoint(found: list[dict], free: int) -> Finding:
     """Time of saving and loading, and whether the disk has room for the checkpoints that a run keeps."""
-    size, saved = found[0]["state_bytes"], max(result.get("save_s", 0.0) for result in found)
-    loaded = max(result.get("load_s", 0.0) for result in found)
-    text = f"{size / _MIB:,.1f} MiB: saved in {saved:.2g} s, verified and loaded in {loaded:.2g} s; {free / _GIB:,.1f} GiB are free"
+    size, saved, loaded = (found[0][name] for name in ("state_bytes", "save_s", "load_s"))
+    text = (
+        f"{size / _MIB:,.1f} MiB: saved in {saved:.2g} s, verified and loaded in {loaded:.2g} s; "
+        f"{free / _GIB:,.1f} GiB are free"
+    )
     figures = {"bytes": size, "save_s": saved, "load_s": loaded, "free_bytes": free}
     if free >= _CHECKPOINTS * size:
         return Finding("rehearsal: checkpoint", "ok", text, figures=figures)
-    way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {_CHECKPOINTS * size / _GIB:.1f} GiB, or take another --output_dir"
+    room = f"{_CHECKPOINTS * size / _GIB:.1f} GiB"
+    way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {room}, or take another --output_dir"
     return Finding("rehearsal: checkpoint", "failed", text, way_out, figures=figures)
 
 
