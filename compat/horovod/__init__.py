@@ -1,31 +1,34 @@
 """The Horovod API on torch.distributed: `import compat.horovod as hvd` in a script written for Horovod.
 
-`import compat.horovod.torch as hvd` gives the same module. The names and their meaning are those of `horovod.torch` 0.28.1.
-Nothing is started at import; `init()` does.
+`import compat.horovod.torch as hvd` gives the same module; compat/aliases/ has the spellings `horovod.torch` and
+`perseus.torch.horovod`. The names and their meaning are those of `horovod.torch` 0.28.1. Nothing is started at import;
+`init()` does.
 """
+
+import importlib
+from typing import Any
 
 from compat.horovod import compression, mpi_ops
 from compat.horovod.compression import Compression
 from compat.horovod.mpi_ops import *  # noqa: F403
 
-__all__ = [*mpi_ops.__all__, "Compression", "compression", "mpi_ops"]
-
-# TEMPORARY until the modules of the other branch are here; then plain imports.
+# What training adds to the collectives is imported at its first use.
 _LATER = {
     "DistributedOptimizer": "optimizer",
     "SyncBatchNorm": "sync_batch_norm",
-    "broadcast_parameters": "functions",
-    "broadcast_optimizer_state": "functions",
-    "broadcast_object": "functions",
     "allgather_object": "functions",
+    "broadcast_object": "functions",
+    "broadcast_optimizer_state": "functions",
+    "broadcast_parameters": "functions",
 }
+_MODULES = ("elastic", "functions", "optimizer", "sync_batch_norm")
+
+__all__ = [*mpi_ops.__all__, "Compression", "compression", "mpi_ops", *_LATER, *_MODULES]
 
 
-def __getattr__(name):
-    import importlib
-
-    if name in ("elastic", "functions", "optimizer", "sync_batch_norm"):
-        return importlib.import_module(f"compat.horovod.{name}")
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
-        return getattr(importlib.import_module(f"compat.horovod.{_LATER[name]}"), name)
-    raise AttributeError(name)
+        return vars(importlib.import_module(f"{__name__}.{_LATER[name]}"))[name]
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,36 +1,32 @@
 """Other names of this package, under which scripts import it."""
 
+import importlib
 import importlib.machinery
+import pkgutil
 import sys
+from pathlib import Path
 
 import compat.horovod
 
-_NAME = "compat.horovod"
-# Where Horovod has what scripts import from outside of horovod.torch.
-_COMMON = {"exceptions": "exceptions", "process_sets": "process_sets", "elastic": "elastic"}
+_OWN = "compat.horovod"
 
 
 def alias(name: str) -> None:
     """Make `name` and its submodules stand for this package and its submodules."""
-    for own, module in [*sys.modules.items()]:
-        if own == _NAME or (own.startswith(f"{_NAME}.") and own != f"{_NAME}.torch"):
-            sys.modules[name + own.removeprefix(_NAME)] = module
+    sys.modules[name] = compat.horovod
+    for part in pkgutil.walk_packages(compat.horovod.__path__, "."):
+        if part.name != ".torch":  # which stands for the package itself
+            sys.modules[name + part.name] = importlib.import_module(_OWN + part.name)
 
 
-def alias_common(name: str) -> None:
-    """Make `name` stand for horovod.common: the exceptions and process sets."""
-    for own, module in _COMMON.items():
-        if f"{_NAME}.{module}" in sys.modules:
-            sys.modules[f"{name}.{own}"] = sys.modules[f"{_NAME}.{module}"]
-
-
-def warn_of_installed(package: str, folder: str) -> None:
-    """Say on stderr that an installed `package` is hidden by this one, which lies in `folder`."""
-    elsewhere = [place for place in sys.path if place != folder]
-    spec = importlib.machinery.PathFinder.find_spec(package, elsewhere)
-    if spec and spec.origin:
+def warn_of_installed(package: str, file: str) -> None:
+    """Say on stderr that an installed `package` is hidden by the one of ours whose __init__.py is `file`."""
+    folder = Path(file).resolve().parents[1]
+    others = [place for place in sys.path if Path(place).resolve() != folder]
+    spec = importlib.machinery.PathFinder.find_spec(package, others)
+    if spec and (place := spec.origin or next(iter(spec.submodule_search_locations or ()), "")):
         print(
-            f"{package} is installed ({spec.origin}), but {folder} comes first on PYTHONPATH: this process uses "
-            f"{compat.horovod.__name__}; take that folder away to use the installed one",
+            f"{package} is installed in {place}, but {folder} comes before it on PYTHONPATH: this process uses {_OWN}. Take "
+            "the folder off PYTHONPATH to use the installed one",
             file=sys.stderr,
         )

@@ -21,8 +21,8 @@ _REDUCE = {
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
 _HALF = (torch.float16, torch.bfloat16)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-REDUCIBLE = (*_INTEGERS, *_HALF, torch.float32, torch.float64)
+_SHORT = (torch.uint8, torch.int8, torch.int16)
+REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> lis
 
 def all_reduce_(flat: Tensor, request: Request, group: Group) -> None:
     """Reduce a contiguous tensor in place."""
-    wide = flat.int() if flat.dtype == torch.int16 else flat  # gloo has no int16
+    wide = flat.int() if flat.dtype in _SHORT else flat  # an average must not overflow, and gloo has no int16
     _scale_(wide, request.prescale)
     if wide.numel():
         dist.all_reduce(wide, _REDUCE[request.op], group.negotiated)
@@ -179,16 +179,16 @@ def reduce_scatter(tensor: Tensor, request: Request, group: Group) -> Tensor:
     quotient, rest = divmod(len(tensor), len(group.ranks))
     rows = [quotient + (place < rest) for place in range(len(group.ranks))]
     if tensor.is_cuda:
-        work = tensor.clone(memory_format=torch.contiguous_format)
-        _scale_(work, request.prescale)
-        chunks = [*work.split(rows)]
+        wide = tensor.int() if tensor.dtype in _SHORT else tensor.clone(memory_format=torch.contiguous_format)
+        _scale_(wide, request.prescale)
+        chunks = [chunk.contiguous() for chunk in wide.split(rows)]
         result = torch.empty_like(chunks[group.rank])
         if tensor.numel():
             dist.reduce_scatter(result, chunks, _REDUCE[request.op], group.negotiated)
         if request.op == AVERAGE:
             result.div_(len(rows), rounding_mode=None if result.is_floating_point() else "trunc")
         _scale_(result, request.postscale)
-        return result
+        return result.to(tensor.dtype)
     [whole] = all_reduce([tensor], request, group)  # what gloo's own does, too
     return whole.split(rows)[group.rank].clone()
 

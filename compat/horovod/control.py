@@ -68,18 +68,24 @@ class Server(threading.Thread):
 
     def run(self) -> None:
         with self.selector, self.listener:
-            self.selector.register(self.listener, selectors.EVENT_READ, (None, bytearray()))
-            while not self.closing and len(self.negotiator.gone) < self.size:
-                decisions: list[Decision] = []
-                for ready, _ in self.selector.select(timeout=0.5):
-                    decisions += self._read(ready)
-                warnings, failures = self.negotiator.stalled(time.monotonic(), self.warn_s, self.fail_s)
-                for text in warnings:
-                    LOG.warning("%s", text)
-                for decision in fused([*decisions, *failures], _FUSED_ELEMENTS):
-                    self._tell(decision)
-            for connection in self.connections.values():
-                connection.close()
+            try:
+                self.selector.register(self.listener, selectors.EVENT_READ, (None, bytearray()))
+                while not self.closing and len(self.negotiator.gone) < self.size:
+                    self._turn()
+            finally:  # also after an error: the ranks see the end, and don't wait
+                for connection in self.connections.values():
+                    connection.close()
+
+    def _turn(self) -> None:
+        """Answer what has arrived, or look for what stalls."""
+        decisions: list[Decision] = []
+        for ready, _ in self.selector.select(timeout=0.5):
+            decisions += self._read(ready)
+        warnings, failures = self.negotiator.stalled(time.monotonic(), self.warn_s, self.fail_s)
+        for text in warnings:
+            LOG.warning("%s", text)
+        for decision in fused([*decisions, *failures], _FUSED_ELEMENTS):
+            self._tell(decision)
 
     def _read(self, ready: selectors.SelectorKey) -> list[Decision]:
         """The decisions that follow from what has arrived at a connection."""

@@ -74,7 +74,7 @@ class Engine:
         self.groups: dict[int, Group] = {}
         self.threads: set[threading.Thread] = set()  # which have ever asked
         self.waiting: dict[threading.Thread, list[Key]] = {}
-        self.broken, self.leaving = "", False
+        self.broken, self.over, self.leaving = "", threading.Event(), False
         self.homes: list[list[Any]] = []
         self.begun, self.ended = threading.Event(), threading.Event()
         self.decisions: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
@@ -228,8 +228,9 @@ class Engine:
 
     def break_off(self, error: str) -> None:
         """End the world on all ranks: everything in flight fails, and everything later."""
-        self._send("break", error=error)
-        self._break(error)
+        if not self.over.wait(_TURN_S):  # a death, which the control channel tells, is the better reason
+            self._send("break", error=error)
+            self._break(error)
 
     def _break(self, error: str) -> None:
         with self.lock:
@@ -237,6 +238,7 @@ class Engine:
             for operation in self.table.values():
                 operation.fail(self.broken)
             self.table = {}
+            self.over.set()
 
     # --- the thread that runs collectives
 

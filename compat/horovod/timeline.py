@@ -71,9 +71,8 @@ class Timeline:
         """It has run since `began`, in `time.monotonic()`."""
         with self.lock:
             if self.file and request.shapes and began >= self.began:
-                dtypes, shapes = ", ".join(request.dtypes), json.dumps(request.shapes)
-                ended = time.monotonic()
-                for name, extra in ((request.kind.upper(), {"dtype": dtypes, "shape": shapes}), (backend, {})):
+                ended, what = time.monotonic(), {"dtype": request.dtypes, "shape": request.shapes}
+                for name, extra in ((request.kind.upper(), what), (backend, {})):
                     length = round((ended - began) * 1e6, 1)
                     self._write(request.name, "X", name, at=began, dur=length, args=extra)
 

@@ -7,6 +7,7 @@ torch.distributed that the script has made, or makes one, which `shutdown()` end
 import atexit
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -27,6 +28,8 @@ _store: dist.Store | None = None  # through which the ranks meet; kept for the n
 _listening: dist.Store | None = None  # where rank 0 keeps it
 _starts = 0  # how often this process has started a world: the same number on all ranks
 _owns_group = False
+_process = 0  # the one that called init()
+_abandoned: list[dist.ProcessGroup | None] = []  # with a dead member: the end of such a group would wait for it
 
 
 def init(
@@ -42,17 +45,17 @@ def init(
     Raises ValueError for what is not supported, `Refused` if the launcher's variables contradict each other, and
     HorovodInternalError if a rank does not come.
     """
-    global _starts
+    global _starts, _process
     if engine.is_running():
         return
     launch = complete(os.environ)
-    _starts += 1
-    store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
-    ranks = [*range(dist.get_world_size())]
+    ranks = [*range(dist.get_world_size() if dist.is_initialized() else launch.world_size)]
     if comm is not None and (not isinstance(comm, list | tuple) or sorted(comm or ranks) != ranks):
         raise ValueError(
             f"comm={comm!r}: a world of all {len(ranks)} ranks is supported; for some of them use process sets"
         )
+    _starts, _process = _starts + 1, os.getpid()
+    store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
     known = launch.world_size == len(ranks)  # not if a launcher of the script's own made the group
     home = [launch.local_rank, launch.local_world_size] if known else [socket.gethostname()]
     engine.set_current(Engine(store, _address(launch, store, known), home, _PATIENCE_S))
@@ -109,13 +112,17 @@ def shutdown() -> None:
 
 def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
     global _owns_group
-    if engine.is_running():
+    if engine.is_running() and os.getpid() == _process:  # not in a fork
         running = engine.current()
-        engine.set_current(None)
+        try:
+            running.shutdown(limit_s)
+        finally:
+            engine.set_current(None)
         atexit.unregister(_end)
-        running.shutdown(limit_s)
         forget_process_sets()
-        if _owns_group and not running.broken:
+        if _owns_group:
+            if running.broken:
+                _abandoned.append(dist.group.WORLD)
             dist.destroy_process_group()
         _owns_group = False
 
@@ -164,8 +171,7 @@ def _local_rank(number: int) -> int:
 
 def is_homogeneous() -> bool:
     """Whether all machines have the same number of processes."""
-    counts = [sum(_local_rank(other) == number for other in range(size())) for number in range(local_size())]
-    return len({*counts}) == 1
+    return len({*Counter(_local_rank(other) for other in range(size())).values()}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -64,7 +64,6 @@ def disagreements() -> None:
         fails_on_all(
             lambda: hvd.allreduce(one, name="z", process_set=pairs if rank == 0 else world), "wait for each other"
         )
-    hvd.remove_process_set(pairs)
     hvd.shutdown()
 
 

@@ -1,0 +1,6 @@
+"""`horovod` as a name of compat.horovod, for scripts whose import line can't be changed: PYTHONPATH=compat/aliases."""
+
+from compat.horovod.aliases import warn_of_installed
+
+warn_of_installed("horovod", __file__)
+__version__ = "0.28.1"  # whose interface this is

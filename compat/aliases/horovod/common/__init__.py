@@ -1,0 +1,1 @@
+"""Horovod's parts that are common to its frameworks: exceptions and process sets."""

@@ -1,0 +1,5 @@
+"""`horovod.common.exceptions`."""
+
+from compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
