@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
 
-from common.distributed.launchers import EXPORTED, Launch, is_agents
+from common.distributed.launchers import ACCELERATE, EXPORTED, Launch, is_agents
 from common.errors import Refused
 
 OTHER_ENGINES = {
@@ -127,7 +127,7 @@ def parent_command() -> list[str]:
 
 def is_accelerates(environ: Mapping[str, str]) -> bool:
     """Whether `accelerate launch` or torchrun started this process."""
-    return "ACCELERATE_MIXED_PRECISION" in environ or is_agents(environ)
+    return ACCELERATE in environ or is_agents(environ)
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:

@@ -17,6 +17,9 @@ import torch
 from common.distributed.network import LOOPBACK, is_loopback
 from common.errors import Refused
 
+ACCELERATE = (
+    "ACCELERATE_DYNAMO_BACKEND"  # which `accelerate launch` always sets; people may set the precision themselves
+)
 EXPORTED = "exported variables"
 DEFAULT_PORT = 29500  # that of torch and accelerate, for processes that no job number joins
 LATER = "file"  # in place of an address that INIT_METHOD's file will have
@@ -139,7 +142,7 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
             f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in Accelerate: set "
             "os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
         )
-    name = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    name = "accelerate launch" if ACCELERATE in environ else "torchrun"
     return _exported(environ, "notebook_launcher" if is_notebook else name)
 
 
@@ -246,7 +249,7 @@ def _by_hand(environ: Mapping[str, str]) -> Launch | None:
 
 def _alone(environ: Mapping[str, str]) -> Launch:
     """One process: accelerate launch without several processes, or plain python."""
-    if "ACCELERATE_MIXED_PRECISION" in environ:
+    if ACCELERATE in environ:
         return Launch("accelerate launch")
     if _int(environ, "PMI_SIZE", 1) > 1:
         raise Refused(

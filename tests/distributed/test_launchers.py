@@ -45,6 +45,7 @@ EXPORTED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3"}
 AGENT = {**EXPORTED, **MAIN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3"}
 AGENT |= {"TORCHELASTIC_RUN_ID": "none"}
+ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "no"}
 POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
 
 
@@ -53,8 +54,13 @@ POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_
     [
         # rank, local rank, processes, those of this machine, machine, machines
         (AGENT, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        ({**AGENT, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        ({**AGENT, "ACCELERATE_MIXED_PRECISION": "bf16"}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        ({**AGENT, **ACCELERATE}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        (
+            {**AGENT, **ACCELERATE, "ACCELERATE_MIXED_PRECISION": "bf16"},
+            "accelerate launch",
+            (3, 1, 4, 2, 1, 2),
+            "10.0.0.1:3",
+        ),
         ({**AGENT, "MIXED_PRECISION": "bf16"}, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # a person's own variable
         (
             {**AGENT, "NPROC": "2", "MIXED_PRECISION": "no", "ACCELERATE_MIXED_PRECISION": "bf16"},
@@ -126,13 +132,14 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     "environ, launcher",
     [
         ({}, "python"),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+        (ACCELERATE, "accelerate launch"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "python"),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
         (ompi(0, 1, 0, 1), "Open MPI"),
         (slurm(0, 1, 0, 0, "1"), "srun"),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, "python"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
-        ({"SLURM_NTASKS": "4", "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+        ({"SLURM_NTASKS": "4", **ACCELERATE}, "accelerate launch"),
     ],
 )
 def test_a_single_process_forms_no_group(environ, launcher) -> None:

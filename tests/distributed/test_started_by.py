@@ -149,19 +149,9 @@ def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> No
 
 
 def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_another_launcher(mpi, tmp_path) -> None:
-    steps = (
-        "--max_steps",
-        150,
-        "--checkpoint_every",
-        50,
-        "--eval_every",
-        150,
-        "--batch_norm",
-        "group",
-        "--norm_batch_size",
-        4,
-    )
-    folder = tmp_path / "interrupted"
+    length = ("--max_steps", 150, "--checkpoint_every", 50, "--eval_every", 150)
+    steps = (*length, "--batch_norm", "group", "--norm_batch_size", 4)
+    folder = tmp_path / "runs" / "interrupted"
     whole = mpi["Open MPI"](2, CLS, *words_of(tmp_path / "whole", *steps))
 
     def start(name: str) -> Interrupted:
