@@ -179,7 +179,8 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(nodes: Callable[...,
         assert "eth0" in shown["figures"]["interfaces"]  # what there is stands beside
     assert "10.77.0.99:20500 can't be reached (timed out)" in found["silent"] and "firewall" in found["silent"]
     assert "rank 1 of 2 did not come within 1 s; here are those of node0" in found["alone"]
-    assert "rank 1 on node0 can't reach rank 0 at 10.77.0.1:20501; 10.77.0.1 is there, but nothing" in found["refused"]
+    assert "can't reach rank 0 at 10.77.0.1:20501; 10.77.0.1 is there, but nothing listens" in found["refused"]
+    assert "rank 1 on node0 (lo 127.0.0.1, eth0 10.77.0.1)" in found["refused"]
     assert "192.0.2.7:20500 can't be reached (Network is unreachable)" in found["unrouted"]
     assert "the name nowhere.invalid is not known on this machine" in found["unknown"]
     assert "port 20502 of 10.77.0.1 is taken" in found["taken"] and "by process " in found["taken"]

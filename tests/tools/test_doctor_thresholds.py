@@ -153,6 +153,22 @@ def test_an_interface_that_is_absent_down_or_slower_than_another_is_named(monkey
     assert found("eth9")[0].startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0 10.0.0.1; ib0 ")
 
 
+def test_a_host_name_that_others_can_not_use_is_named_unless_an_interface_is_chosen(monkeypatch) -> None:
+    world = World(world_size=2, hosts=["a", "b"])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(interfaces.socket, "gethostbyname", lambda _: "127.0.1.1")
+    assert interfaces.host_name(world)[0].status == "failed"
+    assert interfaces.host_name(World())[0].status == "ok"  # one machine talks to itself
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert interfaces.host_name(world)[0].measured.endswith("is 127.0.1.1; the recipes take eth0 instead")
+
+    def unknown(_: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr(interfaces.socket, "gethostbyname", unknown)
+    assert interfaces.host_name(world)[0].status == "warning"
+
+
 def test_the_tracker_is_reachable_logged_in_refused_silent_or_offline(monkeypatch, tmp_path) -> None:
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -19,7 +19,7 @@ from tools.doctor.finding import Finding
 from tools.doctor.table import HERE, ON_MACHINE
 from tools.doctor.world import LostPeer, World
 
-LAST_ROWS_S = 5.0  # how long rank 0 waits for the rows of a rank that is late
+LAST_ROWS_S = 10.0  # how long rank 0 waits for the rows of a rank that is late
 PRINTED_S = 15.0  # how long the other ranks wait until rank 0 has printed the table
 _WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # files in which a rank waits for others
 

@@ -15,6 +15,7 @@ from common.distributed.launchers import meeting_file
 from common.distributed.meeting import reach
 from common.errors import Refused
 from tools.doctor.finding import Finding
+from tools.doctor.interfaces import addresses
 from tools.doctor.world import World
 
 
@@ -41,7 +42,9 @@ def meet(world: World, environ: MutableMapping[str, str], patience: float) -> li
         what = "can't listen at" if world.is_main else "can't reach rank 0 at"
         taken = "" if file else _who_listens(int(environ["MASTER_PORT"]))
         way_out = f"{error}{f' ({taken})' if world.is_main and taken else ''}"
-        return [Finding("network: meeting", "failed", f"rank {world.rank} on {world.host} {what} {target}", way_out)]
+        present = ", ".join(f"{name} {' '.join(of) or 'without address'}" for name, of in addresses().items())
+        measured = f"rank {world.rank} on {world.host} ({present}) {what} {target}"
+        return [Finding("network: meeting", "failed", measured, way_out)]
     world.store = PrefixStore("doctor", store)
     return _gather(world, world.store, patience)
 
