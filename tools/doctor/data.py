@@ -32,7 +32,7 @@ _GIB = 2**30
 def folders(world: World) -> list[Finding]:
     """Rows for the run folder and the data folder of the recipe, as all machines see them; on rank 0."""
     output_dir, data = settings(world)
-    return [*run_folder(world, Path(output_dir)), *data_folder(world, data)]
+    return [*run_folder(world, Path(output_dir)), *(data_folder(world, data) if data else [])]
 
 
 def settings(world: World) -> tuple[str, str]:
@@ -42,7 +42,7 @@ def settings(world: World) -> tuple[str, str]:
 
     recipe = world.recipe or RECIPES / "cls.py"
     config = parse(load_recipe(recipe).Config, [*world.words], recipe.name)
-    return config.output_dir, config.data
+    return config.output_dir, getattr(config, "data", "")
 
 
 # --- the run folder
