@@ -31,7 +31,7 @@ launch.run(main)
 """
 
 
-@pytest.mark.parametrize("visible, how", [(2, "all"), (1, "apart"), (1, "same")])
+@pytest.mark.parametrize("visible, how", [(2, "all"), pytest.param(1, "apart", marks=pytest.mark.long), (1, "same")])
 def test_each_process_takes_a_gpu_of_its_own(launch, gpus, tmp_path, visible, how) -> None:
     require_package("openmpi-bin")
     script = tmp_path / "probe.py"
