@@ -169,6 +169,7 @@ def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_a
     assert result(folder)[1] == result(tmp_path / "whole")[1]
 
 
+@pytest.mark.long
 def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) -> None:
     """As VS Code runs them: under debugpy, which follows the processes of the launcher."""
     pytest.importorskip("debugpy")
