@@ -15,7 +15,7 @@ import numpy as np
 from common.data.batch_plan import BatchPlan
 
 _WAITS = 0.1  # share of a step: above it, data workers are what limits the speed
-_HALF = 2  # points that make a line
+_POINTS = 2  # that make a line
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Line:
     @classmethod
     def through(cls, xs: Sequence[float], ys: Sequence[float]) -> "Line":
         """The line with the least relative errors; a constant for one x, or if the numbers fall."""
-        xs, ys = np.asarray(xs, float), np.maximum(np.asarray(ys, float), 1e-9)
-        if len(set(xs)) < _HALF:
-            return cls(float(np.median(ys)), 0.0)
-        b, a = np.polyfit(xs, ys, 1, w=1 / ys)
+        x, y = np.asarray(xs, float), np.maximum(np.asarray(ys, float), 1e-9)
+        if len(set(xs)) < _POINTS:
+            return cls(float(np.median(y)), 0.0)
+        b, a = np.polyfit(x, y, 1, w=1 / y)
         if b < 0:
-            return cls(float(np.median(ys)), 0.0)
+            return cls(float(np.median(y)), 0.0)
         if a < 0:
-            return cls(0.0, float(np.median(ys / xs)))
+            return cls(0.0, float(np.median(y / x)))
         return cls(float(a), float(b))
 
 
