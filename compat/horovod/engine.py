@@ -79,6 +79,7 @@ class Engine:
         self.begun, self.ended = threading.Event(), threading.Event()
         self.decisions: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
+        self.served: list[dist.Work] = []  # all-reduces of zeros in progress
         self.server: Server | None = None
         if self.rank == 0:
             token = secrets.token_hex(16)
@@ -221,8 +222,6 @@ class Engine:
             self.begun.set()
         elif message["do"] == "break":
             self._break(message["error"])
-        elif message["do"] == "end":
-            self.ended.set()
         else:
             self.decisions.put(message)
 
@@ -267,7 +266,8 @@ class Engine:
     def _serve(self, set_id: int, elements: int, dtype: str, device: str) -> None:
         where = self.join_device if device == "cuda" else torch.device(device)
         nothing = torch.zeros(elements, dtype=getattr(torch, dtype), device=where)
-        dist.all_reduce(nothing, group=self.groups[set_id].ordered)
+        work = dist.all_reduce(nothing, group=self.groups[set_id].ordered, async_op=True)  # others may come later
+        self.served = [work, *(earlier for earlier in self.served if not earlier.is_completed())]
 
     def _run(self, items: list[dict[str, Any]]) -> None:
         began = time.monotonic()

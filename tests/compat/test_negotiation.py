@@ -65,7 +65,7 @@ def test_a_set_can_be_removed_only_when_nothing_is_in_flight_there() -> None:
     assert ran(decisions) == ["remove"] and 1 not in negotiator.sets
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_ranks_that_wait_in_a_circle_fail_and_others_do_not(order: tuple[int, ...]) -> None:
     """Rank r waits for `r`, which the next rank has not asked for."""
     negotiator = Negotiator(4)
