@@ -51,7 +51,6 @@ class Slot:
 
     index: int
     view: Tensor  # the gradient's memory in the bucket
-    gradient: Tensor  # the same memory, with a version count of its own: the parameter's .grad, if of the same type
     is_present: bool = False  # in this step, on this rank
 
 
@@ -68,10 +67,8 @@ class Bucket:
         slot.is_present = grad is not None
         if grad is None:
             slot.view.zero_()
-        elif grad is not slot.gradient:
+        else:
             torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=slot.view)
-        elif scale != 1.0:
-            slot.view.mul_(scale)
         self.pending -= 1
 
     def send(self, world: engine.Engine, set_id: int | None) -> None:
@@ -205,5 +202,5 @@ def _bucket(part: Sequence[int], parameters: Sequence[Tensor], options: Options)
     for index, start in zip(part, starts, strict=True):
         strides = torch.empty_like(parameters[index], device="meta").stride()
         view = flat.as_strided(parameters[index].shape, strides, start)
-        slots.append(Slot(index, view, view.data))
+        slots.append(Slot(index, view))
     return Bucket(flat, flat[end:], slots, pending=len(slots))

@@ -223,8 +223,6 @@ class GradientReduction:
                 continue
             if slot.index in plan.sparse_dims:
                 parameter.grad = slot.view.to(parameter.dtype).to_sparse(plan.sparse_dims[slot.index])
-            elif slot.view.dtype == parameter.dtype:
-                parameter.grad = slot.gradient
             elif parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter).copy_(slot.view)
             else:

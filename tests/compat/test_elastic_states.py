@@ -124,7 +124,9 @@ def sampled() -> None:
         assert set(everyone(recorded)) == {*data} - done
         order = everyone(sampler)
         sampler.set_epoch(1)
-        assert set(everyone(sampler)) == {*data} and (everyone(sampler) != order) == shuffle and sampler.processed_num == 0
+        assert (
+            set(everyone(sampler)) == {*data} and (everyone(sampler) != order) == shuffle and sampler.processed_num == 0
+        )
         sampler.record_batch(0, 20)
         sampler.reset()
         assert [*sampler] == [] and len(sampler) == 0
@@ -201,7 +203,9 @@ def on_disk(place: str) -> None:
         with pytest.raises(TypeError, match=r"the elastic state holds .*Odd"):
             bad.commit()
         state._commits.path = Path("/proc/nowhere/commit.pt")
-        with pytest.raises(Refused, match=r"can't write the commit /proc/nowhere/commit.pt .*set HOROVOD_ELASTIC_COMMITS"):
+        with pytest.raises(
+            Refused, match=r"can't write the commit /proc/nowhere/commit.pt .*set HOROVOD_ELASTIC_COMMITS"
+        ):
             state._commits.write({})
         state._commits._remove()
         new._commits._remove()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,12 @@ def test_five_steps_equal_those_of_one_process(ranks: int) -> None:
     if ranks > 1:
         assert not torch.equal(of_ranks[0]["fp16"]["0.head.weight"], expected["0.head.weight"])  # it was compressed
     assert not torch.allclose(clip["0.head.weight"], expected["0.head.weight"])
+
+
+@pytest.mark.alone
+@pytest.mark.long
+def test_a_step_takes_at_most_a_tenth_longer_than_ddp(launch) -> None:
+    done = launch("multi_cpu", "benchmarks/horovod_optimizer.py", timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["difference of weights"] == 0.0 and result["ratio"] <= 1.1, result

@@ -119,7 +119,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Give all ranks the values of rank 0, as they are now: after an interrupt they go with the parameters. A collective."""
+        """Give all ranks the current values of rank 0: after an interrupt they go with the parameters. A collective."""
         if self._saved_state:
             self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
             self._set_attributes()
