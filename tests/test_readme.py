@@ -101,7 +101,12 @@ def test_what_needs_hardware_is_a_command_that_exists(monkeypatch) -> None:
 
 @pytest.mark.smoke
 def test_what_is_linked_to_is_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "cluster/README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
     missing = []
     for page in pages:
         for target, anchor in LINK.findall(page.read_text()):

@@ -283,9 +283,15 @@ def _exported(environ: Mapping[str, str], name: str) -> Launch:
     nodes = environ.get("GROUP_WORLD_SIZE", "1" if local_world_size == world_size else None)
     node = environ.get("GROUP_RANK", "0" if local_world_size == world_size else None)
     launch = Launch(
-        *(name, rank, local_rank, world_size, local_world_size),
-        *(None if number is None else int(number) for number in (node, nodes)),
-        *(address or LOOPBACK, _int(environ, "MASTER_PORT", DEFAULT_PORT)),
+        name,
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        None if node is None else int(node),
+        None if nodes is None else int(nodes),
+        address or LOOPBACK,
+        _int(environ, "MASTER_PORT", DEFAULT_PORT),
     )
     return launch if address or local_world_size == world_size else _without_address(launch, environ)
 
@@ -353,9 +359,9 @@ def _check(launch: Launch, environ: Mapping[str, str]) -> None:
             raise Refused(
                 f"{launch.launcher} says that this is {of} {number} of {size}, which can't be: look at its variables"
             )
-    for name, number in launch.numbers.items():
-        if name in environ and number is not None and environ[name] != str(number):
+    for name, found in launch.numbers.items():
+        if name in environ and found is not None and environ[name] != str(found):
             raise Refused(
-                f"{name}={environ[name]} contradicts {launch.launcher}, which says {number} (rank {launch.rank} of "
+                f"{name}={environ[name]} contradicts {launch.launcher}, which says {found} (rank {launch.rank} of "
                 f"{launch.world_size}): unset {name}, or start the processes with one launcher only"
             )

@@ -71,7 +71,7 @@ class Bucket:
             torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=slot.view)
         self.pending -= 1
 
-    def send(self, world: engine.Engine, set_id: int | None) -> None:
+    def send(self, world: engine.Engine, set_id: int) -> None:
         """Begin the all-reduce."""
         self.present.fill_(1)
         for place, slot in enumerate(self.slots):
@@ -105,7 +105,7 @@ def agreed_plan(
     """
     trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
     grads = {index: parameters[index].grad for index in trained}
-    groups = options.groups
+    groups: Any = options.groups
     if isinstance(groups, list):
         name_of = {id(parameters[index]): names[index] for index in trained}
         groups = [[name_of[id(tensor)] for tensor in group if id(tensor) in name_of] for group in groups]

@@ -14,6 +14,7 @@ or of another operation than average and sum.
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,8 +174,10 @@ class GradientReduction:
 
     def _send(self, plan: Plan) -> None:
         """Send the buckets that are full, in their order."""
+        set_id = self.options.process_set.process_set_id
+        assert set_id is not None  # it was checked when the plan was agreed
         while self.progress.sent < len(plan.buckets) and plan.buckets[self.progress.sent].pending == 0:
-            plan.buckets[self.progress.sent].send(plan.world, self.options.process_set.process_set_id)
+            plan.buckets[self.progress.sent].send(plan.world, set_id)
             self.progress.sent += 1
 
     # --- at the end of a step
@@ -231,7 +234,8 @@ class GradientReduction:
 
     def _reduce_by_name(self, plan: Plan, reduced: dict[int, Tensor | None]) -> None:
         """Reduce what is in no bucket, by negotiated collectives. A gradient that no rank has becomes zeros."""
-        options, handles = self.options, {}
+        options = self.options
+        handles: dict[int, tuple[Any, Any]] = {}
         scale = options.predivide if options.op == Average else 1.0
         for index in plan.by_name:
             parameter, name = self.parameters[index], self.names[index]

@@ -72,7 +72,7 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     kind = type(optimizer)
     mixin = _AdasumOptimizer if is_adasum else _DistributedOptimizer
-    wrapped = object.__new__(
+    wrapped: Any = object.__new__(
         type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     )
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.

@@ -20,16 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy._core import multiarray  # type: ignore[attr-defined] # what pickled arrays name
 
 _ARRAY_KINDS = (
     "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128 str bytes"
 )
-_SAFE = [
+_SAFE: list[Any] = [
     *(int, float, bool, str, bytes, list, tuple, dict, frozenset, range, slice),
     *(argparse.Namespace, types.SimpleNamespace),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PosixPath, pathlib.PurePosixPath),
-    *(np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar),
+    *(np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar),
     *{type(np.dtype(kind)) for kind in _ARRAY_KINDS.split()},
 ]
 
@@ -59,5 +60,5 @@ def loads(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location=_to_own_device, weights_only=True)
 
 
-def _to_own_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+def _to_own_device(storage: Any, location: str) -> Any:
     return storage.cuda() if location.startswith("cuda") else storage

@@ -41,6 +41,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x)
         y, (mean, variance, _) = normalize_shared(x, self.weight, self.bias, self.eps, _group())
         if self.training and self.running_mean is not None:
+            assert self.running_var is not None and self.num_batches_tracked is not None
             self.num_batches_tracked += 1
             momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -53,5 +54,7 @@ def _group() -> dist.ProcessGroup:
     key = id(engine.current())
     if key not in _groups:
         _groups.clear()
-        _groups[key] = dist.new_group(use_local_synchronization=True)
+        group = dist.new_group(use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
     return _groups[key]

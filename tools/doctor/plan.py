@@ -87,6 +87,7 @@ def try_everywhere(world: World, layout: Layout, output_dir: str, limit: float, 
     try:
         if world.is_local_main and world.node < layout.machines:
             on_cpu = world.device.type == "cpu"
+            assert world.recipe  # the command line asks for one
             found = try_layout(layout, world.recipe, world.words, Path(folder), on_cpu, limit, **job)
         return [result for theirs in world.exchange(found, limit + 60) for result in theirs]
     finally:
@@ -182,7 +183,7 @@ def command(
         flags += [os.environ.get("MASTER_ADDR", "HOST")]
     elif layout.processes != usual:
         flags += ["--num_processes", layout.processes]
-    words = [*world.words]
+    words: list[object] = [*world.words]
     if any(
         other == layout and speed(least) != speed(cut) and least.plan.micro_steps < cut.plan.micro_steps
         for other, least in predictions
@@ -192,10 +193,10 @@ def command(
     return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *words]))
 
 
-def without(words: Sequence[str], flag: str) -> list[str]:
+def without(words: Sequence[object], flag: str) -> list[object]:
     """`words` less a flag and its value."""
     return [
         word
         for place, word in enumerate(words)
-        if not (word == flag or word.startswith(f"{flag}=") or (place and words[place - 1] == flag))
+        if not (word == flag or str(word).startswith(f"{flag}=") or (place and words[place - 1] == flag))
     ]

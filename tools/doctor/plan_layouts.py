@@ -148,9 +148,9 @@ def await_end(started: Sequence[subprocess.Popen], limit: float) -> int | None:
     until = time.monotonic() + limit
     while time.monotonic() < until:
         codes = [process.poll() for process in started]
-        failed = [number for number, code in enumerate(codes) if code]
+        failed = {number: code for number, code in enumerate(codes) if code}
         if failed:  # who has refused prints it, the others have only lost a peer
-            return next((number for number in failed if codes[number] == 2 or codes[number] < 0), failed[0])
+            return next((number for number, code in failed.items() if code == 2 or code < 0), min(failed))
         if None not in codes:
             return None
         time.sleep(0.02)

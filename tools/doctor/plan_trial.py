@@ -72,7 +72,8 @@ class Trial(Run):
 
     def _make_samples(self, plan: BatchPlan) -> dict:
         """How many samples one core reads, decodes and augments per second."""
-        samples, threads = self._training.samples, torch.get_num_threads()
+        samples: Any = self._training.samples
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         began, made, step = time.perf_counter(), 0, 0
         while not made or time.perf_counter() - began < _DECODED_S:
@@ -88,6 +89,7 @@ class Trial(Run):
         gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._evaluated = len(data[1]) <= _EVALUATED
         self._network, self._wrapped = network, [*wrapped] if isinstance(wrapped, Sequence) else [wrapped]
+        assert self.plan  # `_fit` has made it
         self._plans = phases(self.plan, self.job["phases"]) * self.job["rounds"]
         self.result |= {
             "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in gradients),
@@ -154,13 +156,14 @@ class Trial(Run):
         device = self.accelerator.device
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        plan, blocks = self._plans[self._phase], []
+        plan = self._plans[self._phase]
+        blocks: list[dict[str, Any]] = []
         for step in steps:
             step["earlier"], step["last"] = [seconds(*span) for span in step["micro"][:-1]], seconds(*step["micro"][-1])
         for at in range(0, len(steps), _BLOCK):
             block = steps[at : at + _BLOCK]
             earlier = [span for step in block for span in step["earlier"]]
-            mean = {
+            mean: dict[str, Any] = {
                 f"{name}_s": statistics.fmean(step[name] for step in block) for name in ("step", "data", "last", "end")
             }
             blocks.append(mean | {"earlier_s": statistics.fmean(earlier) if earlier else None})
