@@ -42,7 +42,11 @@ PRELUDE = """
 set -eux
 steps=2
 short() { steps=$((steps + 2)); SHORT="--max_steps $steps --log_every 1 --workers 0"; }
-accelerate() { short; command accelerate "$@" $SHORT --tracker none; }
+accelerate() {
+    case "$*" in *tools.*) command accelerate "$@"; return ;; esac
+    short
+    command accelerate "$@" $SHORT --tracker none
+}
 make() {
     short
     ln -s "$ENVIRONMENT" .venv

@@ -3,14 +3,28 @@
 import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from common.errors import Refused
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line as a recipe does, also where a launcher started several processes."""
+        from common.distributed import launch  # takes seconds, which --help need not
+
+        def refuse() -> None:
+            raise Refused(f"{message}; --help lists what there is")
+
+        sys.argv[0] = self.prog.rpartition(".")[2]  # begins the line
+        launch.run(refuse)
+        sys.exit(2)
 
 
 def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m tools.<tool>`. The first paragraph of the docstring stands before the flags, the rest behind."""
     described, _, more = (docstring or "").partition("\n\n")
-    return argparse.ArgumentParser(
+    return _Parser(
         f"python -m tools.{tool}",
         description=described,
         epilog=more,
