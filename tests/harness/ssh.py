@@ -69,7 +69,8 @@ class Hosts:
 
     def start(self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None) -> Started:
         """Start a command on a machine, from which `ssh` reaches the others, in a process group of its own."""
-        return node.start_command(*words, env={"PATH": self._path} | (env or {}), process_group=0)
+        heard = ["env", "--default-signal=INT"]  # a shell lets what it starts in the background ignore it
+        return node.start_command(*heard, *words, env={"PATH": self._path} | (env or {}), process_group=0)
 
     def left_over(self) -> list[str]:
         """Command lines of what runs on the machines besides sshd."""
