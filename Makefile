@@ -45,7 +45,7 @@ demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls 
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
 test: $(DEV_STAMP) ## run all tests but the long ones
-	@echo "The tests usually take about 25 minutes on two cores."
+	@echo "The tests usually take about 35 minutes on two cores."
 	@$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
 test-smoke: $(DEV_STAMP) ## run the tests that are quick enough to run after every change

@@ -145,6 +145,7 @@ def test_every_flag_that_a_page_names_exists() -> None:
         "docs/data.md",
         "docs/design.md",
         "docs/detectors.md",
+        "docs/ideas.md",
         "docs/from_other_systems.md",
     ):
         text = (ROOT / page).read_text()
