@@ -298,8 +298,9 @@ def _print_once_per_machine(text: str) -> None:
         time.sleep(0.1)
     print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
-        if local_rank == "0":
-            said.write_text(text_of_job)
+        if local_rank == "0":  # not through a link that another user may have laid there
+            with open(said, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
+                file.write(text_of_job)
 
 
 def _whereabouts() -> str:
