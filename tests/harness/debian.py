@@ -1,5 +1,6 @@
-"""Data that Debian packages carry, installed for the long tests that need them."""
+"""Programs and data of Debian packages, installed for the tests that need them."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -16,7 +17,9 @@ def require_package(name: str) -> None:
         return
     if os.getuid():
         pytest.skip(f"needs the Debian package {name}: apt-get install {name}")
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", name]):
-        done = subprocess.run(["apt-get", "--quiet", *words], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"needs the Debian package {name}, which can't be installed: {done.stderr.strip()[-200:]}")
+    with open(__file__, "rb") as lock:  # apt refuses to run twice at the same time, as tests do
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", name]):
+            done = subprocess.run(["apt-get", "--quiet", *words], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"needs the Debian package {name}, which can't be installed: {done.stderr.strip()[-200:]}")
