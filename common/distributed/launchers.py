@@ -84,7 +84,7 @@ def complete(environ: MutableMapping[str, str]) -> Launch:
         address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
         launch = replace(launch, address=address, port=port)
         known |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        known |= {"INIT_METHOD": "env://"} if "INIT_METHOD" in given else {}  # it is said
+        known |= {"INIT_METHOD": "env://"} if "INIT_METHOD" in given else {}  # a second call reads the address
     environ.update(known)
     return launch
 

@@ -121,7 +121,7 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     written = {name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")}
     numbered = [None if number is None else str(number) for number in numbers]
     assert [*written.values()] == [*numbered, launch.address, str(launch.port)]
-    unchanged = {name: value for name, value in environ.items() if name != "INIT_METHOD"}  # which is said then
+    unchanged = {name: value for name, value in environ.items() if name != "INIT_METHOD"}  # becomes env://
     assert completed.items() >= unchanged.items()
     assert local_rank(completed) == str(numbers[1]) and local_rank(environ) in (str(numbers[1]), None)
     again = dict(completed)

@@ -292,7 +292,7 @@ def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(
         exported = tmp_path / f"best {file}"
         shutil.copytree(whole / "best", exported)
         (exported / file).write_bytes(content)
-        ended = forks("--data", data, "--image_size", 16, "--workers", 0, "--eval_only", exported)
+        ended = forks("--data", data, "--image_size", 16, "--workers", 1, "--eval_only", exported)
         assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) <= 1, ended.stderr
         assert ended.code == (0 if file == "results.json" else 2), (file, ended)
     assert not marker.exists()

@@ -245,7 +245,7 @@ def test_little_shared_memory_is_enough(forks, stripes, tmp_path):
 def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):
     for number, data in enumerate(("data", "data_of_another_time")):
         draw_stripes(tmp_path / data, (8, 7 + number))
-    words = (*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data", "--workers", 0)
+    words = (*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data", "--workers", 1)
     ended = ends(forks.start_ranks(2, *words, before=functools.partial(on_rank, 1, see_other_data)), 60)
     assert [each.code for each in ended] == [2, 2]
     [said] = [each.stderr for each in ended if "cls.py: " in each.stderr]  # once per machine

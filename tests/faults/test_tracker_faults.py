@@ -20,7 +20,7 @@ from tests.harness.outcomes import Outcome, identical
 
 STEPS, LOST_S = 12, 2.0  # what a dashboard may cost a start
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 0, "--max_steps", STEPS, "--log_every", 1),
+    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
     *("--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
 )
 

@@ -116,7 +116,8 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         rows = [f"NodeName={node.name} NodeAddr={node.address} CPUs=4" for node in nodes]
         text = CONFIGURATION.format(first=nodes[0], folder=folder, nodes="\n".join(rows))
         (folder / "slurm.conf").write_text(text)
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # found where there is none; nothing uses it
+        # Named, since slurmd would look for a version of cgroups, and there may be none; no plugin here uses them.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
