@@ -180,7 +180,7 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(
             f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
-            "640,672,704, each at most 8192"
+            "640,672,704, each from 1 to 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
     square = config.detector in detectors.OF_TRANSFORMERS  # as their published weights were trained

@@ -146,10 +146,10 @@ def test_every_flag_that_a_page_names_exists() -> None:
         "docs/design.md",
         "docs/detectors.md",
         "docs/ideas.md",
-        "docs/from_other_systems.md",
+        "docs/coming_from_elsewhere.md",
     ):
         text = (ROOT / page).read_text()
-        if page.endswith("other_systems.md"):  # the last column of its tables is ours
+        if page.endswith("from_elsewhere.md"):  # the last column of its tables is ours
             text = "\n".join(re.findall(r"^\|.*\|(.+)\|$", text, re.MULTILINE))
         named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text)}
         assert named <= flags | of_others, f"{page}: {named - flags - of_others}"

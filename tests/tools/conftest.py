@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +43,17 @@ def trained_classifier(shared_run) -> Path:
 def trained_detector(shared_run) -> Path:
     """The run folder of the det_digits preset, 120 steps, on two processes with data workers and W&B offline."""
     return shared_run("det", ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 120])
+
+
+@pytest.fixture(scope="session")
+def mmdetection_configs(tmp_path_factory) -> list[Path]:
+    """The 869 Python configs in MMDetection's package, which is downloaded."""
+    folder = tmp_path_factory.mktemp("mmdet")
+    words = ["pip", "download", "--quiet", "--no-deps", "-d", str(folder), "mmdet==3.3.0"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"MMDetection's package can't be downloaded: {done.stderr.decode()[-200:]}")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", next(folder.glob("*.whl")), folder], check=True)
+    files = sorted((folder / "mmdet" / ".mim" / "configs").rglob("*.py"))
+    assert len(files) == 869
+    return files

@@ -2,8 +2,8 @@
 
     python -m tools.adopt output/train/run/args.yaml --gpus 8
 
-Reads timm's args.yaml, Ultralytics' args.yaml and data.yaml, configs of MMDetection (with `pip install mmengine`) and the YAML
-files of detectron2. Nothing in these files is executed.
+Reads timm's args.yaml, Ultralytics' args.yaml and data.yaml, configs of MMDetection and the YAML files of detectron2. Nothing
+in these files is executed.
 """
 
 import argparse
@@ -20,6 +20,9 @@ def arguments() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in the current folder)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
+    parser.add_argument(
+        "--all", action="store_true", help="name the settings without effect at the tool's defaults, too"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of the original run, where its batch size is per GPU")
     parser.add_argument("--images", type=int, default=0, help="training images, where lengths are given in iterations")
     parser.add_argument(
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     adoption = read(words.file, words.gpus, words.images, words.batch)
     output = words.output or Path(f"{words.file.stem}.yaml")
     command = adoption.write(output, words.overwrite)
-    print(f"{words.file} of {adoption.tool} -> {output}\n{adoption.table()}\n\n{command}")
+    print(f"{words.file} of {adoption.tool} -> {output}\n{adoption.table(words.all)}\n\n{command}")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ class Line:
 class Adoption:
     """Settings of another tool by dotted name, each of which is carried, named as not carried, or without effect here.
 
-    Whatever a reader does not mention is reported as unknown, so that no setting is dropped silently. A flag that the recipe
-    does not have (yet) is reported as not carried: readers may name flags of all versions.
+    Whatever a reader does not mention is reported as unknown, so that no setting is dropped silently.
 
     Args:
         tool: name of the other tool, for the table.
@@ -75,17 +74,18 @@ class Adoption:
         inside = tuple(name + end for name in names for end in ".[")
         return [key for key in self.values if key in names or key.startswith(inside)]
 
-    def carry(self, names: str | Iterable[str], note: str = "", otherwise: str = "", **flags: Any) -> bool:
-        """These settings become `flags`. If the recipe lacks one of them, they are not carried, because of `otherwise`."""
-        fields = field_names(self.recipe.Config)
-        if missing := [flag for flag in flags if flag not in fields]:
-            self.leave(names, otherwise or f"this recipe has no --{missing[0]}")
-            return False
+    def carry(self, names: str | Iterable[str], note: str = "", **flags: Any) -> None:
+        """These settings become `flags`."""
         notes = [note] + [""] * len(flags)  # beside the first
         self.preset |= {flag: (value, said) for (flag, value), said in zip(flags.items(), notes, strict=False)}
         ours = ", ".join(f"{flag} = {_shown(value)}" for flag, value in flags.items())
         self._add("carried", names, f"-> {ours}" + (f" ({note})" if note else ""))
-        return True
+
+    def carry_each(self, flag_of: dict[str, str], only_if_set: bool = False) -> None:
+        """Settings that are flags of another name: setting -> flag. `only_if_set`: not those that are off or at the default."""
+        for name, flag in flag_of.items():
+            if not only_if_set or (self[name] and self.changed(name)):
+                self.carry(name, **{flag: self[name]})
 
     def launch(self, names: str | Iterable[str], precision: str) -> None:
         """These settings choose the file of accelerate_configs/ (`precision`: bf16, fp16 or "")."""
@@ -100,10 +100,21 @@ class Adoption:
         """These settings have no effect here."""
         self._add("no effect here if changed", names, reason)
 
+    def family(self, detector: str, expected: dict[str, Any], names: list[str], differences: Iterable[str]) -> None:
+        """Settings of a detector's parts: those of the published model are the family's, others are named."""
+        kept = [key for key in names if key in expected and equal(self[key], expected[key])]
+        self.lines.append(Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
+        self.mentioned |= {*kept}
+        for key in names:
+            if key not in kept:
+                known = f"the family has {expected[key]}" if key in expected else "no such setting of the family here"
+                self.leave(key, known)
+        self.lines += [Line("not carried", [], text, "(the detector)") for text in differences]
+
     def changed(self, name: str) -> bool:
         """Whether a setting, or one of a group, differs from the tool's default."""
         keys = self.under(name)
-        return any(key not in self.defaults or not _equal(self.values[key], self.defaults[key]) for key in keys)
+        return any(key not in self.defaults or not equal(self.values[key], self.defaults[key]) for key in keys)
 
     def _add(self, kind: str, names: str | Iterable[str], text: str) -> None:
         """A line about these settings, as far as they are there and no earlier line is about them."""
@@ -117,25 +128,31 @@ class Adoption:
             kind = kind.removesuffix(" if changed") if any(map(self.changed, keys)) else "default"
         self.lines.append(Line(kind, keys, text, _settings({key: self.values[key] for key in keys}, names)))
 
-    def finish(self, not_carried: dict[str, str] | None = None, no_effect: dict[str, str] | None = None) -> None:
-        """Name what the reader has not mentioned: by tables of names, joined by spaces, and reasons; the rest as unknown."""
-        for names, reason in (not_carried or {}).items():
-            for name in names.split():
+    def finish(self, tables: dict[str, dict[str, Iterable[str]]] | None = None) -> None:
+        """Name what the reader has not mentioned: by tables of reasons and names; what is off; the rest as unknown."""
+        for reason, names in (tables or {}).get("not carried", {}).items():
+            for name in names:
                 self.leave(name, reason, always=False)
-        for names, reason in (no_effect or {}).items():
-            for name in names.split():
+        for reason, names in (tables or {}).get("no effect", {}).items():
+            for name in names:
                 self.skip(name, reason)
         for key in [key for key in self.values if key not in self.mentioned]:
+            if key in self.defaults and not self[key]:
+                self.skip(key, "off")
             self.leave(key, f"not known as a setting of {self.tool}", always=key not in self.defaults)
 
-    def table(self) -> str:
-        """One line per setting, which says what became of it."""
+    def table(self, everything: bool = False) -> str:
+        """One line per setting, which says what became of it. `everything`: also the names of those at the tool's defaults."""
         text = []
         for kind in ("carried", "not carried", "no effect here"):
             prefix = "" if kind == "carried" else f"-> {kind}: "
             text += [f"  {printable(f'{line.shown} {prefix}{line.text}')}" for line in self.lines if line.kind == kind]
         if rest := [key for line in self.lines if line.kind == "default" for key in line.keys]:
-            text.append(f"  without effect, at the defaults of {self.tool}: {', '.join(rest)}")
+            text.append(f"  {len(rest)} more are at the defaults of {self.tool}, which have no effect here")
+            if everything:
+                text.append(textwrap.fill(", ".join(rest), 100, initial_indent="    ", subsequent_indent="    "))
+            else:
+                text[-1] += " (--all names them)"
         return "\n".join(text)
 
     def write(self, output: Path, overwrite: bool = False) -> str:
@@ -170,11 +187,8 @@ class Adoption:
             "",
             "Not carried:" if left else "Everything was carried.",
         ]
-        lines = [
-            *opening,
-            *(line for text in left for line in textwrap.wrap(text, 126, subsequent_indent="  ")),
-        ]
-        text = [f"# {printable(line)}".rstrip() for line in lines]
+        wrapped = [line for text in left for line in textwrap.wrap(text, 126, subsequent_indent="  ")]
+        text = [f"# {printable(line)}".rstrip() for line in opening + wrapped]
         config, defaults = self.recipe.Config, {}
         for field in dataclasses.fields(config):  # left out: what is the recipe's default for all data
             if field.metadata.get("photographs") is None:
@@ -193,6 +207,13 @@ class Adoption:
 def facts(name: str) -> dict:
     """What is known of a tool: a file of facts/, with numbers as numbers."""
     return yaml.safe_load((FACTS / f"{name}.yaml").read_text())
+
+
+def known(name: str) -> dict[str, Any]:
+    """A tool's settings with their defaults, from the file of facts that lists them by what becomes of them."""
+    tables = facts(name)
+    groups = [tables["carried"], *tables["not carried"].values(), *tables["no effect"].values()]
+    return {key: value for group in groups for key, value in group.items()}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -246,14 +267,17 @@ def epochs_of(steps: float, batch: int, images: int) -> float | int:
     return rounded((steps - 0.01) * batch / images) if steps > 1 else rounded(steps * batch / images)
 
 
+def falls(epochs: Iterable[float], beyond: float = 10**6) -> str:
+    """`--step_epochs` for falls of the rate at these epochs. One number alone would mean a fall every so many epochs."""
+    text = [str(rounded(epoch)) for epoch in epochs]
+    return ",".join(text if len(text) != 1 else [*text, str(rounded(beyond))])
+
+
 def _settings(values: dict[str, Any], groups: list[str]) -> str:
     """Settings and their values for a line. Groups of many are named by their own names."""
     if len(values) <= 6:
-        return (
-            ", ".join(f"{key} = {_shown(value)}" for key, value in values.items())
-            or ", ".join(groups)
-            or "(not in the file)"
-        )
+        shown = ", ".join(f"{key} = {_shown(value)}" for key, value in values.items())
+        return shown or ", ".join(groups) or "(not in the file)"
     sizes = {
         group: sum(key == group or key.startswith((f"{group}.", f"{group}[")) for key in values) for group in groups
     }
@@ -265,9 +289,10 @@ def _shown(value: Any) -> str:
     return "''" if text == "" else text if len(text) <= 80 else text[:77] + "..."
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two settings are the same: lists as tuples, numbers to nine digits, and the ways to say nothing."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return one == other or (one in (None, "", "None", "null") and other in (None, ""))

@@ -2,17 +2,7 @@
 
 import timm
 
-from tools.adopt.adoption import Adoption, Line
-
-TAGS = (
-    "tv_in1k",
-    "tv2_in1k",
-    "gluon_in1k",
-    "fb_swsl_ig1b_ft_in1k",
-    "pycls_in1k",
-    "ms_in1k",
-    "fb_in1k",
-)  # by preference
+TAGS = "tv_in1k tv2_in1k gluon_in1k fb_swsl_ig1b_ft_in1k pycls_in1k ms_in1k fb_in1k".split()  # by preference
 DIFFERENT = {
     "faster_rcnn": (
         "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",
@@ -44,9 +34,9 @@ def pretrained(name: str) -> str:
     return f"{name}.{tag}" if tag else name
 
 
-def differences(adoption: Adoption, detector: str) -> None:
-    """Lines about what is different for all configs of a family."""
-    adoption.lines += [Line("not carried", [], text, "(the detector)") for text in (*DIFFERENT[detector], *ALWAYS)]
+def differences(detector: str) -> tuple[str, ...]:
+    """What is different for all configs of a family."""
+    return *DIFFERENT[detector], *ALWAYS
 
 
 def steps_between(low: int, high: int, stride: int = 32) -> str:

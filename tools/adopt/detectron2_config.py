@@ -11,12 +11,12 @@ from common.errors import Refused
 from common.files import SMALL, read_text
 from recipes import det
 from tools.adopt import detectors
-from tools.adopt.adoption import IMAGES, Adoption, _equal, epochs_of, facts, flat, numbers
+from tools.adopt.adoption import IMAGES, Adoption, epochs_of, facts, falls, flat, numbers, rounded
 
 TOOL = "detectron2"
-_DEEPEST = 20  # of files that inherit from each other
+_MOST = 100  # files that one inherits from
 _POWERS = (
-    "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]"  # what detectron2's own file evaluates
+    "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]"  # detectron2's own file evaluates it
 )
 # What the families' files set, which the families have here, too.
 RCNN = {
@@ -43,38 +43,11 @@ RETINANET = {
     "MODEL.ANCHOR_GENERATOR.SIZES": [_POWERS],
     "MODEL.RETINANET.SMOOTH_L1_LOSS_BETA": 0.0,
 }
-OPTIMIZER = "SOLVER.WEIGHT_DECAY_NORM SOLVER.WEIGHT_DECAY_BIAS SOLVER.BIAS_LR_FACTOR".split()
-NOT_CARRIED = {  # only where they differ from detectron2's defaults
-    "DATASETS.PROPOSAL_FILES_TRAIN DATASETS.PROPOSAL_FILES_TEST MODEL.LOAD_PROPOSALS": "proposals are the detector's own",
-    "DATALOADER.RANDOM_SUBSET_RATIO": "all training images are used",
-    "INPUT.CROP": "--iou_crop shows a part that holds an object; --scale_jitter cuts what gets larger than the image",
-    "INPUT.MAX_SIZE_TEST": "evaluation has the same --long_side",
-    "MODEL.FPN.NORM MODEL.FPN.FUSE_TYPE": "the pyramid is torchvision's",
-    "MODEL.RESNETS.RES5_DILATION MODEL.RESNETS.DEFORM_ON_PER_STAGE MODEL.RESNETS.DEFORM_MODULATED "
-    "MODEL.RESNETS.DEFORM_NUM_GROUPS MODEL.RESNETS.RES2_OUT_CHANNELS MODEL.RESNETS.STEM_OUT_CHANNELS": (
-        "the backbone is timm's; choose one with --model"
-    ),
-    "SOLVER.BASE_LR_END SOLVER.NUM_DECAYS SOLVER.RESCALE_INTERVAL": "of a schedule that this preset does not have",
-    "TEST.AUG TEST.PRECISE_BN TEST.DETECTIONS_PER_IMAGE": "100 detections per image, each image shown once",
-}
+OPTIMIZER = ["SOLVER.WEIGHT_DECAY_NORM", "SOLVER.WEIGHT_DECAY_BIAS", "SOLVER.BIAS_LR_FACTOR"]
 OTHER_MODELS = {  # groups that belong to other models than the detector
     "retinanet": "MODEL.RPN MODEL.ROI_HEADS MODEL.ROI_BOX_HEAD MODEL.ROI_MASK_HEAD MODEL.PROPOSAL_GENERATOR",
     "faster_rcnn": "MODEL.RETINANET MODEL.ROI_MASK_HEAD",
     "mask_rcnn": "MODEL.RETINANET",
-}
-NO_EFFECT = {
-    "MODEL.ROI_KEYPOINT_HEAD MODEL.SEM_SEG_HEAD MODEL.PANOPTIC_FPN MODEL.ROI_BOX_CASCADE_HEAD MODEL.KEYPOINT_ON": (
-        "belongs to other models"
-    ),
-    "VERSION OUTPUT_DIR CUDNN_BENCHMARK VIS_PERIOD FLOAT32_PRECISION GLOBAL": "name the run with --output_dir and --name",
-    "INPUT.FORMAT MODEL.PIXEL_MEAN MODEL.PIXEL_STD MODEL.RESNETS.STRIDE_IN_1X1": "pixels are what timm's weights want",
-    "INPUT.MASK_FORMAT": "outlines are read, and drawn as masks",
-    "DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST": "proposals are the detector's own",
-    "DATALOADER.NUM_WORKERS MODEL.DEVICE": "--workers, and the file given to accelerate launch",
-    "DATALOADER.REPEAT_SQRT": "the square root is used",
-    "MODEL.ROI_HEADS.NUM_CLASSES MODEL.RETINANET.NUM_CLASSES": "the data give the classes",
-    "SOLVER.REFERENCE_WORLD_SIZE": "results don't depend on the number of GPUs",
-    "TEST.EXPECTED_RESULTS TEST.KEYPOINT_OKS_SIGMAS": "belongs to detectron2's own tests, and to keypoints",
 }
 
 
@@ -98,13 +71,15 @@ def is_mine(file: Path) -> bool:
 
 def known() -> dict[str, Any]:
     """detectron2's settings by dotted name, with their defaults."""
-    return flat(facts("detectron2"))
+    return flat(facts("detectron2")["defaults"])
 
 
-def load(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's settings by dotted name, over those of its `_BASE_`."""
-    if file.resolve() in above or len(above) > _DEEPEST:
-        raise Refused(f"{file}: _BASE_ leads in a circle, or over more than {_DEEPEST} files")
+def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
+    """A file's settings by dotted name, over those of its `_BASE_`. `read`: the files that have been read for it."""
+    read = [] if read is None else read
+    read.append(file)
+    if len(read) > _MOST:
+        raise Refused(f"{file}: _BASE_ leads in a circle, or over more than {_MOST} files")
     try:
         text = _text(file)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
@@ -122,7 +97,7 @@ def load(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         path = file.parent / Path(str(one)).expanduser()
         if not path.is_file():
             raise Refused(f"{file}: _BASE_ {one} is missing: put it there as {path}")
-        values |= load(path, (*above, file.resolve()))
+        values |= load(path, read)
     return values | {key: _value(value) for key, value in flat(content).items()}
 
 
@@ -133,7 +108,7 @@ def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     _model(adoption)
     _solver(adoption, images)
     _input(adoption)
-    adoption.finish(NOT_CARRIED, NO_EFFECT)
+    adoption.finish(facts("detectron2"))
     return adoption
 
 
@@ -176,50 +151,32 @@ def _model(adoption: Adoption) -> None:
             f"{adoption.file}: {wrong} has no successor here: "
             "start from recipes/presets/coco_fasterrcnn_r50_1x.yaml or coco_rtdetrv2_r18.yaml"
         )
-    detector = (
-        "retinanet" if architecture == "RetinaNet" else "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
-    )
-    names = ["MODEL.META_ARCHITECTURE", "MODEL.MASK_ON"]
-    adoption.carry(names, detector=detector, levels="3-7" if detector == "retinanet" else "2-6")
+    detector = "retinanet"
+    if architecture != "RetinaNet":
+        detector = "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
+    levels = "3-7" if detector == "retinanet" else "2-6"
+    adoption.carry(["MODEL.META_ARCHITECTURE", "MODEL.MASK_ON"], detector=detector, levels=levels)
     adoption.carry([f"MODEL.RESNETS.{name}" for name in ("DEPTH", "NUM_GROUPS", "WIDTH_PER_GROUP")], model=name)
     weights = str(adoption["MODEL.WEIGHTS"] or "")
     if weights and "ImageNetPretrained" not in weights:
-        adoption.leave(
-            "MODEL.WEIGHTS", "not read; begin with weights of this family by --init, or with timm's backbone as here"
-        )
+        reason = "not read; begin with weights of this family by --init, or with timm's backbone as here"
+        adoption.leave("MODEL.WEIGHTS", reason)
         adoption.preset["pretrained"] = (True, "weights of ImageNet")
     else:
         adoption.carry("MODEL.WEIGHTS", "timm's weights of ImageNet" if weights else "", pretrained=bool(weights))
-    adoption.carry("MODEL.FPN.OUT_CHANNELS", width=adoption["MODEL.FPN.OUT_CHANNELS"])
+    adoption.carry_each({"MODEL.FPN.OUT_CHANNELS": "width"})
     if detector == "retinanet":
-        adoption.carry("MODEL.RETINANET.NUM_CONVS", convolutions=adoption["MODEL.RETINANET.NUM_CONVS"])
-    norm = {"FrozenBN": "frozen", "SyncBN": "global", "nnSyncBN": "global"}.get(
-        str(adoption["MODEL.RESNETS.NORM"]), "local"
-    )
-    adoption.carry("MODEL.RESNETS.NORM", batch_norm=norm)
-    frozen = int(adoption["MODEL.BACKBONE.FREEZE_AT"])
-    if frozen:
+        adoption.carry_each({"MODEL.RETINANET.NUM_CONVS": "convolutions"})
+    norms = {"FrozenBN": "frozen", "SyncBN": "global", "nnSyncBN": "global"}
+    adoption.carry("MODEL.RESNETS.NORM", batch_norm=norms.get(str(adoption["MODEL.RESNETS.NORM"]), "local"))
+    if frozen := int(adoption["MODEL.BACKBONE.FREEZE_AT"]):
         stages = str(frozen - 1) if frozen > 1 else "stem"  # the stem is detectron2's first stage
-        adoption.carry("MODEL.BACKBONE.FREEZE_AT", otherwise="the whole backbone is trained", freeze_stages=stages)
-    adoption.skip("MODEL.BACKBONE.FREEZE_AT", "the whole backbone is trained")
-    for group in OTHER_MODELS[detector].split():
-        adoption.skip(group, f"belongs to other models than {detector}")
-    same, tabled = adoption.defaults | expected, {*adoption.under(*_tabled())}
-    other = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
-    kept = [key for key in other if key in same and _equal(adoption[key], same[key])]
-    if kept:
-        adoption.lines.append(
-            detectors.Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family")
-        )
-        adoption.mentioned |= {*kept}
-    for key in other:
-        if key not in kept:
-            adoption.leave(key, f"the family has {same.get(key, 'no such setting')}; change it in a copy of its module")
-    detectors.differences(adoption, detector)
-
-
-def _tabled() -> set[str]:
-    return {name for table in (NOT_CARRIED, NO_EFFECT) for names in table for name in names.split()}
+        adoption.carry("MODEL.BACKBONE.FREEZE_AT", freeze_stages=stages)
+    adoption.skip(OTHER_MODELS[detector].split(), f"belongs to other models than {detector}")
+    tables = [facts("detectron2")[title] for title in ("not carried", "no effect")]
+    tabled = {*adoption.under(*(name for table in tables for names in table.values() for name in names))}
+    names = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
+    adoption.family(detector, adoption.defaults | expected, names, detectors.differences(detector))
 
 
 def _solver(adoption: Adoption, images: int) -> None:
@@ -239,44 +196,42 @@ def _solver(adoption: Adoption, images: int) -> None:
     adoption.carry("SOLVER.IMS_PER_BATCH", note, global_batch_size=batch, max_micro_batch_size=micro)
     adoption.carry("SOLVER.MAX_ITER", f"{steps * batch / images:.4g} epochs of {images:,} images", max_steps=steps)
     adoption.carry("SOLVER.BASE_LR", lr=adoption["SOLVER.BASE_LR"], lr_batch_size=batch, lr_scaling="linear")
-    nesterov = adoption["SOLVER.NESTEROV"]
-    adoption.carry("SOLVER.NESTEROV", "SGD", opt="sgd" if nesterov else "momentum")
-    adoption.carry("SOLVER.MOMENTUM", momentum=adoption["SOLVER.MOMENTUM"])
-    adoption.carry("SOLVER.WEIGHT_DECAY", weight_decay=adoption["SOLVER.WEIGHT_DECAY"])
+    adoption.carry("SOLVER.NESTEROV", "SGD", opt="sgd" if adoption["SOLVER.NESTEROV"] else "momentum")
+    adoption.carry_each({"SOLVER.MOMENTUM": "momentum", "SOLVER.WEIGHT_DECAY": "weight_decay"})
     adoption.leave(OPTIMIZER, "norms and biases have no weight decay and the rate of the others", always=False)
-    if adoption["SOLVER.LR_SCHEDULER_NAME"] == "WarmupCosineLR":
-        adoption.carry("SOLVER.LR_SCHEDULER_NAME", schedule="cosine")
+    kind = adoption["SOLVER.LR_SCHEDULER_NAME"]
+    if kind == "WarmupCosineLR":
+        ratio = rounded(adoption["SOLVER.BASE_LR_END"] / adoption["SOLVER.BASE_LR"])
+        note = "from the end of the warm-up; detectron2 counts from step 0"
+        adoption.carry(["SOLVER.LR_SCHEDULER_NAME", "SOLVER.BASE_LR_END"], note, schedule="cosine", min_lr_ratio=ratio)
         adoption.skip(["SOLVER.STEPS", "SOLVER.GAMMA"], "of the other schedule")
-    elif adoption["SOLVER.LR_SCHEDULER_NAME"] == "WarmupMultiStepLR":
+    elif kind == "WarmupMultiStepLR":
         drops = adoption["SOLVER.STEPS"] if isinstance(adoption["SOLVER.STEPS"], list) else [adoption["SOLVER.STEPS"]]
         drops = [step for step in drops if step]
-        epochs = ",".join(str(epochs_of(step, batch, images)) for step in drops)
+        flags: dict[str, Any] = {"schedule": "constant"}
+        if drops:
+            epochs = falls((epochs_of(step, batch, images) for step in drops), epochs_of(2 * steps, batch, images))
+            flags = {"schedule": "step", "step_epochs": epochs, "step_factor": adoption["SOLVER.GAMMA"]}
         names = ["SOLVER.LR_SCHEDULER_NAME", "SOLVER.STEPS", "SOLVER.GAMMA"]
-        flags = {"schedule": "step", "step_epochs": epochs, "step_factor": adoption["SOLVER.GAMMA"]}
-        adoption.carry(names, f"steps {', '.join(map(str, drops))}", **(flags if drops else {"schedule": "constant"}))
+        adoption.carry(names, f"steps {', '.join(map(str, drops))}", **flags)
     else:
-        adoption.leave(
-            "SOLVER.LR_SCHEDULER_NAME", "schedules here are cosine, linear, step and constant: choose --schedule"
-        )
+        reason = "schedules here are cosine, linear, step and constant: choose --schedule"
+        adoption.leave("SOLVER.LR_SCHEDULER_NAME", reason)
     warmup = int(adoption["SOLVER.WARMUP_ITERS"])
     adoption.carry("SOLVER.WARMUP_ITERS", f"{warmup:,} steps", warmup_epochs=epochs_of(warmup, batch, images))
     adoption.leave(["SOLVER.WARMUP_FACTOR", "SOLVER.WARMUP_METHOD"], "the warm-up rises linearly from zero")
-    clip = adoption["SOLVER.CLIP_GRADIENTS.CLIP_VALUE"]
-    if adoption["SOLVER.CLIP_GRADIENTS.ENABLED"] and adoption["SOLVER.CLIP_GRADIENTS.CLIP_TYPE"] == "full_model":
-        adoption.carry("SOLVER.CLIP_GRADIENTS", clip=clip)
-    elif adoption["SOLVER.CLIP_GRADIENTS.ENABLED"]:
-        adoption.leave(
-            "SOLVER.CLIP_GRADIENTS", "single values or parameters are not clipped here; --clip limits the whole norm"
-        )
-    adoption.skip("SOLVER.CLIP_GRADIENTS", "gradients are not clipped")
+    limit = "SOLVER.CLIP_GRADIENTS"
+    whole = adoption[f"{limit}.CLIP_TYPE"] == "full_model" and adoption[f"{limit}.NORM_TYPE"] == 2
+    if adoption[f"{limit}.ENABLED"] and whole:
+        adoption.carry(limit, clip=adoption[f"{limit}.CLIP_VALUE"])
+    elif adoption[f"{limit}.ENABLED"]:
+        adoption.leave(limit, "single values or parameters are not clipped here; --clip limits the whole norm")
+    adoption.skip(limit, "gradients are not clipped")
     adoption.launch("SOLVER.AMP.ENABLED", "fp16" if adoption["SOLVER.AMP.ENABLED"] else "")
-    for name, flag in (("SOLVER.CHECKPOINT_PERIOD", "checkpoint_every"), ("TEST.EVAL_PERIOD", "eval_every")):
-        if adoption.changed(name) and adoption[name]:
-            adoption.carry(name, **{flag: adoption[name]})
-        adoption.skip(name, "every epoch")
+    periods = {"SOLVER.CHECKPOINT_PERIOD": "checkpoint_every", "TEST.EVAL_PERIOD": "eval_every"}
+    adoption.carry_each(periods, only_if_set=True)
     if int(adoption["SEED"]) >= 0:
         adoption.carry("SEED", seed=adoption["SEED"])
-    adoption.skip("SEED", "0")
 
 
 def _input(adoption: Adoption) -> None:
@@ -286,7 +241,7 @@ def _input(adoption: Adoption) -> None:
     text = detectors.steps_between(*sides) if ranged else ",".join(map(str, sides))
     names = ["INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TRAIN_SAMPLING"]
     adoption.carry(names, "the range in steps of 32" if ranged else "", short_sides=text)
-    adoption.carry("INPUT.MAX_SIZE_TRAIN", long_side=adoption["INPUT.MAX_SIZE_TRAIN"])
+    adoption.carry_each({"INPUT.MAX_SIZE_TRAIN": "long_side"})
     if adoption["INPUT.MIN_SIZE_TEST"]:
         adoption.carry("INPUT.MIN_SIZE_TEST", eval_short_side=adoption["INPUT.MIN_SIZE_TEST"])
     else:
@@ -302,7 +257,5 @@ def _input(adoption: Adoption) -> None:
         names = ["DATALOADER.SAMPLER_TRAIN", "DATALOADER.REPEAT_THRESHOLD"]
         adoption.carry(names, repeat_threshold=adoption["DATALOADER.REPEAT_THRESHOLD"])
     adoption.leave("DATALOADER.SAMPLER_TRAIN", "each image is shown once per epoch", always=False)
-    adoption.skip("DATALOADER.REPEAT_THRESHOLD", "images are not repeated")
     if adoption["DATALOADER.FILTER_EMPTY_ANNOTATIONS"]:
         adoption.leave("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "images without boxes are trained on as background")
-    adoption.skip("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "images without boxes are used")

@@ -30,7 +30,11 @@ _OPERATIONS = {
     ast.UAdd: operator.pos,
     ast.Not: operator.not_,
 }
-_NAMES = {"BatchNorm2d": "BN", "SyncBatchNorm": "SyncBN", "PretrainedInit": "Pretrained"}  # of classes, in MMEngine's registry
+_NAMES = {
+    "BatchNorm2d": "BN",
+    "SyncBatchNorm": "SyncBN",
+    "PretrainedInit": "Pretrained",
+}  # of classes, in MMEngine's registry
 
 
 def values_of(file: Path) -> dict[str, Any]:
@@ -201,7 +205,9 @@ class _File:
             case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLS:
                 given = [self.value(one, depth + 1) for one in args]
                 if name == "dict":
-                    return self.dictionary([(None, one) for one in args] + [(one.arg, one.value) for one in words], depth)
+                    return self.dictionary(
+                        [(None, one) for one in args] + [(one.arg, one.value) for one in words], depth
+                    )
                 if len(given) > 1 or words or not all(isinstance(one, (list, tuple, dict)) for one in given):
                     self.refuse(f"{name}() takes one list, tuple or dict")
                 return _CALLS[name](*given)
@@ -221,8 +227,8 @@ class _File:
 
     def listed(self, item: ast.expr, name: str, places: Any, depth: int) -> list:
         """`[item for name in places]`."""
-        if not isinstance(places, (list, tuple)) or name in self.names:
-            self.refuse("goes over something else than a list, or hides a variable")
+        if not isinstance(places, (list, tuple)) or name in self.names or name in _CALLS:
+            self.refuse("goes over something else than a list, or hides a name")
         found = []
         for self.names[name] in places:
             found.append(self.value(item, depth + 1))
@@ -271,7 +277,9 @@ class _File:
         numbers = all(isinstance(one, (int, float)) for one in values)
         repeated = isinstance(op, ast.Mult) and {isinstance(one, int) for one in values} == {True, False}
         if isinstance(op, ast.Pow) and numbers:
-            small = all(isinstance(one, float) for one in values) or abs(values[1]) * abs(values[0]).__float__() < _LARGEST
+            small = (
+                all(isinstance(one, float) for one in values) or abs(values[1]) * abs(values[0]).__float__() < _LARGEST
+            )
             if not small or abs(values[1]) > 63:
                 self.refuse("too large a power")
         elif repeated:

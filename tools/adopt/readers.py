@@ -5,7 +5,7 @@ from pathlib import Path
 from common.config.parsing import nearest_path
 from common.errors import Refused
 from tools.adopt import detectron2_config, mmengine_config, timm_train, ultralytics_run
-from tools.adopt.adoption import Adoption, read_settings
+from tools.adopt.adoption import Adoption, known, read_settings
 
 
 def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption:
@@ -32,7 +32,7 @@ def _read(file: Path, gpus: int, images: int, batch: int) -> Adoption:
         return ultralytics_run.read_data(values, file)
     if {"imgsz", "lr0", "close_mosaic"} & values.keys():
         return ultralytics_run.read(values, file, batch)
-    if len(values.keys() & timm_train.known().keys()) * 2 > len(values):
+    if len(values.keys() & known("timm_train").keys()) * 2 > len(values):
         return timm_train.read(values, file, gpus, images)
     raise Refused(
         f"{file}: none of timm's args.yaml, Ultralytics' args.yaml or data.yaml, and configs of MMDetection or detectron2"

@@ -11,66 +11,31 @@ import timm
 
 from common.errors import Refused
 from recipes import cls, det
-from tools.adopt.adoption import Adoption, facts, numbers, read_settings, rounded
+from tools.adopt.adoption import Adoption, facts, known, numbers, read_settings, rounded
 
 TOOL = "Ultralytics"
 PRESETS = Path(det.__file__).parent / "presets"
-OPTIMIZERS = "SGD Adam AdamW Adamax NAdam RAdam RMSProp".split()
+OPTIMIZERS = {name.lower() for name in "SGD Adam AdamW Adamax NAdam RAdam RMSProp".split()}
 RT_DETR = {"rtdetr-resnet101": "PekingU/rtdetr_v2_r101vd"}  # the others: r50vd
-MODEL = (
-    "detector model pretrained width batch_norm drop_path label_smoothing".split()
-)  # what a preset gives to a proposed model
-RATES = """opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip
-ema_decay""".split()
-OPTIMIZATION = """optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr""".split()
-
-NOT_CARRIED = {  # only where they differ from Ultralytics' defaults
-    "single_cls": "merge the classes in the labels",
-    "rect": "--group_window 16 puts similar shapes into one step, for detectors whose images are no squares",
-    "fraction": "all training images are used",
-    "freeze": "layers are not numbered here; --freeze_stages 1 freezes stem and first stage of the backbone",
-    "conf iou max_det": "thresholds are the family's own",
-    "box cls dfl pose kobj rle angle dlog dgrad dlam cls_pw": "losses have the family's own weights",
-    "distill_model dis": "distillation does not exist here",
-    "shear perspective flipud bgr cutmix": "does not exist here for boxes",
-    "copy_paste_mode": "objects come from another image",
-    "resume": "the same command resumes",
-    "augment agnostic_nms classes": "evaluation shows each image once, with all classes",
-    "cfg": "its settings are in this file already",
-}
-NO_EFFECT = {
-    "mode save save_period exist_ok verbose val plots save_json": "every run saves, evaluates and draws",
-    "cls_remap": "classes of the same name keep their weights where the model has them",
-    "cache workers device": "--cache, --workers, and the file given to accelerate launch",
-    "project name": "name the run with --output_dir and --name",
-    "deterministic profile": "--deterministic, --profile",
-    "overlap_mask mask_ratio retina_masks": "belongs to YOLO's masks",
-    "channels_last dropout": "not of detectors",
-    "auto_augment erasing": "only of classifiers",
-    "source vid_stride stream_buffer visualize embed show save_frames save_txt save_conf save_crop show_labels show_conf "
-    "show_boxes line_width": "belongs to prediction",
-    "format optimize dynamic simplify opset workspace quantize dnn nms": "belongs to export",
-    "tracker": "belongs to tracking",
-    "save_dir": "name the run with --output_dir and --name",
-}
-
-
-def known() -> dict:
-    """Ultralytics' settings with their defaults."""
-    return facts("ultralytics")["arguments"]
+# What a preset gives to a proposed model, and how it trains it.
+MODEL = "detector model pretrained width batch_norm drop_path label_smoothing ema_decay".split()
+RATES = "opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip".split()
+OPTIMIZATION = "optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr".split()
+OF_BOXES = (
+    "mosaic mixup copy_paste close_mosaic degrees translate multi_scale shear perspective bgr cutmix cls_pw box cls dfl"
+)
 
 
 def read(values: dict, file: Path, batch: int = 0) -> Adoption:
     """What becomes of an args.yaml. Raises `Refused` for tasks without a recipe, and for an automatic batch size."""
-    task = values.get("task", known()["task"])
+    defaults = known("ultralytics")
+    task = values.get("task", defaults["task"])
     if task not in ("detect", "classify"):
-        way = (
-            "mask_rcnn reads outlines from COCO's JSON: convert the data and take --detector mask_rcnn, or put task: detect"
-            if task == "segment"
-            else "recipes classify images and detect boxes"
-        )
+        way = "recipes classify images and detect boxes"
+        if task == "segment":
+            way = "mask_rcnn reads outlines from COCO's JSON: convert the data for --detector mask_rcnn, or put task: detect"
         raise Refused(f"{file}: task {task!s:.50} has no successor for these data; {way}")
-    adoption = Adoption(TOOL, file, det if task == "detect" else cls, values, known())
+    adoption = Adoption(TOOL, file, det if task == "detect" else cls, values, defaults)
     adoption.skip("task", "the recipe")
     _model(adoption, Path(str(adoption["model"] or "")).stem, _batch(adoption, batch))
     _lengths(adoption)
@@ -78,7 +43,7 @@ def read(values: dict, file: Path, batch: int = 0) -> Adoption:
         _boxes(adoption)
     else:
         _images(adoption)
-    adoption.finish(NOT_CARRIED, NO_EFFECT)
+    adoption.finish(facts("ultralytics"))
     return adoption
 
 
@@ -110,12 +75,8 @@ def _propose(adoption: Adoption, names: list[str], preset: str, flags: list[str]
 
 def _model(adoption: Adoption, stem: str, batch: int) -> None:
     """Carry the model, if it has a successor, and then its optimization; else propose one."""
-    names, preset, changes, same = (
-        ["model", "pretrained"],
-        "coco_dfine_s",
-        {"model": "ustc-community/dfine-small-coco"},
-        False,
-    )
+    names, preset, same = ["model", "pretrained"], "coco_dfine_s", False
+    changes = {"model": "ustc-community/dfine-small-coco"}
     if adoption["task"] == "classify":
         preset, changes, same = "finetune", {}, timm.is_model(stem)
     elif stem.startswith("rtdetr"):
@@ -125,15 +86,16 @@ def _model(adoption: Adoption, stem: str, batch: int) -> None:
     elif same:
         _propose(adoption, names, preset, MODEL, **changes)
     else:
-        adoption.leave(
-            names, f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
-        )
+        reason = f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
+        adoption.leave(names, reason)
         _propose(adoption, [], preset, MODEL, **changes)
-    if same and str(adoption["optimizer"]).lower() in map(str.lower, OPTIMIZERS):
+    if same and str(adoption["optimizer"]).lower() in OPTIMIZERS:
         _optimization(adoption, batch)
         return
-    reason = "not among the optimizers here" if same and adoption["optimizer"] != "auto" else "meant for another model"
-    reason = "a choice that depends on the data" if same and adoption["optimizer"] == "auto" else reason
+    reason = "meant for another model"
+    if same:
+        automatic = adoption["optimizer"] == "auto"
+        reason = "a choice that depends on the data" if automatic else "not among the optimizers here"
     adoption.leave(OPTIMIZATION, f"{reason}; the preset has this project's for its model")
     _propose(adoption, [], preset, RATES)
 
@@ -149,26 +111,15 @@ def _batch(adoption: Adoption, batch: int) -> int:
     adoption.gpus = len(devices)
     accumulated = max(1, round(adoption["nbs"] / size))
     note = f"{size} over all GPUs, accumulated {accumulated} times for nbs {adoption['nbs']}"
-    adoption.carry(
-        ["batch", "nbs"], note, global_batch_size=size * accumulated, max_micro_batch_size=max(1, size // adoption.gpus)
-    )
+    sizes = {"global_batch_size": size * accumulated, "max_micro_batch_size": max(1, size // adoption.gpus)}
+    adoption.carry(["batch", "nbs"], note, **sizes)
     return size * accumulated
 
 
 def _lengths(adoption: Adoption) -> None:
-    adoption.carry("epochs", epochs=adoption["epochs"])
-    adoption.carry("seed", seed=adoption["seed"])
-    adoption.carry("patience", "an evaluation each epoch", "a run trains to its end", patience=adoption["patience"])
-    if adoption["time"]:
-        adoption.carry("time", otherwise="give the length with --epochs", max_hours=adoption["time"])
-    adoption.skip("time", "not limited")
-    if adoption["split"] != "val":
-        adoption.carry("split", split=adoption["split"])
-    adoption.skip("split", "the validation part")
+    adoption.carry_each({"epochs": "epochs", "seed": "seed", "patience": "patience"})
+    adoption.carry_each({"time": "max_hours", "split": "split", "compile": "compile"}, only_if_set=True)
     adoption.launch("amp", {"bf16": "bf16", False: "", "fp32": ""}.get(adoption["amp"], "fp16"))
-    if adoption["compile"]:
-        adoption.carry("compile", compile=True)
-    adoption.skip("compile", "not compiled")
     data = Path(str(adoption["data"] or ""))
     if data.suffix in (".yaml", ".yml") and len(data.parts) > 1:
         adoption.carry("data", "the folder of data.yaml", data=str(data.parent))
@@ -180,65 +131,60 @@ def _lengths(adoption: Adoption) -> None:
 
 def _optimization(adoption: Adoption, batch: int) -> None:
     opt, lr = str(adoption["optimizer"]), float(adoption["lr0"])
-    adoption.carry("optimizer", "SGD with Nesterov momentum" if opt == "SGD" else "", opt=opt.lower())
+    note = {"sgd": "SGD with Nesterov momentum", "rmsprop": "with timm's alpha, 0.9 for 0.99"}.get(opt.lower(), "")
+    adoption.carry("optimizer", note, opt=opt.lower())
     adoption.carry("lr0", lr=lr, lr_batch_size=batch, lr_scaling="none")
-    adoption.carry(
-        ["lrf", "cos_lr"], schedule="cosine" if adoption["cos_lr"] else "linear", min_lr_ratio=adoption["lrf"]
-    )
-    adoption.carry("momentum", "not the first beta of Adam" if opt != "SGD" else "", momentum=adoption["momentum"])
+    schedule = "cosine" if adoption["cos_lr"] else "linear"
+    note = "by step, from the end of the warm-up; Ultralytics by epoch, from the start"
+    adoption.carry(["lrf", "cos_lr"], note, schedule=schedule, min_lr_ratio=adoption["lrf"])
+    if opt.lower() in ("sgd", "rmsprop"):
+        adoption.carry("momentum", momentum=adoption["momentum"])
+    else:
+        adoption.leave("momentum", "is the first beta of this optimizer, for which its own default is used")
     decay = float(adoption["weight_decay"]) * batch / adoption["nbs"]
     adoption.carry("weight_decay", f"x batch {batch} / nbs {adoption['nbs']}", weight_decay=rounded(decay))
-    adoption.carry("warmup_epochs", warmup_epochs=adoption["warmup_epochs"])
-    adoption.leave(["warmup_momentum", "warmup_bias_lr"], "the warm-up raises the rate of all parameters from zero")
+    warmup = min(float(adoption["warmup_epochs"]), max(adoption["epochs"] - 1, 0))  # as Ultralytics shortens it
+    adoption.carry("warmup_epochs", warmup_epochs=warmup)
+    reason = "the warm-up raises the rate of all parameters from zero, with one momentum and the whole batch"
+    adoption.leave(["warmup_momentum", "warmup_bias_lr"], reason)
     adoption.carry([], "fixed in Ultralytics", clip=10.0, ema_decay=0.9999)
 
 
 def _boxes(adoption: Adoption) -> None:
     """Augmentation of images with boxes; images become squares of `imgsz`."""
-    side, share = int(adoption["imgsz"]), float(adoption["multi_scale"] or 0)
+    side, share = int(adoption["imgsz"]), adoption["multi_scale"] or 0
+    share = 0.5 if share is True else float(share)  # Ultralytics before 8.4 had a switch
     square = -(-side // 32) * 32
-    sides = range(square - round(square * share / 32) * 32, square + round(square * share / 32) * 32 + 1, 32)
-    note = (
-        "squares, as a multiple of 32"
-        if square != side
-        else "squares; one side is drawn for each step"
-        if share
-        else "squares"
-    )
+    # Ultralytics draws a length from these limits and rounds it down to a multiple of the stride.
+    limits = max(32, int(square * (1 - share))), int(square * (1 + share) + 32) - 1
+    sides = range(limits[0] // 32 * 32, limits[1] // 32 * 32 + 1, 32) if share else [square]
+    note = "squares; one side is drawn for each step" if share else "squares"
+    note += ", as a multiple of 32" if square != side else ""
     adoption.carry(["imgsz", "multi_scale"], note, short_sides=",".join(map(str, sides)), eval_short_side=square)
-    adoption.carry("fliplr", hflip=adoption["fliplr"])
-    adoption.carry("mosaic", mosaic=adoption["mosaic"])
-    adoption.carry("mixup", mixup=adoption["mixup"])
+    adoption.carry_each({"fliplr": "hflip", "mosaic": "mosaic", "mixup": "mixup"})
     if any(adoption[f"hsv_{channel}"] for channel in "hsv"):
         adoption.carry(["hsv_h", "hsv_s", "hsv_v"], "its strengths are fixed", photometric=0.5)
-    adoption.skip(["hsv_h", "hsv_s", "hsv_v"], "off")
     scale = adoption["scale"]
     low, high = scale if isinstance(scale, list) else (1 - float(scale or 0), 1 + float(scale or 0))
     if low != high:
         adoption.carry("scale", scale_jitter=f"{max(low, 0.01):g}-{high:g}")
-    adoption.skip("scale", "off")
     for theirs, ours in (("degrees", "rotate"), ("translate", "translate")):
         if adoption[theirs]:
-            adoption.carry(theirs, otherwise="does not exist here for boxes", **{ours: adoption[theirs]})
-        adoption.skip(theirs, "off")
+            adoption.carry(theirs, **{ours: adoption[theirs]})
     if adoption["copy_paste"]:
         adoption.leave("copy_paste", "needs outlines, which are read from COCO's JSON: --copy_paste")
-    adoption.skip("copy_paste", "off")
     off = int(adoption["close_mosaic"] or 0)
-    adoption.carry(
-        "close_mosaic", "strong augmentation ends", strong_epochs=max(0, adoption["epochs"] - off) if off else 0
-    )
+    end = max(0, adoption["epochs"] - off) if off else 0
+    adoption.carry("close_mosaic", "strong augmentation ends", strong_epochs=end)
 
 
 def _images(adoption: Adoption) -> None:
     """Augmentation of a classifier's images."""
     adoption.carry("imgsz", image_size=int(adoption["imgsz"]), crop_pct=1.0)
-    adoption.carry("fliplr", hflip=adoption["fliplr"])
-    adoption.carry("flipud", vflip=adoption["flipud"])
+    adoption.carry_each({"fliplr": "hflip", "flipud": "vflip", "erasing": "random_erasing", "dropout": "drop"})
     scale = adoption["scale"]
-    adoption.carry(
-        "scale", "1 - scale", crop_scale=scale[0] if isinstance(scale, list) else rounded(1 - float(scale or 0))
-    )
+    low = scale[0] if isinstance(scale, list) else rounded(1 - float(scale or 0))
+    adoption.carry("scale", "1 - scale", crop_scale=low)
     policy = {
         "randaugment": ("rand-m3-n2", "torchvision's magnitude 9 of 30 is about 3 of timm's 10"),
         "autoaugment": ("original", ""),
@@ -251,9 +197,6 @@ def _images(adoption: Adoption) -> None:
         adoption.skip("auto_augment", "off")
         adoption.carry("hsv_v", "brightness, contrast and saturation alike", color_jitter=adoption["hsv_v"])
         adoption.leave(["hsv_h", "hsv_s"], "--color_jitter has one strength, and does not change hues")
-    adoption.carry("erasing", random_erasing=adoption["erasing"])
-    adoption.carry("dropout", drop=adoption["dropout"])
     if adoption["channels_last"] is not False:
         adoption.carry("channels_last", channels_last=True)
-    names = "mosaic mixup copy_paste close_mosaic degrees translate multi_scale".split()
-    adoption.skip([*names, "shear", "perspective", "bgr", "cutmix", "cls_pw", "box", "cls", "dfl"], "only of boxes")
+    adoption.skip(OF_BOXES.split(), "only of boxes")
