@@ -1,4 +1,4 @@
-"""docs/coming_from_elsewhere.md: scripts with DataParallel and DDP, and the copy that replaces them, train the same model alike.
+"""docs/coming_from_elsewhere.md: scripts with DataParallel and DDP, and the copy in their place, train the same model.
 
 With the whole training set as the batch, the order of samples does not matter: a script on one process and the copy on two must
 have the same losses. With the scripts' own batches, samples are shuffled differently and the accuracies are close.

@@ -145,7 +145,7 @@ SETTINGS = {  # FINE is a folder that can be trained on
     ),
     "width": Bad(["--width", 48], "--width 48: the heads normalise 32 groups of channels; take a multiple of 32"),
     "no short side": Bad(["--short_sides", "big"], "--short_sides big: must be lengths in pixels joined by commas, .*"),
-    "a short side beyond all": Bad(["--short_sides", "64,99999"], "--short_sides 64,99999: must be .*at most 8192"),
+    "a short side beyond all": Bad(["--short_sides", "64,99999"], "--short_sides 64,99999: must be .*from 1 to 8192"),
     "no square of the stride": Bad(
         ["--detector", "rtdetr_v2", "--short_sides", "96,100"],
         "--short_sides, --eval_short_side: a square of 100 pixels is no multiple of 32, as .* needs; take 128",

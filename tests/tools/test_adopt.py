@@ -66,6 +66,9 @@ INPUT: {MIN_SIZE_TRAIN: "(640, 672, 704, 736, 768, 800)"}
 """
 
 
+POWERS = detectron2_config.family("RetinaNet")["MODEL.ANCHOR_GENERATOR.SIZES"][0]
+
+
 def written(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(text)
@@ -84,13 +87,13 @@ def nested(values: Mapping[str, Any]) -> dict:
     return found
 
 
-def detectron2(
-    folder: Path, base: str = RCNN_FPN, top: str = FASTER_RCNN_1X, family: Mapping = detectron2_config.RCNN
-) -> Path:
+def detectron2(folder: Path, base: str = RCNN_FPN, top: str = FASTER_RCNN_1X) -> Path:
     """A config with its base, as detectron2 has them."""
     written(
         folder / "base.yaml",
-        yaml.safe_dump(nested(family) | {"VERSION": 2}) + base if not base.startswith("MODEL") else base,
+        base
+        if base.startswith("MODEL")
+        else yaml.safe_dump(nested(detectron2_config.family("RCNN")) | {"VERSION": 2}) + base,
     )
     return written(folder / "COCO" / "model.yaml", top)
 
@@ -216,13 +219,13 @@ def test_every_setting_of_ultralytics_is_carried_or_named() -> None:
 def test_every_setting_of_detectron2_is_carried_or_named(tmp_path) -> None:
     settings = detectron2_config.known()
     assert len(settings) > 150
-    family = dict(detectron2_config.RCNN)
+    family = dict(detectron2_config.family("RCNN"))
     refused = []
     for key, default in settings.items():
         value = D2_SPECIAL.get(key, other(default))
         values = family | {"DATASETS.TRAIN": ["coco_2017_train"], key: value}
         if key == "MODEL.META_ARCHITECTURE":
-            values = dict(detectron2_config.RETINANET) | {"DATASETS.TRAIN": ["coco_2017_train"]}
+            values = dict(detectron2_config.family("RetinaNet")) | {"DATASETS.TRAIN": ["coco_2017_train"]}
         file = written(tmp_path / "config.yaml", yaml.safe_dump(nested(values)))
         try:
             kind, text = kinds(detectron2_config.read(file, images=1000 if key == "DATASETS.TRAIN" else 0))[key]
@@ -318,8 +321,8 @@ def test_rates_and_length_are_those_of_timms_own_schedules(options) -> None:
 
 RUNS = [  # of MMEngine: counts 4 iterations per step, 40 per epoch
     "train_cfg = dict(by_epoch=True, max_epochs=3)\nparam_scheduler = [dict(type='MultiStepLR', milestones=[1, 2])]\n",
-    "train_cfg = dict(by_epoch=False, max_iters=100)\nparam_scheduler = [dict(type='LinearLR', start_factor=0.1, by_epoch=False, "
-    "end=10), dict(type='MultiStepLR', by_epoch=False, begin=10, milestones=[32, 60])]\n",
+    "train_cfg = dict(by_epoch=False, max_iters=100)\nparam_scheduler = [dict(type='LinearLR', start_factor=0.1, end=10, "
+    "by_epoch=False), dict(type='MultiStepLR', by_epoch=False, begin=10, milestones=[32, 60])]\n",
     "train_cfg = dict(by_epoch=False, max_iters=102)\nparam_scheduler = [dict(type='MultiStepLR', by_epoch=False, "
     "milestones=[22], gamma=0.5)]\n",
     "train_cfg = dict(by_epoch=True, max_epochs=2)\nparam_scheduler = [dict(type='MultiStepLR', end=1, milestones=[1])]\n"
@@ -621,8 +624,8 @@ def test_no_tag_in_yaml_is_executed(tmp_path) -> None:
     with pytest.raises(Refused, match="not readable as plain YAML"):
         read(written(tmp_path / "args.yaml", f"batch_size: 8\nmodel: {attack}\nopt: sgd\n"))
     # detectron2's own RetinaNet has such a tag, for its anchors: it is read as a text, and known.
-    anchors = f"!!python/object/apply:eval [ {detectron2_config._POWERS!r} ]"
-    text = yaml.safe_dump(nested(detectron2_config.RETINANET))
+    anchors = f"!!python/object/apply:eval [ {POWERS!r} ]"
+    text = yaml.safe_dump(nested(detectron2_config.family("RetinaNet")))
     text = re.sub(r"SIZES:\n.*?(?=\n  [A-Z])", f"SIZES: {anchors}", text, flags=re.DOTALL)
     base = text + RCNN_FPN
     adoption = read(detectron2(tmp_path, base, FASTER_RCNN_1X.replace("  MASK_ON: False\n", "")))

@@ -24,7 +24,11 @@ def plain(value: Any) -> Any:
     return [*map(plain, value)] if isinstance(value, (list, tuple)) else value
 
 
-BASE = "scale = (1333, 800)\npipeline = [dict(type='Resize', scale=scale)]\nmodel = dict(type='A', neck=dict(depth=1, width=2))\n"
+BASE = """
+scale = (1333, 800)
+pipeline = [dict(type='Resize', scale=scale)]
+model = dict(type='A', neck=dict(depth=1, width=2))
+"""
 TOP = """
 _base_ = ['base.py', './more.py']
 '''A docstring.'''

@@ -15,34 +15,6 @@ from tools.adopt.adoption import IMAGES, Adoption, epochs_of, facts, falls, flat
 
 TOOL = "detectron2"
 _MOST = 100  # files that one inherits from
-_POWERS = (
-    "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]"  # detectron2's own file evaluates it
-)
-# What the families' files set, which the families have here, too.
-RCNN = {
-    "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
-    "MODEL.RESNETS.OUT_FEATURES": ["res2", "res3", "res4", "res5"],
-    "MODEL.FPN.IN_FEATURES": ["res2", "res3", "res4", "res5"],
-    "MODEL.ANCHOR_GENERATOR.SIZES": [[32], [64], [128], [256], [512]],
-    "MODEL.RPN.IN_FEATURES": ["p2", "p3", "p4", "p5", "p6"],
-    "MODEL.RPN.PRE_NMS_TOPK_TRAIN": 2000,
-    "MODEL.RPN.PRE_NMS_TOPK_TEST": 1000,
-    "MODEL.RPN.POST_NMS_TOPK_TRAIN": 1000,
-    "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
-    "MODEL.ROI_HEADS.IN_FEATURES": ["p2", "p3", "p4", "p5"],
-    "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead",
-    "MODEL.ROI_BOX_HEAD.NUM_FC": 2,
-    "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 7,
-    "MODEL.ROI_MASK_HEAD.NUM_CONV": 4,
-}
-RETINANET = {
-    "MODEL.META_ARCHITECTURE": "RetinaNet",
-    "MODEL.BACKBONE.NAME": "build_retinanet_resnet_fpn_backbone",
-    "MODEL.RESNETS.OUT_FEATURES": ["res3", "res4", "res5"],
-    "MODEL.FPN.IN_FEATURES": ["res3", "res4", "res5"],
-    "MODEL.ANCHOR_GENERATOR.SIZES": [_POWERS],
-    "MODEL.RETINANET.SMOOTH_L1_LOSS_BETA": 0.0,
-}
 OPTIMIZER = ["SOLVER.WEIGHT_DECAY_NORM", "SOLVER.WEIGHT_DECAY_BIAS", "SOLVER.BIAS_LR_FACTOR"]
 OTHER_MODELS = {  # groups that belong to other models than the detector
     "retinanet": "MODEL.RPN MODEL.ROI_HEADS MODEL.ROI_BOX_HEAD MODEL.ROI_MASK_HEAD MODEL.PROPOSAL_GENERATOR",
@@ -72,6 +44,12 @@ def is_mine(file: Path) -> bool:
 def known() -> dict[str, Any]:
     """detectron2's settings by dotted name, with their defaults."""
     return flat(facts("detectron2")["defaults"])
+
+
+def family(architecture: str) -> dict[str, Any]:
+    """What the published files of a model set, by dotted name."""
+    families = facts("detectron2")["families"]
+    return families.get(architecture, families["RCNN"])
 
 
 def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
@@ -133,7 +111,7 @@ def _value(value: Any) -> Any:
 
 def _model(adoption: Adoption) -> None:
     architecture, backbone = adoption["MODEL.META_ARCHITECTURE"], str(adoption["MODEL.BACKBONE.NAME"])
-    expected = RETINANET if architecture == "RetinaNet" else RCNN
+    expected = family(str(architecture))
     heads, proposals = adoption["MODEL.ROI_HEADS.NAME"], adoption["MODEL.PROPOSAL_GENERATOR.NAME"]
     reasons = {
         "keypoints": adoption["MODEL.KEYPOINT_ON"],

@@ -19,7 +19,9 @@ OPTIMIZERS = {name.lower() for name in "SGD Adam AdamW Adamax NAdam RAdam RMSPro
 RT_DETR = {"rtdetr-resnet101": "PekingU/rtdetr_v2_r101vd"}  # the others: r50vd
 # What a preset gives to a proposed model, and how it trains it.
 MODEL = "detector model pretrained width batch_norm drop_path label_smoothing ema_decay".split()
-RATES = "opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip".split()
+RATES = (
+    "opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip".split()
+)
 OPTIMIZATION = "optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr".split()
 OF_BOXES = (
     "mosaic mixup copy_paste close_mosaic degrees translate multi_scale shear perspective bgr cutmix cls_pw box cls dfl"
