@@ -89,16 +89,13 @@ def nested(values: Mapping[str, Any]) -> dict:
 
 def detectron2(folder: Path, base: str = RCNN_FPN, top: str = FASTER_RCNN_1X) -> Path:
     """A config with its base, as detectron2 has them."""
-    written(
-        folder / "base.yaml",
-        base
-        if base.startswith("MODEL")
-        else yaml.safe_dump(nested(detectron2_config.family("RCNN")) | {"VERSION": 2}) + base,
-    )
+    if not base.startswith("MODEL"):
+        base = yaml.safe_dump(nested(detectron2_config.family("RCNN")) | {"VERSION": 2}) + base
+    written(folder / "base.yaml", base)
     return written(folder / "COCO" / "model.yaml", top)
 
 
-def mmdetection(folder: Path, kind: str, model: Mapping | None = None, more: str = "", start_level: int = 0) -> Path:
+def mmdetection(folder: Path, kind: str, model: Mapping | None = None, more: str = "") -> Path:
     """A config of a published detector on ResNet-50 in 12 epochs, as MMDetection has them; `more` stands behind it."""
     published = nested(mmengine_config.family(kind))
     backbone = {"type": "ResNet", "depth": 50, "num_stages": 4, "out_indices": (0, 1, 2, 3), "frozen_stages": 1}
@@ -392,7 +389,7 @@ def test_the_left_right_part_of_flips_is_carried(flips, hflip, tmp_path) -> None
 
 
 def test_precision_seed_and_defaults_of_mmengine(tmp_path) -> None:
-    more = "optim_wrapper = dict(_delete_=True, type='AmpOptimWrapper', dtype={!r}, optimizer=dict(type='AdamW'))\n"
+    more = "optim_wrapper = dict(type='AmpOptimWrapper', dtype={!r}, optimizer=dict(type='AdamW'))\n"
     more += "randomness = dict(seed=7, deterministic=True)\n"
     for dtype, precision in (("bfloat16", "bf16"), ("float16", "fp16"), (None, "fp16"), ("float32", "")):
         adoption = read(mmdetection(tmp_path, "FasterRCNN", more=more.format(dtype)), gpus=8)
@@ -528,8 +525,8 @@ def test_detectors_of_mmdetection_become_our_presets(kind, preset, changed, tmp_
 
 def test_settings_of_mmdetection_keep_their_meaning(tmp_path) -> None:
     more = (
-        "optim_wrapper.update(type='AmpOptimWrapper', clip_grad=dict(max_norm=35, norm_type=2), accumulative_counts=2)\n"
-        "optim_wrapper.update(paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1)), norm_decay_mult=0.))\n"
+        "optim_wrapper = dict(optim_wrapper, type='AmpOptimWrapper', clip_grad=dict(max_norm=35, norm_type=2),\n"
+        "    accumulative_counts=2, paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1)), norm_decay_mult=0.))\n"
         "custom_hooks = [dict(type='EMAHook', momentum=0.001), dict(type='Other')]\n"
         "train_dataloader = dict(batch_size=2, dataset=dict(type='RepeatDataset', times=3, dataset=dict(\n"
         "    ann_file='mine.json', pipeline=[dict(type='RandomResize', scale=[(1333, 640), (1333, 800)], keep_ratio=True),\n"

@@ -7,6 +7,7 @@ are bounded for all files together, so that a file can't make this take long.
 
 import ast
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ _LONGEST = 100_000  # items of a list, characters of a text
 _DEEPEST = 60  # lists and dicts inside each other, and expressions
 _MOST = 1_000_000  # values, nodes and characters of all files together
 _CALLS = {"dict": dict, "list": list, "tuple": tuple}
-_OPERATIONS = {
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -67,6 +68,7 @@ class _File:
     def __init__(self, reader: _Reader, path: Path, above: tuple[Path, ...], length: int) -> None:
         self.reader, self.path, self.above = reader, path, above
         self.names: dict[str, Any] = {}
+        self.classes: dict[str, str] = {}  # imported, of which a text stands for each
         self.base: dict[str, Any] = {}
         self.node: ast.AST = ast.Module([], [])
         self.charge(length)
@@ -75,8 +77,7 @@ class _File:
         for statement in tree.body:
             self.node = statement
             self.statement(statement)
-        shown = {name: value for name, value in self.names.items() if name != "_base_" and not name.startswith("__")}
-        return self.merged(self.base, {name: value for name, value in shown.items() if not isinstance(value, _Class)})
+        return self.merged(self.base, {name: value for name, value in self.names.items() if not name.startswith("__")})
 
     def refuse(self, what: str) -> NoReturn:
         raise Refused(
@@ -95,22 +96,22 @@ class _File:
 
     def statement(self, node: ast.stmt) -> None:
         match node:
-            case ast.Assign(targets=targets, value=value) if all(isinstance(target, ast.Name) for target in targets):
+            case ast.Assign(targets=targets, value=value) if len(names := _names(targets)) == len(targets):
                 found = self.value(value)
-                for target in targets:
-                    self.assign(target, found)
+                for name in names:
+                    self.assign(name, found)
             case ast.Assign(targets=[ast.Attribute(value=whole, attr=name)], value=value) if _is_base(whole):
                 self.change(self.value(whole), name, self.value(value))
-            case ast.Delete(targets=targets) if all(isinstance(target, ast.Name) for target in targets):
-                for target in targets:
-                    self.lookup(target.id)
-                    del self.names[target.id]
+            case ast.Delete(targets=targets) if len(names := _names(targets)) == len(targets):
+                for name in names:
+                    self.lookup(name)
+                    self.names.pop(name, None)
             case ast.Expr(value=ast.Constant(value=str())):
                 pass  # a docstring
             case ast.ImportFrom(module="mmengine.config", names=[ast.alias(name="read_base", asname=None)], level=0):
                 pass
             case ast.ImportFrom(module=str(), names=names, level=0) if all(one.name != "*" for one in names):
-                self.names |= {one.asname or one.name: _Class(_NAMES.get(one.name, one.name)) for one in names}
+                self.classes |= {one.asname or one.name: _NAMES.get(one.name, one.name) for one in names}
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="read_base")))], body=body):
                 for line in body:
                     self.node = line
@@ -118,11 +119,11 @@ class _File:
             case _:
                 self.refuse("does more than assign values")
 
-    def assign(self, target: ast.Name, value: Any) -> None:
+    def assign(self, name: str, value: Any) -> None:
         self.measure(value, 0)
-        if target.id in _CALLS or target.id == "read_base":
-            self.refuse(f"{target.id} is assigned")
-        if target.id == "_base_":
+        if name in _CALLS or name == "read_base":
+            self.refuse(f"{name} is assigned")
+        if name == "_base_":
             if self.base:
                 self.refuse("_base_ is assigned twice")
             named = [value] if isinstance(value, str) else value
@@ -133,7 +134,8 @@ class _File:
                 if twice := sorted(self.base.keys() & found.keys()):
                     self.refuse(f"{twice[0]} is in two of the files that _base_ names")
                 self.base |= found
-        self.names[target.id] = value
+            return
+        self.names[name] = value
 
     def change(self, whole: Any, name: str, value: Any) -> None:
         """`_base_.name = value`, in place, so that all who hold this dict see it, as in Python."""
@@ -200,14 +202,15 @@ class _File:
             case ast.Tuple(elts=items):
                 return tuple(self.value(one, depth + 1) for one in items)
             case ast.Dict(keys=keys, values=values):
-                pairs = [(key and self.value(key, depth + 1), one) for key, one in zip(keys, values, strict=True)]
-                return self.dictionary(pairs, depth)
+                given = [key and self.value(key, depth + 1) for key in keys]
+                if None in [one for key, one in zip(keys, given, strict=True) if key]:
+                    self.refuse("None as a key")
+                return self.dictionary(list(zip(given, values, strict=True)), depth)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLS:
-                given = [self.value(one, depth + 1) for one in args]
                 if name == "dict":
-                    return self.dictionary(
-                        [(None, one) for one in args] + [(one.arg, one.value) for one in words], depth
-                    )
+                    pairs = [(None, one) for one in args] + [(one.arg, one.value) for one in words]
+                    return self.dictionary(pairs, depth)
+                given = [self.value(one, depth + 1) for one in args]
                 if len(given) > 1 or words or not all(isinstance(one, (list, tuple, dict)) for one in given):
                     self.refuse(f"{name}() takes one list, tuple or dict")
                 return _CALLS[name](*given)
@@ -223,7 +226,7 @@ class _File:
                 return self.key(self.value(whole, depth + 1), name)
             case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=place, ifs=[])]):
                 return self.listed(item, name, self.value(place, depth + 1), depth)
-        self.refuse(f"{ast.unparse(node)[:60]!r} is more than a value")
+        self.refuse(f"{type(node).__name__} is more than a value")
 
     def listed(self, item: ast.expr, name: str, places: Any, depth: int) -> list:
         """`[item for name in places]`."""
@@ -238,9 +241,9 @@ class _File:
     def lookup(self, name: str) -> Any:
         if name == "_base_":
             return self.base
-        if name not in self.names:
+        if name not in self.names and name not in self.classes:
             self.refuse(f"{name[:60]} is not assigned above")
-        return self.names[name]
+        return self.names.get(name, self.classes.get(name))
 
     def key(self, whole: Any, name: Any) -> Any:
         if not isinstance(whole, dict) or not isinstance(name, str) or name not in whole:
@@ -249,7 +252,7 @@ class _File:
 
     def item(self, whole: Any, place: ast.expr, depth: int) -> Any:
         if isinstance(place, ast.Slice) and isinstance(whole, (list, tuple, str)):
-            parts = [part and self.value(part, depth + 1) for part in (place.lower, place.upper, place.step)]
+            parts: list[Any] = [part and self.value(part, depth + 1) for part in (place.lower, place.upper, place.step)]
             if all(part is None or isinstance(part, int) for part in parts) and parts[2] != 0:
                 self.charge(len(whole))
                 return whole[slice(*parts)]
@@ -276,13 +279,9 @@ class _File:
     def operation(self, op: ast.operator | ast.unaryop, *values: Any) -> Any:
         numbers = all(isinstance(one, (int, float)) for one in values)
         repeated = isinstance(op, ast.Mult) and {isinstance(one, int) for one in values} == {True, False}
-        if isinstance(op, ast.Pow) and numbers:
-            small = (
-                all(isinstance(one, float) for one in values) or abs(values[1]) * abs(values[0]).__float__() < _LARGEST
-            )
-            if not small or abs(values[1]) > 63:
-                self.refuse("too large a power")
-        elif repeated:
+        if isinstance(op, ast.Pow) and numbers and abs(values[1]) > 63:
+            self.refuse("too large a power")
+        if repeated:
             count, whole = sorted(values, key=lambda one: not isinstance(one, int))
             if isinstance(whole, (list, tuple, str)) and count * len(whole) > _LONGEST:
                 self.refuse(f"longer than {_LONGEST:,}")
@@ -310,10 +309,8 @@ class _File:
         return value
 
 
-class _Class(str):
-    """The name of an imported class, which stands for it as a text."""
-
-    __slots__ = ()
+def _names(targets: list[ast.expr]) -> list[str]:
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _is_base(node: ast.expr) -> bool:
