@@ -235,5 +235,6 @@ def _input(adoption: Adoption) -> None:
         names = ["DATALOADER.SAMPLER_TRAIN", "DATALOADER.REPEAT_THRESHOLD"]
         adoption.carry(names, repeat_threshold=adoption["DATALOADER.REPEAT_THRESHOLD"])
     adoption.leave("DATALOADER.SAMPLER_TRAIN", "each image is shown once per epoch", always=False)
+    adoption.skip("DATALOADER.REPEAT_THRESHOLD", "images are not repeated")
     if adoption["DATALOADER.FILTER_EMPTY_ANNOTATIONS"]:
         adoption.leave("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "images without boxes are trained on as background")

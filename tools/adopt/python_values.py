@@ -71,7 +71,7 @@ class _File:
         self.classes: dict[str, str] = {}  # imported, of which a text stands for each
         self.base: dict[str, Any] = {}
         self.node: ast.AST = ast.Module([], [])
-        self.charge(length)
+        self.charge(length + 1000)
 
     def run(self, tree: ast.Module) -> dict[str, Any]:
         for statement in tree.body:

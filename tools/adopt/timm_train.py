@@ -137,7 +137,8 @@ def _schedule(adoption: Adoption, peak: float) -> None:
     elif sched in ("step", "multistep"):
         names = ["sched", "decay_epochs" if sched == "step" else "decay_milestones", "decay_rate"]
         every = float(adoption["decay_epochs"] or 90)
-        at = adoption["decay_milestones"] if sched == "multistep" else [every]
+        early = 0 if adoption["sched_on_updates"] else 1  # timm compares milestones with the epoch that comes next
+        at = [one - early for one in adoption["decay_milestones"]] if sched == "multistep" else [every]
         if sched == "step" and before:
             at = [every * fall for fall in range(1, math.ceil((epochs - before) / every))]
         one = sched == "step" and not before
