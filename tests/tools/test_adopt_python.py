@@ -147,77 +147,28 @@ def test_what_does_more_than_assign_values_is_refused_and_not_executed(attack, t
 def test_work_and_memory_are_bounded(tmp_path) -> None:
     written(tmp_path / "early2.py", "a = dict(b=1)")
     for name, text in SLOW.items():
-        start = time.perf_counter()
+        start = time.process_time()
         assert is_refused(written(tmp_path / "slow.py", text)), name
-        assert time.perf_counter() - start < 5, name
+        assert time.process_time() - start < 5, name
     for level in range(40):  # each file inherits from the one before twice
         bases = f"_base_ = ['f{level - 1}.py', 'f{level - 1}.py']" if level else ""
         written(tmp_path / f"f{level}.py", f"{bases}\n")
-    start = time.perf_counter()
+    start = time.process_time()
     assert is_refused(tmp_path / "f39.py")
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
-LEAVES = [
-    "1",
-    "-2",
-    "3.5",
-    "'a'",
-    "None",
-    "True",
-    "x",
-    "y",
-    "z",
-    "2**70",
-    "[]",
-    "9",
-    "'{{x}}'",
-    "open",
-    "help",
-    "_base_",
-    "...",
-]
-LEAVES += ["__import__", "'%d'", "eval", "b'x'", "1j", "1e999"]
-SHAPES = ["({} + {})", "({} * {})", "{} ** {}", "({} - {})", "({} // {})", "[{}, {}]", "({}, {})", "dict(a={}, b={})"]
-SHAPES += [
-    "{{'k': {}, **{}}}",
-    "list([{}, {}])",
-    "tuple(({}, {}))",
-    "[{} for w in [{}]]",
-    "({})[{}]",
-    "({})[{}:]",
-    "-({} or {})",
-]
-ODD = [
-    "{}({})",
-    "({}).update({})",
-    "eval({}, {})",
-    "({} if x else {})",
-    "(lambda: {})({})",
-    "[*{}, {}]",
-    "f'{{{}}}{{{}}}'",
-]
-ODD += ["({}).__class__[{}]", "getattr({}, {})", "open({}, {})", "{{{}, {}}}", "({} % {})", "({} << {})", "({} < {})"]
-LINES = [
-    "x = {0}",
-    "y = {0}",
-    "z = x = {0}",
-    "x = {0}",
-    "y = {0}",
-    "_base_ = {0}",
-    "x.y = {0}",
-    "x += {0}",
-    "del x",
-    "{0}",
-]
-LINES += [
-    "import os",
-    "x[0] = {0}",
-    "print({0})",
-    "if {0}: x = 1",
-    "with read_base(): x = {0}",
-    "from os import system",
-]
+LEAVES = (
+    "1 -2 3.5 'a' None True x y z 2**70 [] 9 '{{x}}' open help _base_ ... __import__ '%d' eval b'x' 1j 1e999".split()
+)
+SHAPES = """({} + {});({} * {});{} ** {};({} - {});({} // {});[{}, {}];({}, {});dict(a={}, b={});{{'k': {}, **{}}}
+list([{}, {}]);tuple(({}, {}));[{} for w in [{}]];({})[{}];({})[{}:]""".replace("\n", ";").split(";")
+ODD = """-({} or {});{}({});({}).update({});eval({}, {});({} if x else {});(lambda: {})({});[*{}, {}];f'{{{}}}{{{}}}'
+({}).__class__[{}];getattr({}, {});open({}, {});{{{}, {}}};({} % {});({} << {});({} < {})""".replace("\n", ";").split(
+    ";"
+)
+LINES = """x = {0};y = {0};z = x = {0};x = {0};y = {0};_base_ = {0};x.y = {0};x += {0};del x;{0};import os;x[0] = {0}
+print({0});if {0}: x = 1;with read_base(): x = {0};from os import *""".replace("\n", ";").split(";")
 
 
 def expression(draw: random.Random, depth: int) -> str:
@@ -242,14 +193,14 @@ def test_ten_thousand_generated_files(tmp_path) -> None:
         lines = [draw.choice(LINES[:5] if draw.random() < 0.9 else LINES) for _ in range(draw.randint(1, 4))]
         text = "\n".join(["x = y = z = 1", *(line.format(expression(draw, draw.randint(0, 4))) for line in lines)])
         file = written(tmp_path / "fuzz.py", text)
-        start, listening, found = time.perf_counter(), True, None
+        start, listening, found = time.process_time(), True, None
         try:
             found = values_of(file)
         except Refused as error:
             assert "\n" not in str(error), text
         finally:
             listening = False
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
         assert not heard, (text, heard)
         if found is not None:
             accepted += 1

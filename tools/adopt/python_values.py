@@ -239,7 +239,7 @@ class _File:
         return found
 
     def lookup(self, name: str) -> Any:
-        if name == "_base_":
+        if name == "_base_" and self.base:
             return self.base
         if name not in self.names and name not in self.classes:
             self.refuse(f"{name[:60]} is not assigned above")
