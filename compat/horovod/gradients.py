@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from compat.horovod import engine, operations
 from compat.horovod.compression import Compression, Compressor
-from compat.horovod.negotiation import AVERAGE, SUM
+from compat.horovod.requests import AVERAGE, SUM
 from compat.horovod.operations import synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
 
@@ -44,7 +44,7 @@ class _Allgather(Function):
         handle = operations.grouped_allgather_async(tensors, name, process_set)
         operation, results = engine.current().handles[handle], synchronize(handle)
         ctx.process_set, own = process_set, process_set.rank()
-        of_tensors = zip(*operation.item["shapes"], strict=True)  # one entry per tensor, each with one shape per rank
+        of_tensors = zip(*operation.shapes, strict=True)  # one entry per tensor, each with one shape per rank
         ctx.rows = [(sum(shape[0] for shape in shapes[:own]), shapes[own][0]) for shapes in of_tensors]
         return tuple(results)
 

@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compat.horovod import engine
 from compat.horovod.collectives import REDUCIBLE
-from compat.horovod.negotiation import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
+from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
 from compat.horovod.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
@@ -229,9 +230,26 @@ def alltoall_async(
 
     The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).
     """
-    counts = None if splits is None else [int(count) for count in splits]
+    counts = _row_counts(tensor, splits, process_set)
     options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "splits": counts}
     return engine.current().submit("alltoall", [tensor], **options)
+
+
+def _row_counts(tensor: Tensor, splits: Tensor | Sequence[int] | None, process_set: ProcessSet) -> list[int]:
+    """Rows for each rank, checked: a wrong one is this rank's own, so it raises ValueError here."""
+    if tensor.dim() == 0:
+        raise ValueError("alltoall: a tensor of no dimensions has no rows")
+    size, rows = process_set.size(), len(tensor)
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"alltoall: {rows} rows can't be split equally among {size} ranks: give splits")
+        return [rows // size] * size
+    counts = splits.tolist() if isinstance(splits, Tensor) else [*splits]
+    if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in counts):
+        raise ValueError(f"alltoall: splits {counts} are not whole numbers")
+    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(f"alltoall: splits {counts} are not {size} counts of rows that sum up to {rows}")
+    return [int(count) for count in counts]
 
 
 def reducescatter_async(
@@ -299,7 +317,7 @@ def join(device: int = -1) -> int:
     running = engine.current()
     if torch.cuda.is_available():
         running.join_device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
-    return running.call("join", name=JOIN[1])
+    return running.call("join", name=JOIN)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

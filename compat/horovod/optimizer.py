@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compat.horovod import world
-from compat.horovod.buckets import Options
 from compat.horovod.compression import Compression
-from compat.horovod.gradient_reduction import GradientReduction
 from compat.horovod.operations import Adasum, Average, allreduce_async_, synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.reduction import GradientReduction, Options
 
 
 def DistributedOptimizer(
