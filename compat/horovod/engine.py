@@ -21,9 +21,8 @@ from torch import Tensor
 from compat.horovod import collectives
 from compat.horovod.collectives import Group, dtype_name, end_group, make_group
 from compat.horovod.exceptions import HorovodInternalError
-from compat.horovod.requests import ADASUM, JOIN, WORLD, Request, disagreement
+from compat.horovod.requests import JOIN, WORLD, Request, disagreement
 from compat.horovod.stalls import Stalls
-from compat.horovod.timeline import Timeline
 
 _TURN_S = 1.0  # after which a thread that waits looks around
 _LINGER_S = 5.0  # the longest that a rank waits for the others' end
@@ -53,7 +52,9 @@ def set_current(engine: "Engine | None") -> None:
 class Operation:
     """One collective that this rank has asked for. In place, the results go to the given tensors."""
 
-    def __init__(self, lane: "Lane", request: Request, tensors: Sequence[Tensor], in_place: bool, grouped: bool) -> None:
+    def __init__(
+        self, lane: "Lane", request: Request, tensors: Sequence[Tensor], in_place: bool, grouped: bool
+    ) -> None:
         self.lane, self.request, self.given, self.in_place, self.grouped = lane, request, [*tensors], in_place, grouped
         self.tensors = [tensor.detach() for tensor in tensors]
         self.asked = time.monotonic()
@@ -229,7 +230,7 @@ class Lane(threading.Thread):
 
     def _run(self, names: Sequence[str]) -> None:
         """Run one collective for the operations of these names, and give out the results."""
-        began, told = time.monotonic(), [self.table[name] for name in names]
+        told = [self.table[name] for name in names]
         requests = [next(iter(of_ranks.values())) for of_ranks in told]
         with self.changed:
             operations = [self.operations.get(name) for name in names]  # None if this rank has joined
@@ -250,7 +251,6 @@ class Lane(threading.Thread):
             if operation:
                 if operation.request.device != "cuda":
                     operation.succeed(output)
-                self.engine.timeline.ran(request, operation.asked, began)
             self.stalls.number += 1
             with self.changed:  # its name is free again before the caller wakes up
                 del self.table[name]
@@ -294,14 +294,15 @@ class Engine:
 
     def __init__(self, store: dist.Store) -> None:
         self.rank, self.size, self.store = dist.get_rank(), dist.get_world_size(), store
-        self.timeline = Timeline()
         self.lock = threading.RLock()
         self.handles: dict[int, Operation] = {}
         self.numbers = itertools.count()  # of handles
         self.sets = itertools.count()  # of process sets
         self.ranks: dict[int, list[int]] = {}  # of each process set
         self.lanes: dict[int, Lane] = {}  # of the sets that this rank is in
-        self.waiting: dict[threading.Thread, Operation | None] = {}  # threads that have waited, and for what they do now
+        self.waiting: dict[
+            threading.Thread, Operation | None
+        ] = {}  # threads that have waited, and for what they do now
         self.lost_ranks = False  # True if an end found ranks missing
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
         self.add_lane([*range(self.size)])
@@ -409,7 +410,6 @@ class Engine:
         for operation in [*self.handles.values()]:
             self._await(operation, until)
         self._end([*self.lanes.values()])
-        self.timeline.stop()
 
     def _end(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:

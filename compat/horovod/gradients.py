@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from compat.horovod import engine, operations
-from compat.horovod.compression import Compression, Compressor
-from compat.horovod.requests import AVERAGE, SUM
+from compat.horovod.compression import Compression
 from compat.horovod.operations import synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.requests import AVERAGE, SUM
+
+__all__ = """allreduce grouped_allreduce allgather grouped_allgather broadcast alltoall reducescatter
+grouped_reducescatter""".split()
 
 
 class _Allreduce(Function):
@@ -97,11 +100,45 @@ class _Reducescatter(Function):
         return None, None, *synchronize(operations.grouped_allgather_async(scaled, None, process_set))
 
 
+def _allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    options = (operations.reduction(op, average), prescale_factor, postscale_factor, process_set)
+    return _compressed(_Allreduce, tensors, name, compression, options)
+
+
+def _reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    return _compressed(_Reducescatter, tensors, name, compression, (op, process_set, prescale_factor, postscale_factor))
+
+
+def _compressed(
+    function: Any, tensors: Sequence[Tensor], name: str | None, compression: Any, options: tuple
+) -> list[Tensor]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = function.apply(options, name, *(small for small, _ in pairs))
+    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
+
+
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -109,24 +146,13 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over the ranks, see `allreduce_async`; `compression` makes smaller what is sent."""
     scales = (prescale_factor, postscale_factor)
-    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+    return _allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
-def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@operations.like(allreduce)
+def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
     """`allreduce` of several tensors as one operation."""
-    options = (operations.reduction(op, average), prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Allreduce.apply(options, name, *(small for small, _ in pairs))
-    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
+    return _allreduce(tensors, *args, **options)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -164,7 +190,7 @@ def alltoall(
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -172,20 +198,10 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor, and return this rank's rows of the result, see `reducescatter_async`."""
     scales = (prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
+    return _reducescatter([tensor], name, compression, op, process_set, *scales)[0]
 
 
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
+@operations.like(reducescatter)
+def grouped_reducescatter(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    options = (op, process_set, prescale_factor, postscale_factor)
-    reduced = _Reducescatter.apply(options, name, *(small for small, _ in pairs))
-    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
+    return _reducescatter(tensors, *args, **options)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from compat.horovod import engine
 from compat.horovod.requests import WORLD
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 
 class ProcessSet:
     """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or `add_process_set` first.

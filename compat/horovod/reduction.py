@@ -370,7 +370,9 @@ class GradientReduction:
         ]
         bucketed = [index for index in order if index not in {*by_name}]
         parts = _parts(bucketed, self.parameters, options, trained, groups)
-        buckets = [self._bucket(f"DistributedOptimizer.{self.number}.{place}", part) for place, part in enumerate(parts)]
+        buckets = [
+            self._bucket(f"DistributedOptimizer.{self.number}.{place}", part) for place, part in enumerate(parts)
+        ]
         return Plan(engine.current(), self._key(), buckets, by_name, sparse_dims)
 
     def _bucket(self, name: str, part: Sequence[int]) -> Bucket:

@@ -8,6 +8,7 @@ import atexit
 import json
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -20,6 +21,10 @@ from compat.horovod.collectives import backend
 from compat.horovod.engine import Engine
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
+
+__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank is_homogeneous start_timeline
+stop_timeline mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built
+rocm_built""".split()
 
 _PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how much later the last rank may call init()
 _FLUSH_AT_EXIT_S = 5.0
@@ -62,7 +67,7 @@ def init(
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
         add_process_set(process_set)
     if (path := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
-        start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+        start_timeline(path)
     atexit.register(_end)
 
 
@@ -89,7 +94,9 @@ def _find_homes(launch: Launch, store: dist.Store) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     # A launcher of the script's own may have made the group: then the machines' names tell.
     known = launch.world_size == size
-    store.set(f"home/{rank}", json.dumps([launch.local_rank, launch.local_world_size] if known else socket.gethostname()))
+    store.set(
+        f"home/{rank}", json.dumps([launch.local_rank, launch.local_world_size] if known else socket.gethostname())
+    )
     try:
         store.wait([f"home/{other}" for other in range(size)], timedelta(seconds=_PATIENCE_S))
     except RuntimeError as error:
@@ -169,15 +176,15 @@ def is_homogeneous() -> bool:
     return len({home[1] for home in _homes}) == 1
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record a Chrome trace from now on, on rank 0. Raises ValueError before `init()`, and OSError for a bad path."""
-    if engine.current().rank == 0:
-        engine.current().timeline.start(file_path, mark_cycles)
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
+    """Record nothing, and say so once, on rank 0. Raises ValueError before `init()`."""
+    if rank() == 0:
+        print("hvd.start_timeline, HOROVOD_TIMELINE: no timeline is recorded; use torch.profiler", file=sys.stderr)
 
 
 def stop_timeline() -> None:
-    """Complete the trace's file. Raises ValueError before `init()`."""
-    engine.current().timeline.stop()
+    """Do nothing. Raises ValueError before `init()`."""
+    rank()
 
 
 def mpi_threads_supported() -> bool:
@@ -185,24 +192,20 @@ def mpi_threads_supported() -> bool:
     raise ValueError("There is no MPI here: the processes talk over gloo and NCCL, also when mpirun has started them")
 
 
-def mpi_enabled() -> bool:
-    """False: collectives never run on MPI."""
-    return False
-
-
 def mpi_built() -> bool:
-    """False: collectives never run on MPI."""
+    """False: collectives never run on MPI. Nor on IBM's DDL or Intel's oneCCL."""
     return False
 
 
-def gloo_enabled() -> bool:
-    """Whether CPU tensors travel over gloo: True if torch has it."""
-    return gloo_built()
+mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_built() -> bool:
-    """Whether torch has gloo."""
+    """Whether torch has gloo, over which CPU tensors travel."""
     return dist.is_gloo_available()
+
+
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
@@ -211,16 +214,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
-    return False
 
 
 def cuda_built() -> bool:
