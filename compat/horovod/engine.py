@@ -247,10 +247,9 @@ class Lane(threading.Thread):
             outputs = [[self.engine.remove_lane(requests[0].root)]]
         elif requests[0].kind != "barrier":  # all ranks have asked for it: that is a barrier
             outputs = self._on_device(requests, operations, [told[0][rank].splits for rank in sorted(told[0])])
-        for name, request, operation, output in zip(names, requests, operations, outputs, strict=True):
-            if operation:
-                if operation.request.device != "cuda":
-                    operation.succeed(output)
+        for name, operation, output in zip(names, operations, outputs, strict=True):
+            if operation and operation.request.device != "cuda":
+                operation.succeed(output)
             self.stalls.number += 1
             with self.changed:  # its name is free again before the caller wakes up
                 del self.table[name]
