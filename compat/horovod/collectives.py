@@ -5,6 +5,7 @@ All functions are called on every rank of the group, in one order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ _REDUCE = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
+_PATIENCE = timedelta(
+    days=7
+)  # with a rank that does something else, such as evaluating alone: Horovod has no limit either
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = (torch.uint8, torch.int8, torch.int16)
 REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.float64)
@@ -45,7 +49,7 @@ def backend() -> str:
 
 def make_group(ranks: list[int]) -> Group:
     """A new process set. Called on all ranks of the world, also those outside of the set."""
-    process_group: Any = dist.new_group(ranks, backend=backend())
+    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=_PATIENCE)
     return Group(ranks, process_group if dist.get_rank() in ranks else None)
 
 

@@ -101,6 +101,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.views}
+        self.trained = len(self.bucket_of) + len(self.by_name)
 
 
 @dataclass
@@ -213,7 +214,10 @@ class GradientReduction:
         progress.versions[index] = grad._version
         if self.plan:
             self._fill(self.plan, index)
-        if len(progress.versions) == sum(parameter.requires_grad for parameter in self.parameters):
+            trained = self.plan.trained
+        else:
+            trained = sum(parameter.requires_grad for parameter in self.parameters)
+        if len(progress.versions) == trained:
             Variable._execution_engine.queue_callback(self._at_end)
 
     def _at_end(self) -> None:
