@@ -1,9 +1,9 @@
-"""`perseus.torch.nn`: torch.nn, with `perseus.torch.nn.parallel`."""
+"""`perseus.torch.nn`: torch.nn, with its submodules such as `perseus.torch.nn.parallel`."""
 
 import sys
 
 import torch.nn
-import torch.nn.parallel
 
-sys.modules[__name__] = torch.nn
-sys.modules[f"{__name__}.parallel"] = torch.nn.parallel
+for _name, _module in [*sys.modules.items()]:
+    if f"{_name}.".startswith("torch.nn."):
+        sys.modules[f"perseus.{_name}"] = _module
