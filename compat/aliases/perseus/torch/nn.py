@@ -2,7 +2,7 @@
 
 import sys
 
-import torch.nn
+import torch.nn  # noqa: F401
 
 for _name, _module in [*sys.modules.items()]:
     if f"{_name}.".startswith("torch.nn."):
