@@ -396,10 +396,10 @@ class Engine:
         while not operation.done.wait(_TURN_S) and time.monotonic() < until:
             with self.lock:
                 self.waiting[thread] = operation
-            if error := lane.stalls.look(operation.request, operation.asked):
-                lane.break_off(error)
             if error := lane.stalls.broken():
                 lane.fail_all(error)
+            elif error := lane.stalls.look(operation.request, operation.asked):
+                lane.break_off(error)
         with self.lock:
             self.waiting[thread] = None
 
