@@ -145,8 +145,10 @@ class Lane(threading.Thread):
         except Exception as error:  # the others may be in the middle of the same collective
             text = " ".join(str(error).split())
             lost = isinstance(error, RuntimeError) and ("onnection" in text or "peer" in text)
-            what = f"a rank has died or left, as the lost connection of rank {self.engine.rank} shows: " if lost else ""
-            self.break_off(what or f"rank {self.engine.rank}: {type(error).__name__}: {text}")
+            if lost:
+                self.break_off(f"a rank has died or left: rank {self.engine.rank} has lost its connection")
+            else:
+                self.break_off(f"rank {self.engine.rank}: {type(error).__name__}: {text}")
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of all ranks of the set."""

@@ -100,32 +100,6 @@ class _Reducescatter(Function):
         return None, None, *synchronize(operations.grouped_allgather_async(scaled, None, process_set))
 
 
-def _allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    options = (operations.reduction(op, average), prescale_factor, postscale_factor, process_set)
-    return _compressed(_Allreduce, tensors, name, compression, options)
-
-
-def _reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    return _compressed(_Reducescatter, tensors, name, compression, (op, process_set, prescale_factor, postscale_factor))
-
-
 def _compressed(
     function: Any, tensors: Sequence[Tensor], name: str | None, compression: Any, options: tuple
 ) -> list[Tensor]:
@@ -134,8 +108,8 @@ def _compressed(
     return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
 
 
-def allreduce(
-    tensor: Tensor,
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -143,16 +117,16 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce a tensor over the ranks, see `allreduce_async`; `compression` makes smaller what is sent."""
-    scales = (prescale_factor, postscale_factor)
-    return _allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
-
-
-@operations.like(allreduce)
-def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
+) -> list[Tensor]:
     """`allreduce` of several tensors as one operation."""
-    return _allreduce(tensors, *args, **options)
+    options = (operations.reduction(op, average), prescale_factor, postscale_factor, process_set)
+    return _compressed(_Allreduce, tensors, name, compression, options)
+
+
+@operations.like(grouped_allreduce)
+def allreduce(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Reduce a tensor over the ranks, see `allreduce_async`; `compression` makes smaller what is sent."""
+    return grouped_allreduce([tensor], *args, **options)[0]
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -187,21 +161,20 @@ def alltoall(
     return output, received.to(splits) if isinstance(splits, Tensor) else received
 
 
-def reducescatter(
-    tensor: Tensor,
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
     op: int = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce a tensor, and return this rank's rows of the result, see `reducescatter_async`."""
-    scales = (prescale_factor, postscale_factor)
-    return _reducescatter([tensor], name, compression, op, process_set, *scales)[0]
-
-
-@operations.like(reducescatter)
-def grouped_reducescatter(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
+) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation."""
-    return _reducescatter(tensors, *args, **options)
+    return _compressed(_Reducescatter, tensors, name, compression, (op, process_set, prescale_factor, postscale_factor))
+
+
+@operations.like(grouped_reducescatter)
+def reducescatter(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Reduce a tensor, and return this rank's rows of the result, see `reducescatter_async`."""
+    return grouped_reducescatter([tensor], *args, **options)[0]

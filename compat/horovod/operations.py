@@ -35,7 +35,7 @@ def like(model: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[.
 
     def with_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
         first = next(iter(inspect.signature(function).parameters.values()))
-        rest = [*inspect.signature(model).parameters.values()][1:]
+        rest = [each for each in inspect.signature(model).parameters.values() if each.kind != each.VAR_KEYWORD][1:]
         signature = inspect.Signature([first, *rest], return_annotation=inspect.signature(function).return_annotation)
         function.__signature__ = signature  # type: ignore[attr-defined]
         return function
@@ -95,49 +95,42 @@ def _allreduce(
     return _submit("allreduce", tensors, name, process_set, op=op, **scales, **how)
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@like(_allreduce)
+def allreduce_async(tensor: Tensor, *args: Any, **options: Any) -> int:
     """Reduce a tensor over the ranks; all have the same shape and type. The result is a new tensor.
 
     `op` is Average by default. The tensor is multiplied by `prescale_factor` before and by `postscale_factor` after the
     reduction; integers are rounded towards zero, also their average. A rank that has joined supplies zeros to sums and
     averages, and counts in the average.
     """
-    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce([tensor], *args, **options)
 
 
-@like(allreduce_async)
+@like(_allreduce)
 def allreduce_async_(tensor: Tensor, *args: Any, **options: Any) -> int:
     """`allreduce_async` in place."""
     return _allreduce([tensor], *args, **options, in_place=True)
 
 
-@like(allreduce_async)
+@like(_allreduce)
 def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     """Reduce a tensor in place, and return it."""
     return synchronize(_allreduce([tensor], *args, **options, in_place=True))
 
 
-@like(allreduce_async)
+@like(_allreduce)
 def grouped_allreduce_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
     """`allreduce_async` of several tensors as one operation; the result is a list."""
     return _allreduce(tensors, *args, **options, grouped=True)
 
 
-@like(allreduce_async)
+@like(_allreduce)
 def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
     """`grouped_allreduce_async` in place."""
     return _allreduce(tensors, *args, **options, in_place=True, grouped=True)
 
 
-@like(allreduce_async)
+@like(_allreduce)
 def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
     """Reduce several tensors in place as one operation, and return them."""
     return synchronize(_allreduce(tensors, *args, **options, in_place=True, grouped=True))
@@ -233,28 +226,22 @@ def _reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    grouped: bool = False,
+    **how: bool,
 ) -> int:
     if op not in (AVERAGE, SUM):
         raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
     _check_types(tensors, op, process_set)
     scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _submit("reducescatter", tensors, name, process_set, op=op, **scales, grouped=grouped)
+    return _submit("reducescatter", tensors, name, process_set, op=op, **scales, **how)
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+@like(_reducescatter)
+def reducescatter_async(tensor: Tensor, *args: Any, **options: Any) -> int:
     """Reduce by Average or Sum, and give each rank its rows of the result: the first ranks one more if they don't divide."""
-    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return _reducescatter([tensor], *args, **options)
 
 
-@like(reducescatter_async)
+@like(_reducescatter)
 def grouped_reducescatter_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
     """`reducescatter_async` of several tensors as one operation; the result is a list."""
     return _reducescatter(tensors, *args, **options, grouped=True)
