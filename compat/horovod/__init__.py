@@ -31,4 +31,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
         return vars(importlib.import_module(f"{__name__}.{_LATER[name]}"))[name]
+    if name == "run":
+        raise AttributeError(
+            "hvd.run, horovod.run: scripts are started by accelerate launch, torchrun or mpirun, not by a function; "
+            "hvd.elastic.run is there"
+        )
     raise AttributeError(f"module {__name__} has no attribute {name}")

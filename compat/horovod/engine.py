@@ -1,23 +1,13 @@
-"""Engine: this process's side of the negotiation, and the thread that runs what was agreed.
+"""Engine: collectives that ranks may ask for in different orders, run in one order that is the same on all of them.
 
-A call such as `allreduce_async` hands in an operation and gets a handle. The ranks' requests are negotiated on rank 0
-(negotiation.py, control.py); then one thread per process runs the collectives in the agreed order. So ranks may ask in
-different orders, and a disagreement is an error on all ranks, not a hang.
-
-`ordered_allreduce` skips the negotiation, for callers that give the same tensors in the same order on every rank, such as
-the buckets of an optimizer. It has a process group of its own, so that it never mixes with negotiated collectives:
-
-    # Sums a flat, contiguous tensor in place; returns at once.
-    work = engine.current().ordered_allreduce(bucket, process_set.process_set_id)
-    work.wait()  # raises HorovodInternalError if a rank dies or gives another tensor; on CUDA, the current stream waits
-
-Let ranks agree about the buckets once, by a negotiated collective, before the first one. Ranks that have joined supply zeros.
+A call such as `allreduce_async` hands in an operation and gets a handle. Each process set has a lane: a thread per rank. In
+a round, the lanes of a set tell each other what their ranks have newly asked for (an all-gather of JSON over gloo). All of
+them then know the same, and run what every rank has asked for; what ranks disagree about fails on all of them, and so does
+what they wait for crosswise. Rounds take place only while something is asked for.
 """
 
 import itertools
 import json
-import queue
-import secrets
 import threading
 import time
 from collections import Counter
@@ -28,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compat.horovod import collectives
 from compat.horovod.collectives import Group, dtype_name, end_group, make_group
-from compat.horovod.control import Channel, Server
 from compat.horovod.exceptions import HorovodInternalError
-from compat.horovod.execution import Operation, execute
-from compat.horovod.negotiation import WORLD, Key, Request
-from compat.horovod.ordered_work import OrderedWork
-from compat.horovod.timeline import Timeline
+from compat.horovod.requests import JOIN, WORLD, Request, disagreement
+from compat.horovod.stalls import Stalls
 
-LINGER_S = 5.0  # the longest that a rank waits for the others' end
-_TURN_S = 1.0  # after which a thread that waits tells the negotiation
-_ABANDONED: list[Group] = []  # groups with a dead member: ending them would wait for it
+_TURN_S = 1.0  # after which a thread that waits looks around
+_LINGER_S = 5.0  # the longest that a rank waits for the others' end
+_PAUSE_S = 0.02  # between rounds in which nothing happens
+_HEAD_BYTES = 1024  # of a rank's message: its length, and its beginning
+_ABANDONED: list[Any] = []  # groups with a dead member: ending them would wait for it
 
 _engine: "Engine | None" = None
 
@@ -59,44 +49,283 @@ def set_current(engine: "Engine | None") -> None:
     _engine = engine
 
 
+class Operation:
+    """One collective that this rank has asked for. In place, the results go to the given tensors."""
+
+    def __init__(
+        self, lane: "Lane", request: Request, tensors: Sequence[Tensor], in_place: bool, grouped: bool
+    ) -> None:
+        self.lane, self.request, self.given, self.in_place, self.grouped = lane, request, [*tensors], in_place, grouped
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.asked = time.monotonic()
+        self.done = threading.Event()
+        self.result: Any = None
+        self.shapes: list[list[list[int]]] = []  # of all ranks
+        self.error = ""
+        self.ready: torch.cuda.Event | None = None
+        self.finished: torch.cuda.Event | None = None
+        if request.device == "cuda":
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(self.tensors[0].device))
+
+    def succeed(self, outputs: list[Any]) -> None:
+        if self.in_place:
+            for tensor, output in zip(self.tensors, outputs, strict=True):
+                if output is not tensor:
+                    tensor.copy_(output)
+            outputs = self.given
+        self.result = outputs if self.grouped else outputs[0]
+
+    def fail(self, error: str) -> None:
+        self.error = self.error or error
+        self.done.set()
+
+
+class Lane(threading.Thread):
+    """This rank's side of a process set."""
+
+    def __init__(self, engine: "Engine", set_id: int, group: Group) -> None:
+        super().__init__(name=f"horovod process set {set_id}", daemon=True)
+        self.engine, self.set_id, self.group = engine, set_id, group
+        self.changed = threading.Condition(engine.lock)
+        self.operations: dict[str, Operation] = {}  # of this rank, in flight
+        self.news: list[Request] = []  # not told to the others yet
+        self.table: dict[str, dict[int, Request]] = {}  # by name, by rank: what was told and is in flight
+        self.joined: list[int] = []  # ranks, in the order of joining
+        self.gone: set[int] = set()  # ranks that have shut down
+        self.counts: Counter[str] = Counter()  # unnamed collectives of each kind
+        self.broken, self.leaving = "", False
+        self.stream: torch.cuda.Stream | None = None
+        self.stalls = Stalls(engine.store, set_id, group.ranks, engine.rank)
+
+    def submit(self, operation: Operation) -> None:
+        with self.changed:
+            if self.broken:
+                raise HorovodInternalError(self.broken)
+            if (name := operation.request.name) in self.operations:
+                raise ValueError(
+                    f"a collective named {name!r} is in flight: synchronize it first, or choose another name"
+                )
+            self.operations[name] = operation
+            self.news.append(operation.request)
+            self.changed.notify_all()
+
+    def leave(self) -> None:
+        with self.changed:
+            self.leaving = True
+            self.changed.notify_all()
+
+    def break_off(self, error: str) -> None:
+        """Fail everything in flight and everything later, on all ranks of the set."""
+        self.stalls.tell_broken(error)
+        self.fail_all(error)
+
+    def fail_all(self, error: str) -> None:
+        with self.changed:
+            self.broken = self.broken or f"{error}: call shutdown() and init(), or start again"
+            for operation in self.operations.values():
+                operation.fail(self.broken)
+            self.operations = {}
+
+    def run(self) -> None:
+        try:
+            while not self.broken and len(self.gone) < len(self.group.ranks):
+                with self.changed:
+                    self.changed.wait_for(lambda: self.operations or self.leaving or self.broken)
+                    news, self.news = self.news, []
+                    waits = self.engine.waits_for({id(operation) for operation in self.operations.values()})
+                    message = {"news": [vars(request) for request in news], "waits": waits, "leaving": self.leaving}
+                messages = self._exchange(message)
+                if self._round(messages) or any(told["news"] for told in messages):
+                    continue
+                if all(told["waits"] or told["leaving"] for told in messages):
+                    self._fail_deadlocked()
+                with self.changed:
+                    self.changed.wait_for(lambda: self.news, _PAUSE_S)
+        except Exception as error:  # the others may be in the middle of the same collective
+            text = " ".join(str(error).split())
+            lost = isinstance(error, RuntimeError) and ("onnection" in text or "peer" in text)
+            if lost:
+                self.break_off(f"a rank has died or left: rank {self.engine.rank} has lost its connection")
+            else:
+                self.break_off(f"rank {self.engine.rank}: {type(error).__name__}: {text}")
+
+    def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all ranks of the set."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        content = bytearray(len(data).to_bytes(8, "little") + data)
+        heads = self._gather(content[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"))
+        lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
+        if (longest := max(lengths)) > _HEAD_BYTES:
+            rests = self._gather(content[_HEAD_BYTES:].ljust(longest - _HEAD_BYTES, b"\0"))
+            heads = [head + rest for head, rest in zip(heads, rests, strict=True)]
+        return [json.loads(head[8:length]) for head, length in zip(heads, lengths, strict=True)]
+
+    def _gather(self, data: bytearray) -> list[bytes]:
+        own = torch.frombuffer(data, dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in self.group.ranks]
+        dist.all_gather(parts, own, self.group.process_group)
+        return [part.numpy().tobytes() for part in parts]
+
+    def _round(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Take in what the ranks have told, and run or fail what can be decided. Returns whether there was such."""
+        for rank, told in zip(self.group.ranks, messages, strict=True):
+            for fields in told["news"]:
+                request = Request(**fields)
+                self.table.setdefault(request.name, {})[rank] = request
+                if request.kind == "join":
+                    self.joined.append(rank)
+            if told["leaving"]:
+                self.gone.add(rank)
+        decided = False
+        for names in self._ready():
+            decided = True
+            if error := self._disagreement(names[0]):
+                self._fail(names[0], error)
+            else:
+                self._run(names)
+        for name in [*self.table]:
+            if lost := sorted({*self._missing(name)} & self.gone):
+                decided = True
+                self._fail(name, f"rank {lost[0]} has shut down")
+        return decided
+
+    def _missing(self, name: str) -> list[int]:
+        """Ranks that a collective still waits for; one that has joined is only waited for by others' joins."""
+        joined = () if name == JOIN else self.joined
+        return [rank for rank in self.group.ranks if rank not in self.table[name] and rank not in joined]
+
+    def _ready(self) -> list[list[str]]:
+        """Names of collectives that every rank has asked for; small all-reduces that are alike take one collective."""
+        names = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
+        parts: list[list[str]] = []
+        last: tuple | None = None
+        for name in names:
+            kind = None if self._disagreement(name) else next(iter(self.table[name].values())).alike
+            if kind is None or kind != last:
+                parts.append([])
+            parts[-1].append(name)
+            last = kind
+        return parts
+
+    def _disagreement(self, name: str) -> str:
+        return disagreement(self.table[name], self.group.ranks, self.engine.size)
+
+    def _fail(self, name: str, error: str) -> None:
+        told = self.table.pop(name)
+        self.stalls.number += 1
+        if name == JOIN:
+            self.joined = []
+        with self.changed:
+            operation = self.operations.pop(name, None)
+            if operation is None:
+                return
+            kind = operation.request.kind
+            if len(told) < len(self.group.ranks) and name == _nameless(kind, self.counts[kind] - 1):
+                self.counts[kind] -= 1  # others have not counted it
+            operation.fail(error)
+
+    def _fail_deadlocked(self) -> None:
+        waits = "; ".join(f"'{name}' waits for ranks {self._missing(name)}" for name in sorted(self.table))
+        for name in [*self.table]:
+            self._fail(name, f"ranks wait for each other: {waits}")
+
+    def _run(self, names: Sequence[str]) -> None:
+        """Run one collective for the operations of these names, and give out the results."""
+        told = [self.table[name] for name in names]
+        requests = [next(iter(of_ranks.values())) for of_ranks in told]
+        with self.changed:
+            operations = [self.operations.get(name) for name in names]  # None if this rank has joined
+        last = self.joined[-1] if names[0] == JOIN else None
+        for operation, of_ranks in zip(operations, told, strict=True):
+            if operation:
+                operation.shapes = [of_ranks[rank].shapes for rank in self.group.ranks if rank in of_ranks]
+        outputs = [[last]]
+        if requests[0].kind == "join":
+            self.joined, self.counts = [], Counter()  # ranks with less data have counted less
+        elif requests[0].kind == "add_process_set":
+            outputs = [[self.engine.add_lane(requests[0].ranks)]]
+        elif requests[0].kind == "remove_process_set":
+            outputs = [[self.engine.remove_lane(requests[0].root)]]
+        elif requests[0].kind != "barrier":  # all ranks have asked for it: that is a barrier
+            outputs = self._on_device(requests, operations, [told[0][rank].splits for rank in sorted(told[0])])
+        for name, operation, output in zip(names, operations, outputs, strict=True):
+            if operation and operation.request.device != "cuda":
+                operation.succeed(output)
+            self.stalls.number += 1
+            with self.changed:  # its name is free again before the caller wakes up
+                del self.table[name]
+                self.operations.pop(name, None)
+            if operation:
+                operation.done.set()
+
+    def _on_device(
+        self, requests: Sequence[Request], operations: Sequence[Operation | None], splits: list[list[int]]
+    ) -> list[list[Any]]:
+        given = [operation for operation in operations if operation]
+        nowhere = self.engine.join_device if requests[0].device == "cuda" else torch.device(requests[0].device)
+        device = given[0].tensors[0].device if given else nowhere
+        inputs = [
+            operation.tensors if operation else collectives.zeros(request, device)
+            for request, operation in zip(requests, operations, strict=True)
+        ]
+        owned = not given or all(operation.in_place for operation in given)
+        shapes = given[0].shapes if given else []
+        if device.type != "cuda":
+            return collectives.run(requests[0], inputs, shapes, splits, self.group, owned)
+        torch.cuda.set_device(device)
+        self.stream = self.stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):
+            for operation in given:
+                assert operation.ready
+                self.stream.wait_event(operation.ready)
+            outputs = collectives.run(requests[0], inputs, shapes, splits, self.group, owned)
+            for operation, output in zip(operations, outputs, strict=True):
+                if operation:
+                    operation.succeed(output)
+                    for tensor in operation.tensors:
+                        tensor.record_stream(self.stream)
+                    operation.finished = torch.cuda.Event()
+                    operation.finished.record(self.stream)
+        return outputs
+
+
 class Engine:
     """The world of one `init()`; torch's default process group is there."""
 
-    def __init__(self, store: dist.Store, host: str, home: list[Any], patience_s: float) -> None:
-        """`host` is the address at which the ranks reach rank 0; `home` is this rank's entry of `homes` on all ranks."""
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.timeline = Timeline()
+    def __init__(self, store: dist.Store) -> None:
+        self.rank, self.size, self.store = dist.get_rank(), dist.get_world_size(), store
         self.lock = threading.RLock()
-        self.table: dict[Key, Operation] = {}  # in flight
         self.handles: dict[int, Operation] = {}
         self.numbers = itertools.count()  # of handles
-        self.names: Counter[tuple[int, str]] = Counter()  # unnamed collectives per process set and kind
-        self.groups: dict[int, Group] = {}
-        self.threads: set[threading.Thread] = set()  # which have ever asked
-        self.waiting: dict[threading.Thread, list[Key]] = {}
-        self.broken, self.over, self.leaving = "", threading.Event(), False
-        self.homes: list[list[Any]] = []
-        self.begun, self.ended = threading.Event(), threading.Event()
-        self.decisions: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+        self.sets = itertools.count()  # of process sets
+        self.ranks: dict[int, list[int]] = {}  # of each process set
+        self.lanes: dict[int, Lane] = {}  # of the sets that this rank is in
+        self.waiting: dict[
+            threading.Thread, Operation | None
+        ] = {}  # threads that have waited, and for what they do now
+        self.lost_ranks = False  # True if an end found ranks missing
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
-        self.served: list[dist.Work] = []  # all-reduces of zeros in progress
-        self.server: Server | None = None
-        if self.rank == 0:
-            token = secrets.token_hex(16)
-            self.server = Server(host, self.size, token, self.timeline)
-            self.server.start()
-            store.set("horovod", json.dumps([*self.server.address, token]))
-        host, port, token = json.loads(store.get("horovod"))
-        self.channel = Channel((host, port), [token, self.rank, home], self._receive)
-        if not self.begun.wait(patience_s) or self.broken:
-            raise HorovodInternalError(
-                self.broken or f"not all {self.size} ranks called init() within {patience_s:.0f} s"
-            )
-        self.groups[WORLD] = make_group([*range(self.size)])
-        self.runner = threading.Thread(target=self._work, name="horovod collectives", daemon=True)
-        self.runner.start()
+        self.add_lane([*range(self.size)])
 
-    # --- asking
+    def add_lane(self, ranks: list[int]) -> int:
+        """Make a process set; returns its id. Called on all ranks of the world."""
+        set_id, group = next(self.sets), make_group(ranks)
+        with self.lock:
+            self.ranks[set_id] = ranks
+            if self.rank in ranks:
+                self.lanes[set_id] = Lane(self, set_id, group)
+                self.lanes[set_id].start()
+        return set_id
+
+    def remove_lane(self, set_id: int) -> bool:
+        """End a process set. What is in flight there fails."""
+        with self.lock:
+            self.ranks.pop(set_id)
+            lane = self.lanes.pop(set_id, None)
+        if lane:
+            self._end([lane])
+        return True
 
     def submit(
         self,
@@ -112,48 +341,31 @@ class Engine:
         """Ask for a collective; returns its handle. `fields` are those of a `Request`.
 
         Raises ValueError if its name is in flight, this rank is not in the process set or the type can't be reduced, and
-        HorovodInternalError after a rank has died.
+        HorovodInternalError after a rank of the set has died.
         """
-        if set_id is None or set_id not in self.groups:
+        if set_id is None or set_id not in self.ranks:
             raise ValueError(f"process set {set_id} is not registered: give it to init() or add_process_set()")
-        group = self.groups[set_id]
-        if self.rank not in group.ranks:
-            raise ValueError(f"rank {self.rank} is not in the process set {group.ranks}")
+        if set_id not in self.lanes:
+            raise ValueError(f"rank {self.rank} is not in the process set {self.ranks[set_id]}")
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            raise ValueError(
-                f"{kind}: the tensors of a group must be on one device, not on {sorted(map(str, devices))}"
-            )
-        if name is None:
-            with self.lock:
-                name = _nameless(kind, self.names[set_id, kind])
-                self.names[set_id, kind] += 1
-        request = Request(
-            kind,
-            name,
-            set_id,
-            dtypes=[dtype_name(tensor.dtype) for tensor in tensors],
-            shapes=[[*tensor.shape] for tensor in tensors],
-            device=next(iter(devices)).type if devices else "cpu",
-            **fields,
-        )
-        operation = Operation(request, tensors, in_place, grouped)
+            raise ValueError(f"{kind}: the tensors of a group must be on one device, not {sorted(map(str, devices))}")
+        lane = self.lanes[set_id]
         with self.lock:
-            if self.broken:
-                raise HorovodInternalError(self.broken)
-            if request.key in self.table:
-                raise ValueError(
-                    f"a collective named {name!r} is in flight: synchronize it first, or choose another name"
-                )
-            self.table[request.key] = operation
-            self.threads.add(threading.current_thread())
+            if name is None:
+                name = _nameless(kind, lane.counts[kind])
+                lane.counts[kind] += 1
+            dtypes, shapes = [dtype_name(tensor.dtype) for tensor in tensors], [[*tensor.shape] for tensor in tensors]
+            device = next(iter(devices)).type if devices else "cpu"
+            request = Request(kind, name, dtypes, shapes, device, **fields)
+            operation = Operation(lane, request, tensors, in_place, grouped)
+            lane.submit(operation)
             handle = next(self.numbers)
             self.handles[handle] = operation
-            self._send("submit", **vars(request))
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Whether the collective has ended. Raises ValueError for a handle that was synchronized or never given out."""
+        """True if the collective has ended. Raises ValueError for a handle that was synchronized or never given out."""
         if handle not in self.handles:
             raise ValueError(f"handle {handle} is unknown, or was synchronized already")
         operation = self.handles[handle]
@@ -176,147 +388,42 @@ class Engine:
         """`submit` and `synchronize`."""
         return self.synchronize(self.submit(kind, **options))
 
+    def waits_for(self, operations: set[int]) -> bool:
+        """True if every thread that has ever waited waits for one of these operations (by `id`), and there is one."""
+        self.waiting = {thread: what for thread, what in self.waiting.items() if thread.is_alive()}
+        return bool(self.waiting) and all(id(what) in operations for what in self.waiting.values())
+
     def _await(self, operation: Operation, until: float = float("inf")) -> None:
-        """Wait for the end, and tell the negotiation if this takes long: it finds ranks that wait for each other."""
-        thread, told = threading.current_thread(), False
+        thread, lane = threading.current_thread(), operation.lane
         while not operation.done.wait(_TURN_S) and time.monotonic() < until:
             with self.lock:
-                self.waiting[thread] = [operation.request.key]
-                self.threads = {thread for thread in self.threads if thread.is_alive()}
-                if not told and self.threads <= self.waiting.keys() and not self.broken:
-                    told = True
-                    self._send("wait", keys=[key for keys in self.waiting.values() for key in keys])
+                self.waiting[thread] = operation
+            if error := lane.stalls.broken():
+                lane.fail_all(error)
+            elif error := lane.stalls.look(operation.request, operation.asked):
+                lane.break_off(error)
         with self.lock:
-            self.waiting.pop(thread, None)
-            if told and not self.broken:
-                self._send("wait", keys=[])
-
-    def _send(self, do: str, **fields: Any) -> None:
-        try:
-            self.channel.send(do, **fields)
-        except OSError as error:
-            self._break(f"rank 0 can't be reached: {error}")
-
-    # --- ordered all-reduces
-
-    def ordered_allreduce(self, bucket: Tensor, set_id: int = WORLD) -> OrderedWork:
-        """Sum a flat, contiguous tensor in place over a process set, without negotiation: see the module's text."""
-        with self.lock:
-            if self.broken:
-                raise HorovodInternalError(self.broken)
-            what = [bucket.numel(), dtype_name(bucket.dtype), bucket.device.type]
-            self._send("announce", set_id=set_id, what=what)
-            work = dist.all_reduce(bucket, group=self.groups[set_id].ordered, async_op=True)
-        return OrderedWork(work, bucket.is_cuda, lambda: self.broken, self.break_off)
-
-    # --- what the control channel says
-
-    def _receive(self, message: dict | None) -> None:
-        if message is None:
-            self.ended.set()
-            if not self.leaving:
-                self._break("rank 0 has left")
-            self.begun.set()
-        elif message["do"] == "begin":
-            self.homes = message["homes"]
-            self.begun.set()
-        elif message["do"] == "break":
-            self._break(message["error"])
-        else:
-            self.decisions.put(message)
-
-    def break_off(self, error: str) -> None:
-        """End the world on all ranks: everything in flight fails, and everything later."""
-        if not self.over.wait(_TURN_S):  # a death, which the control channel tells, is the better reason
-            self._send("break", error=error)
-            self._break(error)
-
-    def _break(self, error: str) -> None:
-        with self.lock:
-            self.broken = self.broken or f"{error}: call shutdown() and init(), or start again"
-            for operation in self.table.values():
-                operation.fail(self.broken)
-            self.table = {}
-            self.over.set()
-
-    # --- the thread that runs collectives
-
-    def _work(self) -> None:
-        while (message := self.decisions.get()) is not None and not self.broken:
-            try:
-                if message["do"] == "fail":
-                    self._fail(message)
-                elif message["do"] == "serve":
-                    self._serve(message["set_id"], *message["what"])
-                else:
-                    self._run(message["items"])
-            except Exception as error:  # the others may be in the middle of the same collective
-                self.break_off(f"rank {self.rank}: {type(error).__name__}: {error}")
-
-    def _fail(self, message: dict[str, Any]) -> None:
-        set_id, name = message["key"]
-        with self.lock:
-            operation = self.table.pop((set_id, name), None)
-            if operation:
-                kind = operation.request.kind
-                if not message["complete"] and name == _nameless(kind, self.names[set_id, kind] - 1):
-                    self.names[set_id, kind] -= 1  # others have not counted it
-                operation.fail(message["error"])
-
-    def _serve(self, set_id: int, elements: int, dtype: str, device: str) -> None:
-        where = self.join_device if device == "cuda" else torch.device(device)
-        nothing = torch.zeros(elements, dtype=getattr(torch, dtype), device=where)
-        work = dist.all_reduce(nothing, group=self.groups[set_id].ordered, async_op=True)  # others may come later
-        self.served = [work, *(earlier for earlier in self.served if not earlier.is_completed())]
-
-    def _run(self, items: list[dict[str, Any]]) -> None:
-        began = time.monotonic()
-        requests = [Request(**item["request"]) for item in items]
-        with self.lock:
-            operations = [self.table.get(request.key) for request in requests]  # None if this rank has joined
-        if requests[0].kind == "join":
-            self.names.clear()  # ranks with less data have counted less
-        if requests[0].kind == "add_process_set":
-            self.groups[items[0]["set_id"]] = make_group(requests[0].ranks)
-            results = [items[0]["set_id"]]
-        elif requests[0].kind == "remove_process_set":
-            end_group(self.groups.pop(requests[0].root))
-            results = [True]
-        else:
-            results = execute(requests, operations, items, self.groups[requests[0].set_id], self.join_device)
-        for request in requests:
-            self.timeline.ran(request, began, "NCCL" if request.device == "cuda" else "GLOO")
-        for operation, result, item in zip(operations, results, items, strict=True):
-            if operation:
-                with self.lock:  # its name is free again before the caller wakes up
-                    self.table.pop(operation.request.key, None)
-                operation.succeed(result, item)
-
-    # --- groups, and the end
+            self.waiting[thread] = None
 
     def shutdown(self, limit_s: float = float("inf")) -> None:
         """Wait until what is in flight has ended, at most `limit_s` seconds, then for the other ranks, shortly; leave."""
         until = time.monotonic() + limit_s
         for operation in [*self.handles.values()]:
             self._await(operation, until)
-        self.leaving = True
-        self._send("leave")
-        self.ended.wait(LINGER_S)
-        if self.server:
-            self.server.closing = True
-            self.server.join()
-        with self.lock:
-            for operation in self.table.values():
-                operation.fail("shutdown() was called")
-        self.decisions.put(None)
-        self.runner.join(LINGER_S)
-        if self.broken or self.runner.is_alive():
-            _ABANDONED.extend(self.groups.values())
-        else:
-            for group in self.groups.values():
-                end_group(group)
-        self.channel.close()
-        self.timeline.stop()
+        self._end([*self.lanes.values()])
+
+    def _end(self, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            lane.leave()
+        until = time.monotonic() + _LINGER_S
+        for lane in lanes:
+            lane.join(max(0.0, until - time.monotonic()))
+            if lane.broken or lane.is_alive():
+                self.lost_ranks = True
+                _ABANDONED.append(lane.group)
+            else:
+                end_group(lane.group)
+            lane.fail_all("shutdown() was called")
 
 
 def _nameless(kind: str, number: int) -> str:

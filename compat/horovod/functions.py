@@ -15,8 +15,6 @@ from compat.horovod.operations import allgather_async, broadcast_, broadcast_asy
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.world import rank
 
-_TENSOR = "<tensor>"  # stands before a tensor's number
-
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]], root_rank: int
@@ -55,7 +53,7 @@ def broadcast_optimizer_state(
     """Give all ranks the optimizer state and the options (rate, momentum, ...) of one rank. A collective.
 
     No step is made for it: the state may still be empty on some ranks or all, as after a checkpoint was loaded on the root
-    only. States and options may hold numbers, None, and lists and dicts of them. `model` is not needed, as in Horovod.
+    only. Where it was empty, gradients that are None become zeros, as in Horovod. `model` is not needed.
 
     Raises:
         HorovodInternalError: on all ranks, if the optimizers differ in class, groups or shapes of parameters.
@@ -69,26 +67,21 @@ def broadcast_optimizer_state(
     ]
     _agree(what, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
 
-    tensors: dict[str, torch.Tensor] = {}
-    is_root = rank() == root_rank
-    state = [optimizer.state.get(parameter) for parameter in parameters] if is_root else None
+    if not optimizer.state:  # as in Horovod, which makes the state by a step of zeros
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    state = [optimizer.state.get(parameter) for parameter in parameters]
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    skeleton = _without_tensors({"state": state, "options": options}, tensors) if is_root else None
-    skeleton = broadcast_object(skeleton, root_rank, "optimizer_state")
-    if not is_root:
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="cuda" if is_cuda else "cpu")
-            for name, (shape, dtype, is_cuda) in skeleton["tensors"].items()
-        }
-    _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
+    is_root = rank() == root_rank
+    state, options = broadcast_object((state, options) if is_root else None, root_rank, "optimizer_state")
     if is_root:
         return
-    received = _with_tensors(skeleton["item"], tensors)
     optimizer.state.clear()
-    for parameter, own in zip(parameters, received["state"], strict=True):
-        if own is not None:
-            optimizer.state[parameter] = own
-    for group, theirs in zip(groups, received["options"], strict=True):
+    optimizer.state.update(
+        {parameter: own for parameter, own in zip(parameters, state, strict=True) if own is not None}
+    )
+    for group, theirs in zip(groups, options, strict=True):
         for name in [name for name in group if name != "params" and name not in theirs]:
             del group[name]
         group.update(theirs)
@@ -172,30 +165,3 @@ def _broadcast_tensors(tensors: Mapping[str, torch.Tensor], root_rank: int, titl
     ]
     for handle in handles:
         synchronize(handle)
-
-
-def _without_tensors(item: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The item with a mark in place of each tensor, and what the tensors are; adds them to `tensors`."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors[str(len(tensors))] = value.detach()
-            return _TENSOR, len(tensors) - 1
-        if isinstance(value, dict):
-            return {name: walk(part) for name, part in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(walk(part) for part in value)
-        return value
-
-    item = walk(item)
-    return {"item": item, "tensors": {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}}
-
-
-def _with_tensors(item: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if type(item) is tuple and len(item) == 2 and item[0] == _TENSOR:
-        return tensors[str(item[1])]
-    if isinstance(item, dict):
-        return {name: _with_tensors(part, tensors) for name, part in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_with_tensors(part, tensors) for part in item)
-    return item

@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from compat.horovod import engine, operations
-from compat.horovod.compression import Compression, Compressor
-from compat.horovod.negotiation import AVERAGE, SUM
+from compat.horovod.compression import Compression
 from compat.horovod.operations import synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.requests import AVERAGE, SUM
+
+__all__ = """allreduce grouped_allreduce allgather grouped_allgather broadcast alltoall reducescatter
+grouped_reducescatter""".split()
 
 
 class _Allreduce(Function):
@@ -44,7 +47,7 @@ class _Allgather(Function):
         handle = operations.grouped_allgather_async(tensors, name, process_set)
         operation, results = engine.current().handles[handle], synchronize(handle)
         ctx.process_set, own = process_set, process_set.rank()
-        of_tensors = zip(*operation.item["shapes"], strict=True)  # one entry per tensor, each with one shape per rank
+        of_tensors = zip(*operation.shapes, strict=True)  # one entry per tensor, each with one shape per rank
         ctx.rows = [(sum(shape[0] for shape in shapes[:own]), shapes[own][0]) for shapes in of_tensors]
         return tuple(results)
 
@@ -97,26 +100,19 @@ class _Reducescatter(Function):
         return None, None, *synchronize(operations.grouped_allgather_async(scaled, None, process_set))
 
 
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce a tensor over the ranks, see `allreduce_async`; `compression` makes smaller what is sent."""
-    scales = (prescale_factor, postscale_factor)
-    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+def _compressed(
+    function: Any, tensors: Sequence[Tensor], name: str | None, compression: Any, options: tuple
+) -> list[Tensor]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = function.apply(options, name, *(small for small, _ in pairs))
+    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -124,9 +120,13 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation."""
     options = (operations.reduction(op, average), prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Allreduce.apply(options, name, *(small for small, _ in pairs))
-    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
+    return _compressed(_Allreduce, tensors, name, compression, options)
+
+
+@operations.like(grouped_allreduce)
+def allreduce(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Reduce a tensor over the ranks, see `allreduce_async`; `compression` makes smaller what is sent."""
+    return grouped_allreduce([tensor], *args, **options)[0]
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -161,31 +161,20 @@ def alltoall(
     return output, received.to(splits) if isinstance(splits, Tensor) else received
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce a tensor, and return this rank's rows of the result, see `reducescatter_async`."""
-    scales = (prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
-
-
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    options = (op, process_set, prescale_factor, postscale_factor)
-    reduced = _Reducescatter.apply(options, name, *(small for small, _ in pairs))
-    return [compression.decompress(small, context) for small, (_, context) in zip(reduced, pairs, strict=True)]
+    return _compressed(_Reducescatter, tensors, name, compression, (op, process_set, prescale_factor, postscale_factor))
+
+
+@operations.like(grouped_reducescatter)
+def reducescatter(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Reduce a tensor, and return this rank's rows of the result, see `reducescatter_async`."""
+    return grouped_reducescatter([tensor], *args, **options)[0]

@@ -8,19 +8,39 @@ what is wrong on this rank alone, such as a name that is in flight, and HorovodI
 Functions without either can be differentiated, see gradients.py.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compat.horovod import engine
 from compat.horovod.collectives import REDUCIBLE
-from compat.horovod.negotiation import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
 from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
+
+__all__ = """Average Sum Adasum Min Max Product allreduce_async allreduce_async_ allreduce_ grouped_allreduce_async
+grouped_allreduce_async_ grouped_allreduce_ sparse_allreduce_async allgather_async grouped_allgather_async broadcast_async
+broadcast_async_ broadcast_ alltoall_async reducescatter_async grouped_reducescatter_async poll synchronize join
+barrier""".split()
 
 Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
+
+
+def like(model: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a function that takes `*options` have the parameters of another one, after its first."""
+
+    def with_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+        first = next(iter(inspect.signature(function).parameters.values()))
+        rest = [each for each in inspect.signature(model).parameters.values() if each.kind != each.VAR_KEYWORD][1:]
+        signature = inspect.Signature([first, *rest], return_annotation=inspect.signature(function).return_annotation)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return with_parameters
 
 
 def reduction(op: int | None, average: bool | None) -> int:
@@ -28,7 +48,7 @@ def reduction(op: int | None, average: bool | None) -> int:
     if op is not None and average is not None:
         raise ValueError("give op or average, not both: average is deprecated")
     if average is not None:
-        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=5)
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
@@ -52,116 +72,68 @@ def _check_types(tensors: Sequence[Tensor], op: int, process_set: ProcessSet) ->
             raise NotImplementedError(f"Adasum needs a number of ranks that is a power of 2, not {size}")
 
 
+def _submit(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, **options: Any) -> int:
+    return engine.current().submit(kind, tensors, name=name, set_id=process_set.process_set_id, **options)
+
+
 # --- allreduce
 
 
-def allreduce_async(
-    tensor: Tensor,
+def _allreduce(
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    **how: bool,
 ) -> int:
+    op = reduction(op, average)
+    _check_types(tensors, op, process_set)
+    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return _submit("allreduce", tensors, name, process_set, op=op, **scales, **how)
+
+
+@like(_allreduce)
+def allreduce_async(tensor: Tensor, *args: Any, **options: Any) -> int:
     """Reduce a tensor over the ranks; all have the same shape and type. The result is a new tensor.
 
     `op` is Average by default. The tensor is multiplied by `prescale_factor` before and by `postscale_factor` after the
     reduction; integers are rounded towards zero, also their average. A rank that has joined supplies zeros to sums and
     averages, and counts in the average.
     """
-    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce([tensor], *args, **options)
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@like(_allreduce)
+def allreduce_async_(tensor: Tensor, *args: Any, **options: Any) -> int:
     """`allreduce_async` in place."""
-    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+    return _allreduce([tensor], *args, **options, in_place=True)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@like(_allreduce)
+def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     """Reduce a tensor in place, and return it."""
-    scales = (prescale_factor, postscale_factor)
-    return synchronize(_allreduce([tensor], average, name, op, *scales, process_set, in_place=True))
+    return synchronize(_allreduce([tensor], *args, **options, in_place=True))
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@like(_allreduce)
+def grouped_allreduce_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
     """`allreduce_async` of several tensors as one operation; the result is a list."""
-    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, grouped=True)
+    return _allreduce(tensors, *args, **options, grouped=True)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@like(_allreduce)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
     """`grouped_allreduce_async` in place."""
-    scales = (prescale_factor, postscale_factor)
-    return _allreduce(tensors, average, name, op, *scales, process_set, in_place=True, grouped=True)
+    return _allreduce(tensors, *args, **options, in_place=True, grouped=True)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@like(_allreduce)
+def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
     """Reduce several tensors in place as one operation, and return them."""
-    scales = (prescale_factor, postscale_factor)
-    return synchronize(_allreduce(tensors, average, name, op, *scales, process_set, in_place=True, grouped=True))
-
-
-def _allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool = False,
-    grouped: bool = False,
-) -> int:
-    op = reduction(op, average)
-    _check_types(tensors, op, process_set)
-    options: dict[str, Any] = {
-        "op": op,
-        "prescale": prescale,
-        "postscale": postscale,
-        "in_place": in_place,
-        "grouped": grouped,
-    }
-    return engine.current().submit("allreduce", tensors, name=name, set_id=process_set.process_set_id, **options)
+    return synchronize(_allreduce(tensors, *args, **options, in_place=True, grouped=True))
 
 
 def sparse_allreduce_async(
@@ -186,30 +158,28 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Concatenate the ranks' tensors along the first dimension, in which alone they may differ."""
-    return engine.current().submit("allgather", [tensor], name=name, set_id=process_set.process_set_id)
+    return _submit("allgather", [tensor], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """`allgather_async` of several tensors as one operation; the result is a list."""
-    return engine.current().submit("allgather", tensors, name=name, set_id=process_set.process_set_id, grouped=True)
+    return _submit("allgather", tensors, name, process_set, grouped=True)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Send the tensor of rank `root_rank` of the world, also with a process set, to all; the result is a new tensor."""
-    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "root": root_rank}
-    return engine.current().submit("broadcast", [tensor], **options)
+    return _submit("broadcast", [tensor], name, process_set, root=root_rank)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """`broadcast_async` in place."""
-    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "root": root_rank, "in_place": True}
-    return engine.current().submit("broadcast", [tensor], **options)
+    return _submit("broadcast", [tensor], name, process_set, root=root_rank, in_place=True)
 
 
 def broadcast_(
@@ -229,49 +199,52 @@ def alltoall_async(
 
     The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).
     """
-    counts = None if splits is None else [int(count) for count in splits]
-    options: dict[str, Any] = {"name": name, "set_id": process_set.process_set_id, "splits": counts}
-    return engine.current().submit("alltoall", [tensor], **options)
+    if tensor.dim() == 0:
+        raise ValueError("alltoall: a tensor of no dimensions has no rows")
+    return _submit("alltoall", [tensor], name, process_set, splits=_row_counts(len(tensor), splits, process_set))
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Reduce by Average or Sum, and give each rank its rows of the result: the first ranks one more if they don't divide."""
-    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """`reducescatter_async` of several tensors as one operation; the result is a list."""
-    return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, grouped=True)
+def _row_counts(rows: int, splits: Tensor | Sequence[int] | None, process_set: ProcessSet) -> list[int]:
+    """Rows for each rank. A wrong number is this rank's own mistake, so it raises ValueError here."""
+    size = process_set.size()
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"alltoall: {rows} rows can't be split equally among {size} ranks: give splits")
+        return [rows // size] * size
+    counts = splits.tolist() if isinstance(splits, Tensor) else [*splits]
+    if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in counts):
+        raise ValueError(f"alltoall: splits {counts} are not whole numbers")
+    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(f"alltoall: splits {counts} are not {size} counts of rows that sum up to {rows}")
+    return [int(count) for count in counts]
 
 
 def _reducescatter(
     tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    grouped: bool = False,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **how: bool,
 ) -> int:
     if op not in (AVERAGE, SUM):
         raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
     _check_types(tensors, op, process_set)
-    options: dict[str, Any] = {"op": op, "prescale": prescale, "postscale": postscale, "grouped": grouped}
-    return engine.current().submit("reducescatter", tensors, name=name, set_id=process_set.process_set_id, **options)
+    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return _submit("reducescatter", tensors, name, process_set, op=op, **scales, **how)
+
+
+@like(_reducescatter)
+def reducescatter_async(tensor: Tensor, *args: Any, **options: Any) -> int:
+    """Reduce by Average or Sum, and give each rank its rows of the result: the first ranks one more if they don't divide."""
+    return _reducescatter([tensor], *args, **options)
+
+
+@like(_reducescatter)
+def grouped_reducescatter_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
+    """`reducescatter_async` of several tensors as one operation; the result is a list."""
+    return _reducescatter(tensors, *args, **options, grouped=True)
 
 
 # --- handles, join, barrier
@@ -299,7 +272,7 @@ def join(device: int = -1) -> int:
     running = engine.current()
     if torch.cuda.is_available():
         running.join_device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
-    return running.call("join", name=JOIN[1])
+    return running.call("join", name=JOIN)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

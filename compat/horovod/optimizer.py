@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compat.horovod import world
-from compat.horovod.buckets import Options
 from compat.horovod.compression import Compression
-from compat.horovod.gradient_reduction import GradientReduction
 from compat.horovod.operations import Adasum, Average, allreduce_async_, synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
+from compat.horovod.reduction import GradientReduction, Options
 
 
 def DistributedOptimizer(
@@ -95,6 +94,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized, self._synchronizes = False, True
 
     @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Read by scripts written for Horovod, which has it."""
+        return dict(zip(self._reduction.parameters, self._reduction.names, strict=True))
+
+    @property
     def backward_passes_per_step(self) -> int:
         return self._reduction.options.passes
 
@@ -149,7 +153,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reduction.synchronize()
             return
         warnings.warn(
-            "optimizer.step() after optimizer.synchronize(), but not in optimizer.skip_synchronize(): "
+            "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
             "gradients are not reduced twice",
             stacklevel=3,
         )
@@ -194,7 +198,7 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     """Makes the step of this rank's gradients, and reduces the change of each parameter by Adasum."""
 
     def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
-        self._options, self._names = options, names
+        self._options, self._parameter_names = options, names
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -212,12 +216,14 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Make the wrapped optimizer's step, and add its change, reduced over all ranks, to the parameters."""
-        starts = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
+        starts = {
+            parameter: parameter.detach().clone() for parameter in self._parameter_names if parameter.requires_grad
+        }
         loss = super().step(closure, **options) if closure else super().step(**options)  # type: ignore[call-arg]
         compression, handles = self._options.compression, {}
         for parameter, start in starts.items():
             compressed, context = compression.compress(parameter.detach() - start)
-            handles[parameter] = allreduce_async_(compressed, name=self._names[parameter], op=Adasum), context
+            handles[parameter] = allreduce_async_(compressed, name=self._parameter_names[parameter], op=Adasum), context
         for parameter, (handle, context) in handles.items():
             parameter.copy_(starts[parameter] + compression.decompress(synchronize(handle), context))
         return loss

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from compat.horovod import engine
-from compat.horovod.negotiation import WORLD
+from compat.horovod.requests import WORLD
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
 class ProcessSet:
@@ -39,7 +41,7 @@ class ProcessSet:
         return engine.current().rank in self._registered()
 
     def _registered(self) -> list[int]:
-        if self.ranks is None or self.process_set_id not in engine.current().groups:
+        if self.ranks is None or self.process_set_id not in engine.current().ranks:
             raise ValueError(f"{self} is not registered: give it to init() or add_process_set()")
         return self.ranks
 
@@ -62,7 +64,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     running, ranks = engine.current(), process_set.ranks
     if not ranks or len({*ranks}) < len(ranks):
         raise ValueError(f"a process set has at least one rank, and each once: {process_set}")
-    if any(group.ranks == ranks for group in running.groups.values()):
+    if ranks in running.ranks.values():
         raise ValueError(f"a process set of the ranks {ranks} is registered already")
     number = running.call("add_process_set", ranks=ranks)
     process_set.process_set_id = number
@@ -76,7 +78,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns whether there was something to end: False for the global process set and for one that is not registered.
     """
     number = process_set.process_set_id
-    if number in (None, WORLD) or number not in engine.current().groups:
+    if number in (None, WORLD) or number not in engine.current().ranks:
         return False
     engine.current().call("remove_process_set", root=number)
     _registered.pop(number, process_set).invalidate()

@@ -5,9 +5,10 @@ torch.distributed that the script has made, or makes one, which `shutdown()` end
 """
 
 import atexit
+import json
 import os
 import socket
-from collections import Counter
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,11 +16,15 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.launchers import Launch, complete
-from common.distributed.network import LOOPBACK, address_towards, is_loopback, is_own, outward_addresses
 from compat.horovod import engine
 from compat.horovod.collectives import backend
 from compat.horovod.engine import Engine
+from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
+
+__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank is_homogeneous start_timeline
+stop_timeline mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built
+rocm_built""".split()
 
 _PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how much later the last rank may call init()
 _FLUSH_AT_EXIT_S = 5.0
@@ -27,6 +32,7 @@ _FLUSH_AT_EXIT_S = 5.0
 _store: dist.Store | None = None  # through which the ranks meet; kept for the next init()
 _starts = 0  # how often this process has started a world: the same number on all ranks
 _owns_group = False
+_homes: list[tuple[int, int]] = []  # of each rank: its number on its machine, and how many are there
 _process = 0  # the one that called init()
 _abandoned: list[dist.ProcessGroup | None] = []  # with a dead member: the end of such a group would wait for it
 
@@ -55,14 +61,13 @@ def init(
         )
     _starts, _process = _starts + 1, os.getpid()
     store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
-    known = launch.world_size == len(ranks)  # not if a launcher of the script's own made the group
-    home = [launch.local_rank, launch.local_world_size] if known else [socket.gethostname()]
-    engine.set_current(Engine(store, _address(launch, store, known), home, _PATIENCE_S))
+    _find_homes(launch, store)
+    engine.set_current(Engine(store))
     global_process_set.ranks = ranks
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
         add_process_set(process_set)
     if (path := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
-        start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+        start_timeline(path)
     atexit.register(_end)
 
 
@@ -83,17 +88,24 @@ def _join_group(launch: Launch) -> dist.Store:
     return group_store
 
 
-def _address(launch: Launch, store: dist.Store, known: bool) -> str:
-    """The address of rank 0's machine at which the others reach it; on one machine, the loopback."""
+def _find_homes(launch: Launch, store: dist.Store) -> None:
+    """Learn where all ranks are; also a meeting: all have called `init()`."""
+    global _homes
     rank, size = dist.get_rank(), dist.get_world_size()
-    if not known:  # as the machines' names tell
-        store.set(f"host/{rank}", socket.gethostname())
-        if rank == 0 and len({store.get(f"host/{other}") for other in range(size)}) == 1:
-            return LOOPBACK
-    elif launch.local_world_size == size or is_loopback(launch.address):
-        return LOOPBACK
-    own = address_towards(launch.address) if launch.address and is_own(launch.address) else ""
-    return own if not is_loopback(own) else next(iter(outward_addresses()), LOOPBACK)
+    # A launcher of the script's own may have made the group: then the machines' names tell.
+    known = launch.world_size == size
+    store.set(
+        f"home/{rank}", json.dumps([launch.local_rank, launch.local_world_size] if known else socket.gethostname())
+    )
+    try:
+        store.wait([f"home/{other}" for other in range(size)], timedelta(seconds=_PATIENCE_S))
+    except RuntimeError as error:
+        raise HorovodInternalError(f"not all {size} ranks called init() within {_PATIENCE_S:.0f} s") from error
+    homes = [json.loads(store.get(f"home/{other}")) for other in range(size)]
+    _homes = [
+        (homes[:other].count(home), homes.count(home)) if isinstance(home, str) else (home[0], home[1])
+        for other, home in enumerate(homes)
+    ]
 
 
 def shutdown() -> None:
@@ -115,7 +127,7 @@ def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
         atexit.unregister(_end)
         forget_process_sets()
         if _owns_group:
-            if running.broken:
+            if running.lost_ranks:
                 _abandoned.append(dist.group.WORLD)
             dist.destroy_process_group()
         _owns_group = False
@@ -138,45 +150,41 @@ def rank() -> int:
 
 def local_size() -> int:
     """Number of processes on this machine."""
-    homes = engine.current().homes
-    home = homes[rank()]
-    return home[1] if len(home) > 1 else homes.count(home)
+    return _homes[rank()][1]
 
 
 def local_rank() -> int:
     """This process's number on its machine, from 0: its GPU."""
-    return _local_rank(rank())
+    return _homes[rank()][0]
 
 
 def cross_size() -> int:
     """Number of machines that have a process with this one's local rank."""
-    return sum(_local_rank(other) == local_rank() for other in range(size()))
+    own = local_rank()
+    return sum(home[0] == own for home in _homes)
 
 
 def cross_rank() -> int:
     """This process's number among those with the same local rank: its machine's, if all machines have as many processes."""
-    return sum(_local_rank(other) == local_rank() for other in range(rank()))
-
-
-def _local_rank(number: int) -> int:
-    homes = engine.current().homes
-    return homes[number][0] if len(homes[number]) > 1 else homes[:number].count(homes[number])
+    own = local_rank()
+    return sum(home[0] == own for home in _homes[: rank()])
 
 
 def is_homogeneous() -> bool:
-    """Whether all machines have the same number of processes."""
-    return len({*Counter(_local_rank(other) for other in range(size())).values()}) == 1
+    """True if all machines have the same number of processes."""
+    rank()
+    return len({home[1] for home in _homes}) == 1
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record a Chrome trace from now on, on rank 0. Raises ValueError before `init()`, and OSError for a bad path."""
-    if engine.current().rank == 0:
-        engine.current().timeline.start(file_path, mark_cycles)
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
+    """Record nothing, and say so once, on rank 0. Raises ValueError before `init()`."""
+    if rank() == 0:
+        print("hvd.start_timeline, HOROVOD_TIMELINE: no timeline is recorded; use torch.profiler", file=sys.stderr)
 
 
 def stop_timeline() -> None:
-    """Complete the trace's file. Raises ValueError before `init()`."""
-    engine.current().timeline.stop()
+    """Do nothing. Raises ValueError before `init()`."""
+    rank()
 
 
 def mpi_threads_supported() -> bool:
@@ -184,24 +192,20 @@ def mpi_threads_supported() -> bool:
     raise ValueError("There is no MPI here: the processes talk over gloo and NCCL, also when mpirun has started them")
 
 
-def mpi_enabled() -> bool:
-    """False: collectives never run on MPI."""
-    return False
-
-
 def mpi_built() -> bool:
-    """False: collectives never run on MPI."""
+    """False: collectives never run on MPI. Nor on IBM's DDL or Intel's oneCCL."""
     return False
 
 
-def gloo_enabled() -> bool:
-    """Whether CPU tensors travel over gloo: True if torch has it."""
-    return gloo_built()
+mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_built() -> bool:
-    """Whether torch has gloo."""
+    """Whether torch has gloo, over which CPU tensors travel."""
     return dist.is_gloo_available()
+
+
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
@@ -210,16 +214,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
-    return False
 
 
 def cuda_built() -> bool:

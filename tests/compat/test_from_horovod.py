@@ -4,6 +4,7 @@ With the whole training set as the batch the order of samples does not matter, s
 batches the samples are shuffled differently, and the accuracies are close.
 """
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -118,3 +119,12 @@ def test_the_scripts_and_the_recipe_are_as_accurate_as_the_plain_script(launch, 
     accuracies["recipe"] = copied.column("eval/top1")[-1]
     print(accuracies)
     assert all(abs(found - accuracies["plain"]) < 0.02 for found in accuracies.values()), accuracies
+
+
+@pytest.mark.alone
+@pytest.mark.long
+def test_a_step_takes_at_most_a_tenth_longer_than_ddp(launch) -> None:
+    done = launch("multi_cpu", "benchmarks/horovod_optimizer.py", timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["difference of weights"] == 0.0 and result["ratio"] <= 1.1, result

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from tests.harness.launching import ROOT, inherited
+from tests.harness.launching import ROOT, free_port, inherited
 
 ALIASES = ROOT / "compat" / "aliases"
 _REDUCED = "average name op prescale_factor postscale_factor process_set"
@@ -140,6 +140,42 @@ def test_nothing_works_before_init() -> None:
         hvd.allreduce(torch.ones(2))
 
 
+def test_what_is_not_there_is_answered_by_name() -> None:
+    with pytest.raises(AttributeError, match=r"scripts are started by accelerate launch, torchrun or mpirun"):
+        hvd.run  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute nothing"):
+        hvd.nothing  # noqa: B018
+
+
+PERSEUS = """
+import horovod, perseus, torch
+import perseus.torch.distributed as dist
+import perseus.torch.nn as nn
+from perseus.torch.nn.parallel import DistributedDataParallel
+assert nn is torch.nn and DistributedDataParallel is torch.nn.parallel.DistributedDataParallel
+dist.init_process_group("perseus", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+assert (dist.get_rank(), dist.get_local_rank(), dist.algorithms) == (0, 3, torch.distributed.algorithms)
+dist.destroy_process_group()
+for module, name in ((horovod, "run"), (perseus, "use_perseus")):
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        print(error)
+"""
+
+
+def test_the_other_interface_of_perseus() -> None:
+    variables = {"PERSEUS_ALLREDUCE_DTYPE": "1", "PERSEUS_ALLREDUCE_STREAMS": "6", "LOCAL_RANK": "3"}
+    done = run_python(PERSEUS.format(port=free_port()), str(ALIASES), **variables)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "PERSEUS" in line]
+    assert line.startswith("PERSEUS_ALLREDUCE_DTYPE, PERSEUS_ALLREDUCE_STREAMS: no effect here")
+    started, needless = done.stdout.splitlines()
+    assert "torchrun or mpirun" in started and "perseus.use_perseus is not needed" in needless
+
+
 SPELLINGS = """
 import sys
 import compat.horovod
@@ -154,8 +190,8 @@ assert {name}.functions is compat.horovod.functions and elastic is compat.horovo
 """
 
 
-def run_python(program: str, path: str) -> subprocess.CompletedProcess[str]:
-    environment = inherited() | {"PYTHONPATH": path}
+def run_python(program: str, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = inherited() | {"PYTHONPATH": path} | variables
     return subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 

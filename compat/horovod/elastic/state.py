@@ -129,16 +129,15 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
     def _stored(self) -> dict[str, Any]:
-        return {"values": self._saved_state}
+        return self._saved_state
 
     def _take_stored(self, stored: dict[str, Any]) -> None:
-        theirs, own = set(stored["values"]), set(self._saved_state)
-        if theirs != own:
+        if set(stored) != set(self._stored()):
             raise ValueError(
-                f"the commit in {self._commits.path} holds {', '.join(sorted(theirs))}, and this script's state "
-                f"{', '.join(sorted(own))}: remove the file to begin again"
+                f"the commit in {self._commits.path} holds {', '.join(sorted(stored))}, and this script's state "
+                f"{', '.join(sorted(self._stored()))}: remove the file to begin again"
             )
-        self._saved_state = stored["values"]
+        self._saved_state = stored
 
 
 class TorchState(ObjectState):
@@ -151,118 +150,58 @@ class TorchState(ObjectState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {name: handler for name, value in values.items() if (handler := _handler_of(value))}
-        self._handlers: dict[str, StateHandler] = handlers
-        super().__init__(**{name: value for name, value in values.items() if name not in handlers})
-        for name, handler in handlers.items():
-            object.__setattr__(self, name, handler.value)
+        kept = {name: value for name, value in values.items() if _has_state(value)}
+        self._kept: dict[str, Any] = kept
+        self._states = {name: copy.deepcopy(value.state_dict()) for name, value in kept.items()}
+        super().__init__(**{name: value for name, value in values.items() if name not in kept})
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     def save(self) -> None:
-        for handler in self._handlers.values():
-            handler.save()
+        """Copy the state. A collective if there is a sampler: each rank has recorded other indices."""
+        self._states = {name: copy.deepcopy(_state_of(value)) for name, value in self._kept.items()}
         super().save()
 
     def restore(self) -> None:
-        for handler in self._handlers.values():
-            handler.restore()
+        for name, value in self._kept.items():
+            # A copy: torch's optimizers take over the tensors that they load, and would train the saved ones.
+            value.load_state_dict(copy.deepcopy(self._states[name]))
         super().restore()
 
     def sync(self) -> None:
-        for handler in self._handlers.values():
-            handler.sync()
+        for value in self._kept.values():
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), root_rank=0)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root_rank=0)
+            else:
+                value.load_state_dict(broadcast_object(_state_of(value)))
         super().sync()
         self.save()  # all of it is of one moment, should it be restored before the next commit
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_handlers", ()):
-            self._handlers[name].set_value(value)
+        if name in self.__dict__.get("_kept", ()):
+            self._kept[name], self._states[name] = value, copy.deepcopy(value.state_dict())
         super().__setattr__(name, value)
 
     def _stored(self) -> dict[str, Any]:
-        return {**super()._stored(), "handled": {name: handler.saved for name, handler in self._handlers.items()}}
+        return super()._stored() | self._states
 
     def _take_stored(self, stored: dict[str, Any]) -> None:
-        if set(stored["handled"]) != set(self._handlers):
-            raise ValueError(
-                f"the commit in {self._commits.path} holds {', '.join(sorted(stored['handled']))}, and this script's state "
-                f"{', '.join(sorted(self._handlers))}: remove the file to begin again"
-            )
         super()._take_stored(stored)
-        for name, handler in self._handlers.items():
-            handler.saved = stored["handled"][name]
+        self._states = {name: stored[name] for name in self._kept}
+        self._saved_state = {name: value for name, value in stored.items() if name not in self._kept}
 
 
-class StateHandler:
-    """Keeps one object by its state_dict; `sync` sends that from rank 0. For subclasses, see `set_handler_registry`."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.saved = copy.deepcopy(value.state_dict())
-
-    def save(self) -> None:
-        self.saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        # A copy: torch's optimizers take over the tensors that they load, and would train the saved ones.
-        self.value.load_state_dict(copy.deepcopy(self.saved))
-
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
-
-    def set_value(self, value: Any) -> None:
-        self.value = value
-        self.save()
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-class ModelStateHandler(StateHandler):
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-
-
-class OptimizerStateHandler(StateHandler):
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
-
-
-class SamplerStateHandler(StateHandler):
-    """Both are collectives: each rank has recorded other indices."""
-
-    def save(self) -> None:
-        self.saved = self._of_all_ranks()
-
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self._of_all_ranks()))
-
-    def _of_all_ranks(self) -> dict[str, Any]:
-        state = self.value.state_dict()
-        recorded = allgather_object((state["epoch"], state["processed_indices"]))
-        same_epoch = [indices for epoch, indices in recorded if epoch == state["epoch"]]
-        return state | {"processed_indices": sorted(set().union(*same_epoch))}
-
-    def set_value(self, value: Any) -> None:
-        self.value, self.saved = value, copy.deepcopy(value.state_dict())
-
-
-_registry: list[tuple[type, type[StateHandler]]] = [
-    (torch.nn.Module, ModelStateHandler),
-    (torch.optim.Optimizer, OptimizerStateHandler),
-    (ElasticSampler, SamplerStateHandler),
-]
-
-
-def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Pairs of a class and the handler that keeps its objects in a TorchState; the first that fits is taken."""
-    return _registry
-
-
-def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    global _registry
-    _registry = registry
-
-
-def _handler_of(value: Any) -> StateHandler | None:
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return StateHandler(value) if has_state else None
+def _state_of(value: Any) -> dict[str, Any]:
+    """The object's state; a sampler's with the indices that all ranks have recorded, which is a collective."""
+    state = value.state_dict()
+    if not isinstance(value, ElasticSampler):
+        return state
+    recorded = allgather_object((state["epoch"], state["processed_indices"]))
+    same_epoch = [indices for epoch, indices in recorded if epoch == state["epoch"]]
+    return state | {"processed_indices": sorted(set().union(*same_epoch))}

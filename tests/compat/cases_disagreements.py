@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from tests.compat.ranks import run_ranks
 
 
 def fails_on_all(call: Callable[[], object], text: str) -> None:
@@ -22,7 +21,6 @@ def fails_on_all(call: Callable[[], object], text: str) -> None:
 
 
 def disagreements() -> None:
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     one, other = torch.ones(2, 3), rank == size - 1  # the last rank differs
     cases: list[tuple[str, Callable[[], object], str]] = [
@@ -39,9 +37,6 @@ def disagreements() -> None:
         ("gather", lambda: hvd.allgather(torch.ones(2, 2 + other), name="x"), "mismatched shapes"),
         ("gather of scalars", lambda: hvd.synchronize(hvd.allgather_async(torch.ones(()))), "no dimensions"),
         ("some scalars", lambda: hvd.allgather(torch.ones(()) if other else torch.ones(1), name="y"), "mismatched shapes"),
-        ("splits", lambda: hvd.alltoall(one, [5] + [0] * (size - 1)), "not . counts of rows that sum up to 2"),
-        ("too few splits", lambda: hvd.alltoall(one, [2]), "counts of rows"),
-        ("no splits", lambda: hvd.alltoall(torch.ones(size + 1), name="y"), "can't be split equally"),
         ("scatter", lambda: hvd.reducescatter(torch.ones(2 + other), name="y"), "mismatched shapes"),
         ("scatter of scalars", lambda: hvd.reducescatter(torch.ones(()), name="y"), "no dimensions"),
         ("group", lambda: hvd.grouped_allreduce([one] * (2 + other), name="y"), "mismatched data types"),
@@ -57,18 +52,9 @@ def disagreements() -> None:
             fails_on_all(call, text)
         except BaseException as error:
             raise AssertionError(name) from error
-    # All of one process set, the others of another: rank 1 is in both.
-    if size > 2:
-        pairs = hvd.add_process_set([0, 1])
-        world = hvd.global_process_set
-        fails_on_all(
-            lambda: hvd.allreduce(one, name="z", process_set=pairs if rank == 0 else world), "wait for each other"
-        )
-    hvd.shutdown()
 
 
 def names_in_flight() -> None:
-    hvd.init()
     rank, one = hvd.rank(), torch.ones(2)
     if rank == 0:  # the others have not asked for it yet
         handle = hvd.allreduce_async(one, name="busy")
@@ -81,15 +67,11 @@ def names_in_flight() -> None:
         handle = hvd.allreduce_async(one, name="busy")
     assert hvd.synchronize(handle).tolist() == [1, 1]
     assert hvd.allreduce(one, name="busy").tolist() == [1, 1]  # free again
-    hvd.shutdown()
 
 
 def joining() -> None:
     """Ranks with more or less data: rank r has r batches. Those that have joined supply zeros."""
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    from compat.horovod import engine
-
     for round_number in range(2):
         for batch in range(rank):
             active = size - 1 - batch  # ranks batch + 1 and above
@@ -98,9 +80,6 @@ def joining() -> None:
             assert hvd.allreduce(torch.full((), float(rank))).item() == pytest.approx(total / size)
             several = hvd.grouped_allreduce([torch.ones(2), torch.ones(1, dtype=torch.int64)], op=hvd.Sum, name="group")
             assert [tensor.tolist() for tensor in several] == [[active] * 2, [active]]
-            bucket = torch.full((5,), 2.0)
-            engine.current().ordered_allreduce(bucket).wait()
-            assert bucket.tolist() == [2.0 * active] * 5
             handles = [hvd.allreduce_async(torch.ones(4), op=hvd.Sum, name=f"{n}") for n in range(20)]
             assert all(hvd.synchronize(handle).tolist() == [active] * 4 for handle in handles)
         if rank == size - 1:  # all others are there, or will be
@@ -110,7 +89,6 @@ def joining() -> None:
                 hvd.allgather(torch.ones(2), name=f"rows {round_number}")
         assert hvd.join() == size - 1
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size] * 2
-    hvd.shutdown()
 
 
 def process_sets() -> None:
@@ -156,11 +134,6 @@ def process_sets() -> None:
     pair = hvd.add_process_set([0, 1])
     if pair.included():
         assert hvd.allgather(torch.tensor([rank]), process_set=pair).tolist() == [0, 1]
-        from compat.horovod import engine
-
-        bucket = torch.ones(3)
-        engine.current().ordered_allreduce(bucket, pair.process_set_id).wait()
-        assert bucket.tolist() == [2, 2, 2]
     assert hvd.remove_process_set(pair)
     assert not hvd.remove_process_set(pair)
     assert not hvd.remove_process_set(hvd.global_process_set)
@@ -176,10 +149,4 @@ def process_sets() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("case, size", [(disagreements, 2), (disagreements, 3), (joining, 3), (process_sets, 3)])
-def test_it_holds(case: Callable[[], None], size: int) -> None:
-    run_ranks(size, case)
-
-
-def test_a_name_in_flight_is_refused_on_its_rank() -> None:
-    run_ranks(2, names_in_flight)
+CASES = (disagreements, names_in_flight, joining)  # `process_sets` starts and ends worlds of its own, of 3 ranks

@@ -1,6 +1,5 @@
 """Elastic states restore what was committed, the run decorator repeats after a failure, and the sampler deals out the rest."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,7 @@ from torch import nn
 
 import compat.horovod as hvd
 from common.errors import Refused
-from compat.horovod.elastic.commits import VARIABLE, folder
-from compat.horovod.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 from compat.horovod.exceptions import HostsUpdatedInterrupt
-from tests.compat.ranks import run_ranks
 
 
 def made(**values: object) -> hvd.elastic.TorchState:
@@ -134,35 +130,10 @@ def sampled() -> None:
     assert [*few] == [0]  # fewer samples than ranks: repeated
 
 
-class Own:
-    """An object that a handler of the script's own keeps."""
-
-    def __init__(self) -> None:
-        self.value = 1
-
-
-class OwnHandler(StateHandler):
-    def __init__(self, value: Own) -> None:
-        self.value, self.saved = value, value.value
-
-    def save(self) -> None:
-        self.saved = self.value.value
-
-    def restore(self) -> None:
-        self.value.value = self.saved
-
-    def sync(self) -> None:
-        self.value.value = hvd.broadcast_object(self.value.value)
-
-
 def other_objects() -> None:
-    set_handler_registry([(Own, OwnHandler), *get_handler_registry()])
-    own = Own()
-    own.value = hvd.rank()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    state = hvd.elastic.TorchState(own=own, scaler=scaler)
+    state = hvd.elastic.TorchState(scaler=scaler)
     state.sync()
-    assert own.value == 0
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     state.restore()
     assert scaler.get_scale() == 4.0
@@ -171,10 +142,10 @@ def other_objects() -> None:
     assert state.word == "0"
 
 
-def on_disk(place: str) -> None:
+def on_disk() -> None:
     """What a process that is started later does, which has the same states."""
-    path = Path(place) / f"commit-{made()._commits.path.stem[7:]}.pt"  # the next state has the next number
-    path = path.with_name(f"commit-{int(path.stem[7:]) + 1}.pt")
+    path = made()._commits.path
+    path = path.with_name(f"commit-{int(path.stem[7:]) + 1}.pt")  # the next state has the next number
     state = made(epoch=1)
     state.sync()
     weight = train(state)
@@ -196,7 +167,7 @@ def on_disk(place: str) -> None:
 
     other = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     other._commits.path = path
-    with pytest.raises(ValueError, match="holds model, optimizer, schedule, and this script's state model"):
+    with pytest.raises(ValueError, match="holds epoch, model, optimizer, schedule, and this script's state model"):
         run(other)
     bad = hvd.elastic.TorchState(odd=Odd())
     if hvd.rank() == 0:
@@ -216,35 +187,4 @@ class Odd:
     """A class that no reader knows."""
 
 
-def all_cases(place: str) -> None:
-    os.environ[VARIABLE] = place
-    hvd.init()
-    restored_as_committed()
-    hosts_updated()
-    repeated_after_failures()
-    sampled()
-    other_objects()
-    hvd.barrier()
-    on_disk(place)
-    hvd.shutdown()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_states_and_samplers(ranks: int, tmp_path) -> None:
-    run_ranks(ranks, all_cases, str(tmp_path / "commits"))
-
-
-def test_folder_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_path) -> None:
-    import __main__
-
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(__main__, "__file__", str(tmp_path / "train.py"), raising=False)
-    folders = set()
-    for words in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
-        monkeypatch.setattr("sys.argv", words)
-        folders.add(folder())
-    assert len(folders) == 2 and {path.parent for path in folders} == {tmp_path / "train.commits"}
-    monkeypatch.setenv(VARIABLE, "none")
-    assert folder() is None
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    assert folder() == tmp_path
+CASES = (restored_as_committed, hosts_updated, repeated_after_failures, sampled, other_objects, on_disk)
