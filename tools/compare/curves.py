@@ -17,9 +17,8 @@ def draw(runs: Sequence[PastRun], path: Path) -> None:
     for number, run in enumerate(runs):
         colour, name = COLOURS[number % len(COLOURS)], short(run.name, 40)
         draw_line(loss, run.rows, "train/loss", name, colour, style=_style(number))
-        metric = run.leading.removeprefix("eval/").removeprefix("ema_")
-        scale = 100 if metric in LEADING else 1
-        draw_line(quality, run.rows, run.leading, "", colour, scale, _style(number))
+        scale = 100 if run.leading in LEADING else 1
+        draw_line(quality, run.rows, f"{run.part}{run.leading}", "", colour, scale, _style(number))
         value, step = run.evaluation("best").get(run.leading), run.step_of("best")
         if value is not None:
             quality.plot(step, value * scale, "o", color=colour, fillstyle="none", markersize=10)
