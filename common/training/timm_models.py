@@ -174,8 +174,10 @@ def create(
                 del wishes[unknown[0]]
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
         weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
-        weights = " with the weights in this folder; copy it again" if local else weights * pretrained
-        raise Refused(f"--model {name}: can't be made{weights}: {_first_line(error)}") from None
+        if local:  # the first line of what torch says of a state dict names no tensor
+            reason = " ".join(str(error).split())
+            raise Refused(f"--model {name}: can't be made with the weights in this folder; copy it again: {reason:.250}") from None
+        raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
     if local:
         check_weights(model, Path(name) / "model.safetensors")
     if (channels := _input_channels(model)) != 3:

@@ -159,6 +159,13 @@ def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, name: str, co
     assert all(said in page.source for file, said in others.items() if file != name)
 
 
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", **{"metrics.jsonl": None, "best/results.json": None, "summary.json": None})
+    for name in ("metrics.jsonl", "summary.json", "environment.json"):
+        os.mkfifo(folder / name)
+    assert "metrics.jsonl: not a regular file" in Page(write(folder)).text
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="is no run folder"):
         write(tmp_path)
@@ -191,7 +198,9 @@ def test_a_large_picture_is_stored_smaller_and_a_broken_one_named(tmp_path: Path
     noise = Image.frombytes("RGB", (2400, 900), os.urandom(2400 * 900 * 3))
     noise.save(folder / "pictures" / "predictions.png")
     (folder / "pictures" / "misses.png").write_bytes(b"half a pict")
+    os.mkfifo(folder / "pictures" / "errors.png")
     page = Page(write(folder))
+    assert "errors.png: can't be shown" in page.text
     (image,) = [attributes for tag, attributes in page.elements if tag == "img"]
     assert image["src"].startswith("data:image/jpeg") and image["width"] == "1600"
     assert "misses.png: can't be shown" in page.text

@@ -142,6 +142,7 @@ class Published:
         settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
         name = self.content.get("architecture") or self.config.get("model", "")
         name = self.content["model"] if "family" in self.content else name
+        settings["data"] = "digits" if self.config.get("data") == "digits" else ""  # "": an evaluation has to name them
         return settings | ({"model": name} if timm.is_model(name) or name in ARCHITECTURES else {})
 
     def _pretrained(self, model: str) -> str:

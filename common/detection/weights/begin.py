@@ -101,4 +101,6 @@ def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> No
 def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
     """Whether two tensors of this name can't take each other's values, or rows if they have these."""
     start = name in head
-    return other is not None and tensor.shape[start:] != other.shape[start:]
+    if other is None:
+        return False
+    return tensor.shape[start:] != other.shape[start:] or tensor.is_floating_point() != other.is_floating_point()
