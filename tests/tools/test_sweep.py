@@ -69,7 +69,7 @@ def sweep(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
     def start(name: str, *words: object) -> subprocess.Popen:
-        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--hold", tmp_path / "hold", *words]
+        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--sweep_seed", 1, "--hold", tmp_path / "hold", *words]
         command = [sys.executable, "-m", "tools.sweep", tmp_path / "mine.yaml", *own]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([*map(str, command)], cwd=ROOT, env=inherited(), **pipes)
