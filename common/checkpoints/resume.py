@@ -91,7 +91,9 @@ def check_weights(model: torch.nn.Module, file: Path) -> None:
             tensor, mine = found.get_tensor(name), state[name]
             is_number = tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
             if is_number != mine.is_floating_point() or not (is_number or tensor.dtype == mine.dtype):
-                raise Refused(f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy the folder again")
+                raise Refused(
+                    f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy the folder again"
+                )
             if is_number and not tensor.isfinite().all():
                 raise Refused(f"{file}: {name} has numbers that are not finite; copy the folder again, or take another")
 

@@ -153,7 +153,10 @@ def _classes(run: PastRun) -> Html:
     columns = {
         key: values
         for key, values in run.results.items()
-        if isinstance(values, dict) and values and not key.startswith("raw_") and all(v is None or finite(v) is not None for v in values.values())
+        if isinstance(values, dict)
+        and values
+        and not key.startswith("raw_")
+        and all(v is None or finite(v) is not None for v in values.values())
     }
     if not columns:
         return Html("")
@@ -201,7 +204,10 @@ def _faults(run: PastRun) -> Html:
     resumed = sum(bool(start.resumed_from) for start in run.starts)
     rows = [
         ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
-        ("broken images", f"{listed(run.summary.get('broken_files')) or 'unknown'} in training, drawn {broken:,} times"),
+        (
+            "broken images",
+            f"{listed(run.summary.get('broken_files')) or 'unknown'} in training, drawn {broken:,} times",
+        ),
         ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
     ]
     status = str(run.status.get("status") or "unknown")

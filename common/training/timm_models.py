@@ -176,7 +176,9 @@ def create(
         weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
         if local:  # the first line of what torch says of a state dict names no tensor
             reason = " ".join(str(error).split())
-            raise Refused(f"--model {name}: can't be made with the weights in this folder; copy it again: {reason:.250}") from None
+            raise Refused(
+                f"--model {name}: can't be made with the weights in this folder; copy it again: {reason:.250}"
+            ) from None
         raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
     if local:
         check_weights(model, Path(name) / "model.safetensors")

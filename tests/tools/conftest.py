@@ -12,7 +12,7 @@ from tests.harness.launching import Launcher
 
 @pytest.fixture(scope="session")
 def shared_run(launch: Launcher, tmp_path_factory) -> Callable[..., Path]:
-    """`shared_run("cls", [flags], name="cls")` -> the run folder; of the processes that run tests side by side, one trains it."""
+    """`shared_run("cls", [flags], name="cls")` -> the run folder; one of the parallel test processes trains it."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / "runs_for_tools"

@@ -1,4 +1,4 @@
-"""What is published, compared and reported of a run are the numbers of its exported weights, and nothing that a person wrote."""
+"""What is published of a run is of its exported weights, as what is compared and reported, and nothing that a person wrote."""
 
 import html
 import json
@@ -71,7 +71,7 @@ def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_expo
     assert json.loads(ended.stdout.splitlines()[-1])["top1"] == true["top1"], "what was published is as it says"
 
     summary = read(run / "summary.json")
-    first = [key for key in summary["best"] if key.startswith("eval/")][0]
+    first = next(key for key in summary["best"] if key.startswith("eval/"))
     assert (summary["exported_weights"], first) == ("ema", "eval/ema_top1")
     assert summary["best"][first] == pytest.approx(true["top1"], abs=1e-12)
 
@@ -135,7 +135,13 @@ def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detec
 
 
 SECRET = "Alice Smith"
-PLACES = ("/x/Alice Smith, private/flowers/", "file:///home/Alice Smith/a", "../Alice Smith/..", "~/Alice Smith's", SECRET)
+PLACES = (
+    "/x/Alice Smith, private/flowers/",
+    "file:///home/Alice Smith/a",
+    "../Alice Smith/..",
+    "~/Alice Smith's",
+    SECRET,
+)
 
 
 @pytest.mark.parametrize("place", PLACES)

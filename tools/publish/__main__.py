@@ -3,8 +3,9 @@
     python -m tools.publish runs/cls-d55fba --to owner/name --license apache-2.0 --private
     python -m tools.publish runs/cls-d55fba --to owner/name --dry_run FOLDER
 
-The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Published are numbers,
-switches, choices, names of classes and the run's name; no paths, notes or commands. --dry_run writes the folder, and pushes nothing.
+The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Published are
+numbers, switches, choices, names of classes and the run's name; no paths, notes or commands. --dry_run writes the folder, and
+pushes nothing.
 """
 
 import argparse
@@ -58,7 +59,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--license", default="", help="such as apache-2.0; without one the card says that there is none"
     )
-    parser.add_argument("--dataset", default="", metavar="NAME", help="what the card calls the data; else it names none")
+    parser.add_argument(
+        "--dataset", default="", metavar="NAME", help="what the card calls the data; else it names none"
+    )
     parser.add_argument("--private", action="store_true", help="a new model on the hub is only yours to see")
     parser.add_argument("--dry_run", type=Path, metavar="FOLDER", help="write this new folder, and push nothing")
     return parser

@@ -27,7 +27,7 @@ _DETECTORS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "detectors.md"
 _TASKS = {"cls": "image-classification", "det": "object-detection"}
 _METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
-# Flags whose text the recipe checks: it is a choice, or a list of numbers. Of other flags only numbers and switches are published.
+# Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
 _CHOICES = """dtype comm_hook lr_scaling schedule clip_mode decode loss sampling batch_norm detector variant opt augment
     step_epochs freeze_stages unfreeze_epochs image_sizes levels short_sides scale_jitter""".split()
 _PICTURES = """confusion reliability mistakes predictions precision_recall misses errors confidence objects""".split()
@@ -44,7 +44,9 @@ class Published:
             raise Refused(f"{folder}: has no best/, which comes with the first checkpoint after an evaluation")
         try:
             check_regular(folder)
-            self.content, results, of_run = (_read(self.best / name) for name in ("config.json", "results.json", RUN_FILE))
+            self.content, results, of_run = (
+                _read(self.best / name) for name in ("config.json", "results.json", RUN_FILE)
+            )
             self.results = of_exported(results)
             if newest := max((folder / "checkpoints").glob("step_*/record.json"), default=None):
                 compare(self.best, _read(newest)["best"]["files"], besides=frozenset(os.listdir(self.best)))
@@ -54,7 +56,9 @@ class Published:
             self.of_run["config"] = self._settings()
             self.classes = read_origin(str(self.best)).classes
         except Damaged as error:
-            raise Refused(f"{self.best}: is not what the run saved ({error}); start the run again, which mends it") from None
+            raise Refused(
+                f"{self.best}: is not what the run saved ({error}); start the run again, which mends it"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise Refused(f"{folder}: not a whole run folder ({reason:.200}); copy it again") from None

@@ -32,7 +32,8 @@ def write(made: Any, rows: Sequence[dict], run: Path, output: Path, most: int) -
     try:
         draft.mkdir(parents=True)
         replace_file(
-            draft / "step.json", (json.dumps(as_json({"step": made.wanted, "numbers": numbers}), indent=2) + "\n").encode()
+            draft / "step.json",
+            (json.dumps(as_json({"step": made.wanted, "numbers": numbers}), indent=2) + "\n").encode(),
         )
         replace_file(draft / "samples.jsonl", "".join(json.dumps(as_json(row)) + "\n" for row in made.rows).encode())
         headline = (

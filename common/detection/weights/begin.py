@@ -55,7 +55,9 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
             f"{' '.join(f'--{flag} {value}' for flag, value in weights.settings.items() if flag in (*_DECIDED, 'model'))}"
         )
     if odd := [name for name, tensor in theirs.items() if not tensor.isfinite().all()]:
-        raise Refused(f"{weights.source}: {odd[0]} has numbers that are not finite; copy it again, or take other weights")
+        raise Refused(
+            f"{weights.source}: {odd[0]} has numbers that are not finite; copy it again, or take other weights"
+        )
     for name in mine.keys() - head.keys():
         mine[name].copy_(theirs[name])
     new = [names[row - len(first)] for row in take_rows(head, trained, rows, known)]
