@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,9 +17,6 @@ from common.run.past_run import PastRun
 from common.run.report import FILE, leave, write
 from tests.harness.disks import disk, mount
 
-BEFORE = (
-    Path(__file__).parents[1] / "recipes" / "run_before" / "cls-c895d2"
-)  # of an earlier version, stopped by a signal
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 LOG = """\
 2026-01-01 10:00:00    data        digits: 10 + 5 images of 2 classes
@@ -133,22 +129,6 @@ def test_a_killed_run_has_a_page_of_its_rows(tmp_path: Path) -> None:
     assert "running at step 10 (or killed)" in page.text
     assert "40.00 %" in page.text and "best top-1, step 40" in page.text
     assert page.source.count("<svg") == 4
-
-
-def test_a_run_of_an_older_version_has_a_page_with_the_command_that_repeats_it(tmp_path: Path) -> None:
-    shutil.copytree(BEFORE, tmp_path / "run")
-    page = Page(write(tmp_path / "run"))
-    assert "could not be made" not in page.text and "resumable at step 16" in page.text
-    for said in (
-        "batch norm local: statistics",
-        "top-1 22.56 %",
-        "stopped by SIGTERM at step 16",
-        "1, of which 0 resumed",
-    ):
-        assert said in page.text, said
-    launcher = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml --num_processes 2"
-    recipe = "/tmp/vision-recipes/recipes/cls.py"  # where it was
-    assert f"{launcher} {recipe} --config {tmp_path / 'run' / 'config.yaml'} --name run-again" in page.text
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"])
