@@ -99,9 +99,9 @@ def _curves(run: PastRun) -> Html:
     def drawn(title: str, keys: dict[str, str], scale: float = 1) -> Html:
         return chart(title, [(name, _points(run.rows, key, scale)) for name, key in keys.items()], marks)
 
-    shown = [metric, *(["AP50"] if metric == "AP" else [])] if metric else []
-    names = {display_name(name): f"{run.part}{name}" for name in shown}
-    names |= {display_name(f"raw_{name}"): f"eval/{name}" for name in shown if averaged}
+    metrics = [metric, *(["AP50"] if metric == "AP" else [])] if metric else []
+    names = {display_name(name): f"{run.part}{name}" for name in metrics}
+    names |= {display_name(f"raw_{name}"): f"eval/{name}" for name in metrics if averaged}
     losses = {"training": "train/loss", "evaluation": f"{run.part}loss"}
     losses |= {"evaluation, without EMA": "eval/loss"} if averaged else {}
     share = metric in LEADING
