@@ -8,6 +8,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def csv_cell(value: object) -> object:
+    """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a) begins with an apostrophe."""
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    try:
+        float(value)  # a negative number
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
 class _Line(Exception):
     """Its text is one line, whatever names it contains."""
 

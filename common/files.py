@@ -6,13 +6,14 @@ aliases can expand to gigabytes.
 """
 
 import errno
+import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from os import PathLike
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import yaml
 
@@ -63,6 +64,15 @@ def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
 def read_text(path: str | bytes | PathLike, most: int) -> str:
     """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
     return read_bytes(path, most).decode()
+
+
+def as_json(content: Any) -> Any:
+    """`content` with None for floats that are not finite, which JSON has no words for."""
+    if isinstance(content, Mapping):
+        return {key: as_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [as_json(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def check_regular(path: str | PathLike) -> None:

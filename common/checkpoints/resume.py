@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from common.checkpoints.state import Tensors, TrainingState
@@ -69,11 +70,32 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
     elif (path / "config.json").is_file():
         check_regular(path)
         files = {"model": load_file(path / "model.safetensors")}
+        check_weights(model, path / "model.safetensors")
     else:
         files = _whole(path, "--eval_only").tensors()
     shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
     TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
+
+
+def check_weights(model: torch.nn.Module, file: Path) -> None:
+    """Raise `Refused` for a tensor of another kind than the model's, as int8 for floats, and for numbers that are not finite.
+
+    Loading would convert them without a word. Names that the model does not have are for the loader to judge.
+    """
+    if not file.is_file():
+        return
+    state = model.state_dict()
+    with safe_open(file, "pt") as found:
+        for name in found.keys() & state.keys():
+            tensor, mine = found.get_tensor(name), state[name]
+            is_number = tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+            if is_number != mine.is_floating_point() or not (is_number or tensor.dtype == mine.dtype):
+                raise Refused(
+                    f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy the folder again"
+                )
+            if is_number and not tensor.isfinite().all():
+                raise Refused(f"{file}: {name} has numbers that are not finite; copy the folder again, or take another")
 
 
 def mean_of(paths: Sequence[Path]) -> Tensors:

@@ -1,10 +1,10 @@
 """Broken images: counts training images that could not be read, and stops a run with too many of them."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import Refused
-from common.run.progress import Progress
+from common.run.progress import MOST_NAMED, Progress
 
 _WINDOW = 1_000  # smallest number of samples over which the share is computed
 
@@ -17,7 +17,9 @@ class BrokenImages:
     max_share: float
     global_batch_size: int
     say: Callable[[str], None]
-    _named: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._named = set(self.progress.broken_names)
 
     def count(self, step: int, names: Iterable[str]) -> None:
         """Count the broken images `names` of `step` (from 1), of all ranks. Raises `Refused` beyond `max_share` of a window."""
@@ -31,6 +33,7 @@ class BrokenImages:
         for name in dict.fromkeys(names):
             if name not in self._named:
                 self._named.add(name)
+                self.progress.broken_names += [name] * (len(self.progress.broken_names) <= MOST_NAMED)
                 self.say(f"can't be read, a stand-in takes its place: {name}")
         if self.progress.broken_in_window > self.max_share * window:
             seen = ((step - 1) % steps + 1) * self.global_batch_size

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 
-from common.checkpoints.resume import load_model
+from common.checkpoints.resume import check_weights, load_model
 from common.config.origin import Origin, by_name, called_by_weights, read_origin
 from common.config.parsing import identity, short_hash
 from common.data import splits
@@ -30,6 +30,7 @@ from common.distributed import launch
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
+from common.files import as_json
 from common.run.folder import write_json
 
 
@@ -74,10 +75,12 @@ def model_of(config, origin: Origin) -> str:
 
 
 def load_weights(model: torch.nn.Module, origin: Origin) -> None:
-    """Load a checkpoint's weights into `model`; an exported model was built with its own."""
+    """Load a checkpoint's weights into `model`; an exported model was built with its own, which are checked."""
     if origin.is_alone:
         with all_or_none("loading the weights"):
             load_model(model, Path(origin.path))
+    else:
+        check_weights(model, Path(origin.path) / "model.safetensors")
 
 
 def report_folder(config, origin: Origin, val: Source) -> Path:
@@ -117,7 +120,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
             except OSError as error:  # the numbers are not lost with it
                 remove(draft)
                 launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
-    launch.say(json.dumps({"eval_only": config.eval_only} | printed))
+    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
 
 
 def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:

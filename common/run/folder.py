@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 
 from common.durable import make_folder, remove, replace_file
 from common.errors import Refused
-from common.files import SMALL, open_regular, read_bytes
+from common.files import SMALL, as_json, open_regular, read_bytes
 
 
 class RunFolder:
@@ -110,8 +110,7 @@ class RunFolder:
 
     def row(self, row: dict) -> None:
         """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite become null."""
-        clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
-        _append(self._rows, json.dumps(clean) + "\n")
+        _append(self._rows, json.dumps(as_json(row), allow_nan=False) + "\n")
 
     def sync(self) -> None:
         """Sync rows and log to disk before a checkpoint, so that they outlive a power loss with it."""
@@ -133,7 +132,7 @@ def write_status(run: Path, status: str, step: int, cause: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file durably, see `replace_file`."""
-    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    replace_file(path, (json.dumps(as_json(content), indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path, most: int = SMALL) -> dict:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from common.errors import printable
 from common.run.folder import RunFolder
+from common.run.progress import display_name, of_exported
 from common.run.tracking import Example, Tracker
 
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
@@ -116,7 +117,12 @@ class RunLog:
                 self._tracker.examples(step, examples)
 
     def _show(self, row: dict) -> None:
-        parts = [f"{name} {row[key]:.4g}" for key, name in _SHOWN.items() if row.get(key) is not None]
+        results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})
+        values = {"loss": row.get("train/loss"), "loss scale": row.get("train/loss_scale")}
+        values |= {"eval loss": results.get("loss")}
+        values |= {display_name(key): results.get(key) for name in _RESULTS for key in (name, f"raw_{name}")}
+        values |= {"images/s": row.get("perf/images_per_second")}
+        parts = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(parts))
         now, step = time.perf_counter(), row["step"]
@@ -134,16 +140,4 @@ class RunLog:
         return f"  {(now - began) / max(1, step - first) * (self._total - step):.0f} s left"
 
 
-_SHOWN = {
-    "train/loss": "loss",
-    "train/loss_scale": "loss scale",
-    "eval/loss": "eval loss",
-    "eval/top1": "top-1",
-    "eval/ema_top1": "EMA top-1",
-    "eval/f1": "F1",
-    "eval/AP": "AP",
-    "eval/AP50": "AP50",
-    "eval/ema_AP": "EMA AP",
-    "eval/ema_AP50": "EMA AP50",
-    "perf/images_per_second": "images/s",
-}
+_RESULTS = ("top1", "f1", "AP", "AP50")  # shown of an evaluation, beside its loss

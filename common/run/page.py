@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
+from common.files import read_bytes
+
 NOTHING = "-"  # in place of a number that there is not
+_MOST = 2**27  # bytes of a picture that is read
 _LARGE = 300_000  # bytes: larger pictures are stored again as JPEG, at most so many pixels wide
 _WIDEST, _QUALITY = 1600, 85
 _WIDE = 1400  # pixels: wider pictures get a line of their own
@@ -73,7 +76,7 @@ def picture(path: Path, caption: str) -> Html:
     """The picture with its content in the page. Raises OSError if it can't be read."""
     from PIL import Image
 
-    content, kind = path.read_bytes(), "png"
+    content, kind = read_bytes(path, _MOST), "png"
     image: Image.Image = Image.open(io.BytesIO(content))
     place = "wide" if image.width > _WIDE else "half"
     if len(content) > _LARGE:

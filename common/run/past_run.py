@@ -16,7 +16,7 @@ from common.errors import Refused
 from common.files import MEDIUM, SMALL, open_regular, read_yaml
 from common.run.folder import read_json
 from common.run.plots import finite, read_rows
-from common.run.progress import Progress
+from common.run.progress import Progress, of_exported
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _ROW = re.compile(r"  (\S.*?) {2,}(.*)")  # of a table in the log
@@ -73,8 +73,8 @@ class PastRun:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """The results of the best model, those of classes by name."""
-        return read_json(self.path / "best" / "results.json", MEDIUM)  # with a line for each class
+        """The results of the best model, see `of_exported`; those of classes by name."""
+        return of_exported(read_json(self.path / "best" / "results.json", MEDIUM))  # with a line for each class
 
     @cached_property
     def rows(self) -> list[dict]:
@@ -82,16 +82,20 @@ class PastRun:
 
     @cached_property
     def leading(self) -> str:
-        """The result that decides which model is the best, such as `eval/ema_top1`; "" before the first evaluation."""
+        """The result that decides which model is the best, such as `top1`; "" before the first evaluation."""
         best = self.evaluation("best") or self.evaluation("last")
-        known = [f"eval/{part}{name}" for part in ("ema_", "") for name in LEADING]
-        return next((key for key in (*known, *best) if key in best), "")
+        return next((key for key in (*LEADING, *best) if key in best), "")
+
+    @property
+    def part(self) -> str:
+        """What results of the exported weights begin with in `rows`: `eval/`, or `eval/ema_` with a moving average."""
+        return "eval/ema_" if any(f"raw_{name}" in self.evaluation("last") for name in LEADING) else "eval/"
 
     def evaluation(self, which: str) -> dict[str, float | None]:
-        """The results `eval/...` of the `best` or the `last` evaluation, numbers only."""
+        """The results of the `best` or the `last` evaluation, numbers only, see `of_exported`."""
         found = self.summary.get(which)
         items = found.items() if isinstance(found, dict) else ()
-        return {key: finite(value) for key, value in items if key.startswith("eval/")}
+        return of_exported({key: finite(value) for key, value in items if key.startswith("eval/")})
 
     def step_of(self, which: str) -> int:
         found = self.summary.get(which)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common.durable import make_folder, replace_file
+from common.files import open_regular
 from common.run import fonts
 from common.run.progress import display_name
 
@@ -52,6 +53,7 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
     draw_line(loss, rows, "train/loss", "training", BLUE)
     draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
+    draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
     values = [finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
     values = [value for value in values if value is not None]
@@ -257,12 +259,16 @@ def save(figure: "Figure", path: Path) -> None:
 
 def read_rows(path: Path) -> Iterator[dict]:
     """The rows of a metrics.jsonl that have a step; incomplete lines are skipped."""
-    for line in path.read_text().splitlines() if path.exists() else ():
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        lines = file.read().decode(errors="replace").splitlines()
+    for line in lines:
         try:
             row = json.loads(line)
             if math.isfinite(row["step"]):
                 yield row
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
 
 

@@ -1,8 +1,9 @@
 """Progress of a run: totals over all starts, and its best and last evaluation."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.config.fields import RunConfig
 from common.run.step_reports import StepReport
@@ -11,17 +12,32 @@ _NAMES = {
     "ece": "calibration error (ECE)",
     "top1": "top-1",
     "top5": "top-5",
-    "f1": "F1",
+    "f1": "micro F1",
     "f1_macro": "macro F1",
     "mean_class_accuracy": "mean class accuracy",
 }
 
+MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images
+
 
 def display_name(key: str) -> str:
-    """The display name of a result: eval/top1 -> top-1, eval/ema_AP -> AP (EMA)."""
+    """The display name of a result: eval/top1 -> top-1, eval/ema_AP -> AP (EMA), raw_AP -> AP (without EMA)."""
     name = key.removeprefix("eval/")
-    metric = name.removeprefix("ema_")
-    return _NAMES.get(metric, metric) + " (EMA)" * (metric != name)
+    metric = name.removeprefix("ema_").removeprefix("raw_")
+    weights = "" if metric == name else " (EMA)" if name.startswith("ema_") else " (without EMA)"
+    return _NAMES.get(metric, metric) + weights
+
+
+def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results of an evaluation under plain names, those of the exported weights (`best/`) first.
+
+    With a moving average, the average is exported; results of the weights that it averages follow as `raw_...`:
+    {"eval/top1": 0.97, "eval/ema_top1": 0.94} -> {"top1": 0.94, "raw_top1": 0.97}
+    """
+    plain = {key.removeprefix("eval/"): value for key, value in results.items()}
+    averaged = {key.removeprefix("ema_"): value for key, value in plain.items() if key.startswith("ema_")}
+    raw = {f"raw_{key}" if averaged else key: value for key, value in plain.items() if not key.startswith("ema_")}
+    return averaged | raw
 
 
 @dataclass
@@ -31,7 +47,8 @@ class Progress:
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of training: without start-up, evaluation and checkpoints
     skipped: int = 0  # steps that were skipped after an fp16 overflow
-    broken: int = 0  # training images that could not be read
+    broken: int = 0  # draws of training images that could not be read
+    broken_names: list = field(default_factory=list)  # which images these were, each once; up to MOST_NAMED and one
     broken_in_window: int = 0  # the same in the present window of the stream
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
@@ -79,6 +96,11 @@ class Progress:
         if better:
             self.best = self.last
         return better
+
+    @property
+    def broken_files(self) -> int | None:
+        """Training images that could not be read, each counted once; None if there are too many to keep their names."""
+        return len(self.broken_names) if len(self.broken_names) <= MOST_NAMED else None
 
     @property
     def ended_by_flag(self) -> str:

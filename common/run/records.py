@@ -22,7 +22,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.distributed.collectives import all_or_none, broadcast_object
 from common.durable import replace_file
-from common.errors import Refused
+from common.errors import Refused, csv_cell
 from common.run import fonts
 from common.run.broken_images import BrokenImages
 from common.run.folder import RunFolder, writing
@@ -206,7 +206,7 @@ class Records:
         if self._folder and not self._folder.lost:
             path, text = self._path / f"{name}.csv", io.StringIO()
             try:
-                csv.writer(text).writerows(function(*arguments))
+                csv.writer(text).writerows(map(csv_cell, row) for row in function(*arguments))
                 replace_file(path, text.getvalue().encode())
             except Exception as error:  # nor is a table
                 self.log.say(f"{path} could not be written: {type(error).__name__}: {error}")
@@ -236,11 +236,13 @@ class Records:
             "step": progress.step,
             "epoch": self._stream.epoch(progress.step),
             "samples": samples,
+            "exported_weights": "ema" if progress.leading.startswith("eval/ema_") else "model",
             "best": progress.best,
             "last": progress.last,
             "train_seconds": round(progress.seconds, 3),
             "images_per_second": round(samples / progress.seconds, 1) if progress.seconds else None,
-            "broken": progress.broken,
+            "broken_files": progress.broken_files,
+            "broken_draws": progress.broken,
             "skipped_steps": progress.skipped,
         }
 

@@ -89,7 +89,7 @@ def _head(run: PastRun) -> Html:
 
 
 def _curves(run: PastRun) -> Html:
-    metric = run.leading.removeprefix("eval/").removeprefix("ema_")
+    metric, averaged = run.leading, run.part != "eval/"
     marks = [
         (start.resumed_from, f"resumed from step {start.resumed_from}") for start in run.starts if start.resumed_from
     ]
@@ -99,16 +99,18 @@ def _curves(run: PastRun) -> Html:
     def drawn(title: str, keys: dict[str, str], scale: float = 1) -> Html:
         return chart(title, [(name, _points(run.rows, key, scale)) for name, key in keys.items()], marks)
 
-    names = {display_name(metric): f"eval/{metric}", "EMA": f"eval/ema_{metric}"} if metric else {}
-    if metric == "AP":
-        names |= {"AP50": "eval/AP50", "EMA AP50": "eval/ema_AP50"}
+    metrics = [metric, *(["AP50"] if metric == "AP" else [])] if metric else []
+    names = {display_name(name): f"{run.part}{name}" for name in metrics}
+    names |= {display_name(f"raw_{name}"): f"eval/{name}" for name in metrics if averaged}
+    losses = {"training": "train/loss", "evaluation": f"{run.part}loss"}
+    losses |= {"evaluation, without EMA": "eval/loss"} if averaged else {}
     share = metric in LEADING
     parts = {
         key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")
     }
     parts.pop("scale", None)
     charts = [
-        drawn("Loss", {"training": "train/loss", "evaluation": "eval/loss"}),
+        drawn("Loss", losses),
         drawn(display_name(metric) + " (%)" * share, names, 100 if share else 1),
         drawn("Parts of the loss", parts),
         drawn("Learning rate", {"": "train/lr"}),
@@ -126,14 +128,13 @@ def _numbers(run: PastRun) -> Html:
 
 def _results(run: PastRun) -> Html:
     best, last = run.evaluation("best"), run.evaluation("last")
-    keys = [
-        key for key in dict.fromkeys((*best, *last)) if not key.startswith(("eval/AP_class/", "eval/ema_AP_class/"))
-    ]
+    keys = [key for key in dict.fromkeys((*best, *last)) if "AP_class/" not in key]
     rows = [(display_name(key), *(in_words(side.get(key), "loss" not in key) for side in (best, last))) for key in keys]
     if not rows:
         return Html("")
     head = ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))]
-    return section("Results", table(head, rows))
+    note = element("p", "Of the exported weights, the moving average (EMA), unless a row says otherwise.", kind="soft")
+    return section("Results", note if run.part != "eval/" else "", table(head, rows))
 
 
 def _pictures(run: PastRun) -> Html:
@@ -152,7 +153,10 @@ def _classes(run: PastRun) -> Html:
     columns = {
         key: values
         for key, values in run.results.items()
-        if isinstance(values, dict) and values and all(v is None or finite(v) is not None for v in values.values())
+        if isinstance(values, dict)
+        and values
+        and not key.startswith("raw_")
+        and all(v is None or finite(v) is not None for v in values.values())
     }
     if not columns:
         return Html("")
@@ -196,11 +200,14 @@ def _timings(run: PastRun) -> Html:
 
 
 def _faults(run: PastRun) -> Html:
-    broken, skipped = (int(finite(run.summary.get(key)) or 0) for key in ("broken", "skipped_steps"))
+    broken, skipped = (int(finite(run.summary.get(key)) or 0) for key in ("broken_draws", "skipped_steps"))
     resumed = sum(bool(start.resumed_from) for start in run.starts)
     rows = [
         ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
-        ("broken images", f"{broken:,} in training"),
+        (
+            "broken images",
+            f"{listed(run.summary.get('broken_files')) or 'unknown'} in training, drawn {broken:,} times",
+        ),
         ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
     ]
     status = str(run.status.get("status") or "unknown")

@@ -364,7 +364,7 @@ class Run:
         results, *rest = evaluate(self.model)
         if self._ema:
             of_ema, *rest = evaluate(self._ema.module)
-            results |= {f"ema_{key}": value for key, value in of_ema.items()}
+            results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
         if self._records.evaluation(self.step, results, leading):
             watchdog.note("writing best/")

@@ -15,9 +15,10 @@ from common.config.fields import RunConfig
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
+from common.files import as_json
 from common.run.best import Best
 from common.run.folder import RunFolder
-from common.run.progress import Progress
+from common.run.progress import Progress, of_exported
 from common.run.records import Records
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
@@ -103,4 +104,4 @@ class Saving:
 
 
 def _exported(export: Callable[..., None], state: TrainingState, results: dict, folder: Path) -> None:
-    export(state.exported, results=results, folder=folder)
+    export(state.exported, results=as_json(of_exported(results)), folder=folder)

@@ -20,6 +20,7 @@ from timm.data import resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
 
+from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
 from common.config.origin import by_name, places_of, some
 from common.config.parsing import nearest
@@ -173,7 +174,14 @@ def create(
                 del wishes[unknown[0]]
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
         weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
+        if local:  # the first line of what torch says of a state dict names no tensor
+            reason = " ".join(str(error).split())
+            raise Refused(
+                f"--model {name}: can't be made with the weights in this folder; copy it again: {reason:.250}"
+            ) from None
         raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    if local:
+        check_weights(model, Path(name) / "model.safetensors")
     if (channels := _input_channels(model)) != 3:
         raise Refused(
             f"--model {name}: sees images of {channels} channel{'s' * (channels > 1)}, and is given 3, of grey images too: "

@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import Refused
 from common.run.broken_images import BrokenImages
-from common.run.progress import Progress
+from common.run.progress import MOST_NAMED, Progress
 
 
 def test_an_image_is_named_once_and_counted_every_time() -> None:
@@ -13,7 +13,10 @@ def test_an_image_is_named_once_and_counted_every_time() -> None:
     broken.count(1, ["a.png: torn", "b.png: torn", "a.png: torn"])
     broken.count(2, ["a.png: torn"])
     assert said == [f"can't be read, a stand-in takes its place: {name}.png: torn" for name in "ab"]
-    assert broken.progress.broken == 4
+    assert (broken.progress.broken, broken.progress.broken_files) == (4, 2)
+    resumed = BrokenImages(Progress(broken=4, broken_names=broken.progress.broken_names), 1.0, 20_000, said.append)
+    resumed.count(3, ["b.png: torn", *(f"{number}.png: torn" for number in range(MOST_NAMED))])
+    assert resumed.progress.broken == 5 + MOST_NAMED and resumed.progress.broken_files is None, "too many to name"
 
 
 def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_from_zero() -> None:

@@ -52,7 +52,7 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         "best/ is of step 3, top-1 (EMA) 65.00 %",
         ["top-1", "top-1 of the averaged weights (EMA)"],
     ),
-    "several labels": ({"f1": [0.1, 0.5, 0.2]}, "f1", 2, "best/ is of step 2, F1 50.00 %", ["F1"]),
+    "several labels": ({"f1": [0.1, 0.5, 0.2]}, "f1", 2, "best/ is of step 2, micro F1 50.00 %", ["micro F1"]),
     "a detector": (
         {"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]},
         "AP",

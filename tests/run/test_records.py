@@ -1,6 +1,8 @@
 """Records of a run: custom names can't replace its own, an exploding dry run is refused, plots carry their step."""
 
+import csv
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +96,16 @@ def test_rows_tell_the_slowest_rank_and_the_gpus_use_where_they_are_known(record
     assert first["perf/gpu_utilization"] == pytest.approx(0.73)
     for row in (second, third):  # asked no more once it failed
         assert not row.keys() & {"perf/slowest_rank", "perf/slowest_rank_lag", "perf/gpu_utilization"}
+
+
+def test_a_table_has_no_formulas_and_json_no_nan(records) -> None:
+    kept = records()
+    cells = ["=cmd|' /C calc'!A0", "+1+cmd|x", "@x", "-2.5", "a", -2.5, "\t=1"]
+    kept.table("mine", lambda: [cells])
+    text = (kept._path / "mine.csv").read_text()
+    assert next(csv.reader([text])) == ["'=cmd|' /C calc'!A0", "'+1+cmd|x", "'@x", "-2.5", "a", "-2.5", "'\t=1"]
+    kept._folder.write("a.json", {"a": [NAN, {"b": -math.inf}], "c": 1})
+    assert (kept._path / "a.json").read_text().split() == '{ "a": [ null, { "b": null } ], "c": 1 }'.split()
 
 
 def test_pictures_before_the_end_take_at_most_a_fiftieth_of_the_training(records) -> None:

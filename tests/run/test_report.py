@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,9 +17,6 @@ from common.run.past_run import PastRun
 from common.run.report import FILE, leave, write
 from tests.harness.disks import disk, mount
 
-BEFORE = (
-    Path(__file__).parents[1] / "recipes" / "run_before" / "cls-c895d2"
-)  # of an earlier version, stopped by a signal
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 LOG = """\
 2026-01-01 10:00:00    data        digits: 10 + 5 images of 2 classes
@@ -135,28 +131,19 @@ def test_a_killed_run_has_a_page_of_its_rows(tmp_path: Path) -> None:
     assert page.source.count("<svg") == 4
 
 
-def test_a_run_of_an_older_version_has_a_page_with_the_command_that_repeats_it(tmp_path: Path) -> None:
-    shutil.copytree(BEFORE, tmp_path / "run")
-    page = Page(write(tmp_path / "run"))
-    assert "could not be made" not in page.text and "resumable at step 16" in page.text
-    for said in (
-        "batch norm local: statistics",
-        "top-1 22.56 %",
-        "stopped by SIGTERM at step 16",
-        "1, of which 0 resumed",
-    ):
-        assert said in page.text, said
-    launcher = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml --num_processes 2"
-    recipe = "/tmp/vision-recipes/recipes/cls.py"  # where it was
-    assert f"{launcher} {recipe} --config {tmp_path / 'run' / 'config.yaml'} --name run-again" in page.text
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"])
 @pytest.mark.parametrize("content", ["", "\0\xff[[[", "[1, 2]", '{"best": 3, "step": "x", "status": [], "ranks": 7}'])
 def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, name: str, content: str) -> None:
     page = Page(write(made(tmp_path / "a", **{name: content, "environment.json": content})))
     others = {"metrics.jsonl": "<svg", "log.txt": "4 processes on 1 node"}
     assert all(said in page.source for file, said in others.items() if file != name)
+
+
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", **{"metrics.jsonl": None, "best/results.json": None, "summary.json": None})
+    for name in ("metrics.jsonl", "summary.json", "environment.json"):
+        os.mkfifo(folder / name)
+    assert "metrics.jsonl: not a regular file" in Page(write(folder)).text
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -191,7 +178,9 @@ def test_a_large_picture_is_stored_smaller_and_a_broken_one_named(tmp_path: Path
     noise = Image.frombytes("RGB", (2400, 900), os.urandom(2400 * 900 * 3))
     noise.save(folder / "pictures" / "predictions.png")
     (folder / "pictures" / "misses.png").write_bytes(b"half a pict")
+    os.mkfifo(folder / "pictures" / "errors.png")
     page = Page(write(folder))
+    assert "errors.png: can't be shown" in page.text
     (image,) = [attributes for tag, attributes in page.elements if tag == "img"]
     assert image["src"].startswith("data:image/jpeg") and image["width"] == "1600"
     assert "misses.png: can't be shown" in page.text

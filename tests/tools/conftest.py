@@ -13,22 +13,23 @@ from tests.harness.launching import Launcher
 
 
 @pytest.fixture(scope="session")
-def shared_run(launch: Launcher, tmp_path_factory) -> Callable[[str, list], Path]:
-    """`shared_run("cls", [flags])` -> the run folder; of the processes that run tests side by side, one trains it."""
+def shared_run(launch: Launcher, tmp_path_factory) -> Callable[..., Path]:
+    """`shared_run("cls", [flags], name="cls")` -> the run folder; one of the parallel test processes trains it."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / "runs_for_tools"
     folder.mkdir(exist_ok=True)
 
-    def run(recipe: str, flags: list) -> Path:
-        with (folder / f"{recipe}.lock").open("w") as lock:
+    def run(recipe: str, flags: list, name: str = "") -> Path:
+        name = name or recipe
+        with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / f"{recipe}.done").exists():
-                words = [*flags, "--name", recipe, "--output_dir", folder]
+            if not (folder / f"{name}.done").exists():
+                words = [*flags, "--name", name, "--output_dir", folder]
                 done = launch("multi_cpu", f"recipes/{recipe}.py", *words, timeout=300)
                 assert done.returncode == 0, done.stderr
-                (folder / f"{recipe}.done").touch()
-        return folder / recipe
+                (folder / f"{name}.done").touch()
+        return folder / name
 
     return run
 
@@ -37,6 +38,13 @@ def shared_run(launch: Launcher, tmp_path_factory) -> Callable[[str, list], Path
 def trained_classifier(shared_run) -> Path:
     """The run folder of the digits preset, 5 epochs, on two processes with data workers and W&B offline: top-1 about 98 %."""
     return shared_run("cls", ["--config", "recipes/presets/digits.yaml", "--epochs", 5])
+
+
+@pytest.fixture(scope="session")
+def averaged_classifier(shared_run) -> Path:
+    """The same for 2 epochs with a moving average, whose results differ from those of the weights that it averages."""
+    words = ["--config", "recipes/presets/digits.yaml", "--epochs", 2, "--ema_decay", 0.98]
+    return shared_run("cls", words, "averaged")
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,6 @@ from tools.compare.__main__ import main
 from tools.compare.average_precision import AveragePrecision
 from tools.compare.evaluation import Predictions
 
-BEFORE = Path(__file__).parents[1] / "recipes" / "run_before" / "cls-c895d2"
-
 
 def worse(run: Path, copy: Path, noise: float) -> Path:
     """A copy of a run whose best model has other weights, another learning rate and another recipe."""
@@ -162,7 +160,6 @@ def test_a_worse_classifier_is_told_from_a_better_one(trained_classifier, tmp_pa
     assert difference["interval"][0] < difference["difference"] < difference["interval"][1] < 0
     only = difference["mcnemar"]
     assert (only["only_second"] - only["only_first"]) / 359 == pytest.approx(difference["difference"], abs=1e-12)
-    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
 
     # The predictions are kept: of the same models, nothing is evaluated again.
     monkeypatch.setattr(evaluation, "_classify", lambda *_: pytest.fail("evaluated again"))
@@ -205,11 +202,11 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
     killed.mkdir()
     for name in ("config.yaml", "metrics.jsonl", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
-    text, found = compared(capsys, trained_classifier, killed, BEFORE, "--recorded", "-o", tmp_path / "out")
+    text, found = compared(capsys, trained_classifier, killed, "--recorded", "-o", tmp_path / "out")
     assert "recipe source, cls and killed: not recorded by both" in text and "noise" not in text
-    whole, from_rows, _ = found["runs"]
+    whole, from_rows = found["runs"]
     assert whole["best"] == from_rows["best"] and whole["best"]["step"] > 0
-    assert "differences" not in found and "test_efficientnet" in text
+    assert "differences" not in found
 
 
 def test_what_can_not_be_compared_is_refused_by_name(trained_classifier, trained_detector, tmp_path, capsys) -> None:

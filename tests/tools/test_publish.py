@@ -1,5 +1,6 @@
-"""Publish writes a card whose figures are the run's and whose code runs, and pushes nothing that the run did not save."""
+"""What is published of a run is of its exported weights, as what is compared and reported, and nothing that a person wrote."""
 
+import html
 import json
 import re
 import shutil
@@ -8,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 
 from common.errors import Refused
+from common.run import report
+from common.run.past_run import PastRun
 from tests.harness.launching import inherited
+from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
-from tools.publish.card import plain
 
 
 def published(run: Path, folder: Path, *words: str) -> tuple[ModelCard, str]:
@@ -40,35 +44,78 @@ def ran(words: list, folder: Path) -> str:
     return done.stdout
 
 
+def read(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_exports(
+    averaged_classifier, trained_classifier, forks, tmp_path, capsys
+) -> None:
+    run = shutil.copytree(averaged_classifier, tmp_path / "averaged", ignore=shutil.ignore_patterns("wandb"))
+    ended = forks("--eval_only", run / "best", "--workers", 0)
+    true = json.loads(ended.stdout.splitlines()[-1])
+    raw = PastRun(run).rows[-1]["eval/top1"]
+    assert abs(true["top1"] - raw) > 0.01, "the weights have to differ to be told apart"
+
+    card, text = published(run, tmp_path / "model")
+    assert card.data.eval_results[0].metric_value == pytest.approx(true["top1"], abs=1e-12)
+    of_card = figures(text, "Result | Validation")
+    for name, key in (("top-1", "top1"), ("mean class accuracy", "mean_class_accuracy"), ("macro F1", "f1_macro")):
+        assert of_card[name] == shown(true[key])
+    assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in true["per_class"].items()}
+    assert shown(raw) not in text and "The weights are the moving average" in text
+    for results in (read(tmp_path / "model" / "results.json"), read(run / "best" / "results.json")):
+        assert (results["top1"], results["raw_top1"]) == pytest.approx((true["top1"], raw), abs=1e-12)
+        assert results["thresholds"] == true["thresholds"]
+    ended = forks("--eval_only", tmp_path / "model", "--data", "digits", "--output_dir", tmp_path, "--workers", 0)
+    assert json.loads(ended.stdout.splitlines()[-1])["top1"] == true["top1"], "what was published is as it says"
+
+    summary = read(run / "summary.json")
+    first = next(key for key in summary["best"] if key.startswith("eval/"))
+    assert (summary["exported_weights"], first) == ("ema", "eval/ema_top1")
+    assert summary["best"][first] == pytest.approx(true["top1"], abs=1e-12)
+
+    capsys.readouterr()
+    compare([str(run), str(trained_classifier), "--recorded", "-o", str(tmp_path / "out")])
+    said, found = capsys.readouterr().out, read(tmp_path / "out" / "comparison.json")["runs"][0]
+    rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", said, re.MULTILINE))
+    assert rows["top-1"] == f"{100 * true['top1']:.2f} %" and rows["top-1 (without EMA)"] == f"{100 * raw:.2f} %"
+    assert found["best"]["top1"] == pytest.approx(true["top1"], abs=1e-12)
+    lines = said[said.index("classes that changed most") :].splitlines()[2:]
+    changed = [line for line in lines if line.startswith("  ")]
+    assert changed and all(f"{100 * true['per_class'][line.split()[0]]:.2f} %" in line for line in changed)
+
+    page = re.sub("<[^>]+>", " ", html.unescape(report.write(run).read_text()))
+    page = " ".join(page[page.index("Results") :].split())
+    assert re.search(rf"^Results Of the exported weights, .*? top-1 {100 * true['top1']:.2f} %", page)
+    assert f"top-1 (without EMA) {100 * raw:.2f} %" in page
+    lowest = min(true["per_class"].values())
+    assert re.search(rf"Classes .*? \d {100 * lowest:.1f} %", page)
+
+
 def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_classifier, tmp_path) -> None:
     card, text = published(trained_classifier, tmp_path / "model", "--license", "apache-2.0")
-    results = json.loads((trained_classifier / "best" / "results.json").read_text())
+    results = read(trained_classifier / "best" / "results.json")
     assert card.data.license == "apache-2.0" and card.data.library_name == "timm"
     assert card.data.pipeline_tag == "image-classification" and card.data.metrics == ["accuracy"]
     (of_hub,) = card.data.eval_results
     assert (of_hub.metric_type, of_hub.metric_value) == ("accuracy", results["top1"])
     overall = figures(text, "Result | Validation")
-    assert overall["Top-1 accuracy"] == shown(results["top1"]) and overall["Images"] == "359" == str(results["count"])
     assert list(overall.values()) == [shown(value) for value in results.values() if not isinstance(value, dict)]
     assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in results["per_class"].items()}
     weakest = min(results["per_class"], key=results["per_class"].get)
     assert f"Weakest classes: {weakest} {shown(results['per_class'][weakest])}" in text
-    rows = [json.loads(line) for line in (trained_classifier / "metrics.jsonl").read_text().splitlines()]
-    assert f"best of {sum('eval/top1' in row for row in rows)} evaluations" in text
-    assert f"step {json.loads((trained_classifier / 'best' / 'run.json').read_text())['step']:,}" in text
+    rows = PastRun(trained_classifier).rows
+    assert f"best of {sum('eval/top1' in row for row in rows)} evaluations (top-1)" in text
+    assert f"step {read(trained_classifier / 'best' / 'run.json')['step']:,})" in text
     settings = figures(text, "flag | value")
     assert settings["`--global_batch_size`"] == "64" and settings["`--model`"] == r"test\_resnet"
-    assert "| layout | 2 processes on 1 node" in text and "1,438 + 359 images of 10 classes" in text
-
-    files = {path.name for path in (tmp_path / "model").iterdir()}
-    assert files == {path.name for path in (trained_classifier / "best").iterdir()} | {"README.md", "pictures"}
+    assert "| layout | 2 processes on 1 node" in text and "1,438 training and 359 validation images" in text
     for name in re.findall(r"!\[.*?\]\((.*?)\)", text):
         Image.open(tmp_path / "model" / name).verify()
-    assert str(trained_classifier.parent) not in text + (tmp_path / "model" / "run.json").read_text()
 
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     Image.new("RGB", (50, 40), "white").save(tmp_path / "photo.jpg")
-    assert "hf-hub:someone/digits" in code
     output = ran([sys.executable, "-c", code.replace("hf-hub:someone/digits", f"local-dir:{tmp_path}/model")], tmp_path)
     scores = [line.split() for line in output.splitlines()]
     assert len(scores) == 5 and {name for name, _ in scores} <= set("0123456789") and float(scores[0][1]) > 0.1
@@ -77,7 +124,7 @@ def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_cla
 def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detector, tmp_path, capsys) -> None:
     card, text = published(trained_detector, tmp_path / "model")
     assert "no --license is given" in capsys.readouterr().err and "License: none was given" in text
-    results = json.loads((trained_detector / "best" / "results.json").read_text())
+    results = read(trained_detector / "best" / "results.json")
     assert card.data.license is None and card.data.pipeline_tag == "object-detection"
     assert card.data.eval_results[0].metric_value == results["AP"]
     assert figures(text, "Result | Validation")["AP50"] == shown(results["AP50"])
@@ -87,12 +134,43 @@ def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detec
     ran([sys.executable, f"model/{command}", "model", "photo.jpg"], tmp_path)
 
 
+SECRET = "Alice Smith"
+PLACES = (
+    "/x/Alice Smith, private/flowers/",
+    "file:///home/Alice Smith/a",
+    "../Alice Smith/..",
+    "~/Alice Smith's",
+    SECRET,
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier, tmp_path, place: str) -> None:
+    """A run that a person started with such flags: its files have them in every place where a run writes them."""
+    run = shutil.copytree(trained_classifier, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "wandb"))
+    names = "data model class_weights image_column label_column eval_only init notes own"
+    flags = dict.fromkeys(names.split(), place)
+    of_run, facts = read(run / "best/run.json"), read(run / "environment.json")
+    (run / "best/run.json").write_text(json.dumps(of_run | {"config": of_run["config"] | flags, "notes": place}))
+    facts |= {"command": f"recipes/cls.py --data {place}", "recipe": place}
+    (run / "environment.json").write_text(json.dumps(facts))
+    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
+    (run / "log.txt").write_text((run / "log.txt").read_text().replace("digits", place).replace("test_resnet", place))
+    for file in (run / "best/notes.txt", run / "pictures/Alice Smith.png"):
+        file.write_text(place)
+    published(run, tmp_path / "model")
+    for file in (tmp_path / "model").rglob("*"):
+        assert SECRET not in str(file) and (file.is_dir() or SECRET.encode() not in file.read_bytes()), file
+    settings = read(tmp_path / "model/run.json")["config"]
+    assert settings["model"] == "test_resnet" and settings["lr"] == of_run["config"]["lr"], "it can be evaluated"
+
+
 def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classifier, tmp_path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "<i>a|*b*"
     shutil.copytree(trained_classifier, run, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
-    odd, best = "a|b <i>*_`\n", run / "best"
+    odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
     for name in ("config.json", "results.json"):
-        content = json.loads((best / name).read_text())
+        content = read(best / name)
         if name == "config.json":
             content["label_names"][3] = odd
         else:
@@ -101,15 +179,9 @@ def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classi
         (best / name).write_text(json.dumps(content))
     (run / "status.json").write_text(json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""}))
     _, text = published(run, tmp_path / "model")
-    assert r"| a\|b \<i\>\*\_\`\\n |" in text and "\n| 4 | - |" in text
+    assert r"| a\|b \<i\>\*\_\`\\n\[x\]\(https\://x\) |" in text and "\n| 4 | - |" in text
+    assert odd not in text and r"(run \<i\>a\|\*b\*, step" in text
     assert "The run was not finished (resumable)" in text and "do not show them: 4." in text
-
-
-def test_folders_of_a_person_are_not_published() -> None:
-    assert plain("recipes/cls.py --data /home/jo/flowers --config recipes/presets/digits.yaml") == (
-        "recipes/cls.py --data flowers --config recipes/presets/digits.yaml"
-    )
-    assert plain("'/home/jo/a b/x' ~/data/y.csv 3/4 a/b hf-hub:o/n /tmp") == "'a b/x' y.csv 3/4 a/b hf-hub:o/n /tmp"
 
 
 def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:
@@ -128,11 +200,12 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
     assert refused(trained_classifier, "--dry_run", "/dev/null/x").startswith("--dry_run /dev/null/x: ")
     run = tmp_path / "run"
     shutil.copytree(trained_classifier, run)
-    weights = run / "best" / "model.safetensors"
+    weights, results = run / "best" / "model.safetensors", run / "best" / "results.json"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert "is not what the run saved" in refused(run, *new)
-    (run / "summary.json").unlink()
-    assert "not a whole run folder" in refused(run, *new)
+    for content in ("[" * 200_000, '{"top1": ' + "[" * 200_000, "7"):
+        results.write_text(content)
+        assert "not a whole run folder" in refused(run, *new)
     shutil.rmtree(run / "best")
     assert "has no best/" in refused(run, *new)
     assert not (tmp_path / "new").exists()

@@ -17,7 +17,7 @@ from wandb.sdk.launch.sweeps import utils as wandb_sweeps
 from common.errors import Refused
 from tests.harness.launching import ROOT, inherited
 from tests.harness.waiting import Limit
-from tools.sweep.sweep_file import read
+from tools.sweep import command_of, evaluations, read
 
 # Stands for a recipe: evaluates at steps 1 to 6 with its rate as result, saves each step, and waits at step 3 if told to.
 RECIPE = """
@@ -69,7 +69,7 @@ def sweep(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
     def start(name: str, *words: object) -> subprocess.Popen:
-        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--hold", tmp_path / "hold", *words]
+        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--sweep_seed", 1, "--hold", tmp_path / "hold", *words]
         command = [sys.executable, "-m", "tools.sweep", tmp_path / "mine.yaml", *own]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([*map(str, command)], cwd=ROOT, env=inherited(), **pipes)
@@ -150,10 +150,15 @@ def test_what_cannot_be_searched_is_refused_in_one_line(sweep, tmp_path: Path) -
     file.write_text("a: [")
     with pytest.raises(Refused, match="can't be read"):
         read(file)
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text('{"step": 1, "eval/ema_top1": 0.1, "eval/top1": 0.9}\n')
+    assert [*evaluations(rows, "eval/ema_top1")] == [(1, 0.1)]
+    with pytest.raises(Refused, match="the average is exported; search for eval/ema_top1"):
+        [*evaluations(rows, "eval/top1")]
 
 
 def test_without_optuna_the_way_out_is_named() -> None:
-    text = "import sys; sys.modules['optuna'] = None; from tools.sweep.__main__ import main; main(['a.yaml'])"
+    text = "import sys; sys.modules['optuna'] = None; from tools.sweep import main; main(['a.yaml'])"
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, env=inherited(), capture_output=True, text=True)
     assert done.stderr.endswith("Refused: tools.sweep needs Optuna: pip install optuna\n")
 
@@ -173,9 +178,9 @@ def rendered(path: Path, values: dict) -> list[str]:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_sweep_of_the_presets_runs_on_two_ranks_as_wandb_starts_it(path: Path, tmp_path: Path) -> None:
     file = read(path)
-    values = {name: of.values[0] if of.values else of.low for name, of in file.parameters.items()}
+    values = {name: of.choices[0] if hasattr(of, "choices") else of.low for name, of in file["parameters"].items()}
     command = rendered(path, values)
-    ours = file.command(values, None)
+    ours = command_of(file, values)
     assert ours[0] == sys.executable and ours[ours.index("launch") :] == command[command.index("launch") :]
     few = "--max_steps 1 --workers 1 --tracker none --name run --output_dir".split()
     environment = inherited() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -184,7 +189,7 @@ def test_a_sweep_of_the_presets_runs_on_two_ranks_as_wandb_starts_it(path: Path,
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert {name: config[name] for name in values} == values
     (row,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    assert file.metric in row
+    assert file["metric"]["name"] in row
     assert json.loads((tmp_path / "run/environment.json").read_text())["world_size"] == 2
     assert "tools.sweep" in path.read_text() and "wandb sweep" in path.read_text()
 

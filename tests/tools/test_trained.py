@@ -5,34 +5,45 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from common.distributed import launch as launching
+from common.detection.weights import sources
 from common.errors import Refused
-from common.run import eval_only
 from tools.trained import load
 
 
-@pytest.mark.parametrize("named", ["", "best"])
-def test_a_run_folder_and_its_best_are_the_model_with_the_recorded_results(trained_classifier, named) -> None:
-    trained = load(str(trained_classifier / named), ["--workers", "0"], reads_data=True)
-    assert not trained.is_detector and trained.classes == tuple("0123456789")
-    assert trained.recipe.__file__ == str(trained_classifier / "source" / "cls.py")
-    accelerator = launching.start(trained.config)
-    val, *_ = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
-    parts = trained.build(val, accelerator.device)
-    hits = torch.cat(
-        [
-            logits.argmax(1) == batch.labels
-            for batch, logits in trained.recipe.predict(*parts[::2], accelerator, parts[1])
-        ]
-    )
-    recorded = json.loads((trained_classifier / "best" / "results.json").read_text())
-    assert hits.double().mean().item() == pytest.approx(recorded["top1"], abs=1e-12)
-
-
-def test_a_detector_is_known_as_one(trained_detector) -> None:
+def test_a_run_folder_and_its_best_are_built_by_the_recipe_that_the_run_keeps(
+    trained_classifier, trained_detector
+) -> None:
+    for named in ("", "best"):
+        trained = load(str(trained_classifier / named), ["--workers", "0"], reads_data=True)
+        assert not trained.is_detector and trained.classes == tuple("0123456789")
+        assert trained.recipe.__file__ == str(trained_classifier / "source" / "cls.py")
     trained = load(str(trained_detector))
     assert trained.is_detector and trained.config.detector == "fcos"
+
+
+def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
+    of_run, of_best = (sources.read(str(path)) for path in (trained_detector, trained_detector / "best"))
+    assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
+
+
+@pytest.mark.parametrize("recipe", ["cls", "det"])
+def test_weights_that_are_no_numbers_are_refused_by_name(request, recipe, forks, tmp_path) -> None:
+    run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
+    best = shutil.copytree(run / "best", tmp_path / "best")
+    tensors = load_file(best / "model.safetensors")
+    name = next(name for name in tensors if tensors[name].ndim == 4)
+    for changed, said in (
+        (tensors[name].to(torch.int8), "int8" if recipe == "cls" else "another detector: 1 tensors differ"),
+        (tensors[name] > 0, "bool" if recipe == "cls" else "another detector: 1 tensors differ"),
+        (tensors[name] / 0, "has numbers that are not finite"),
+        (tensors[name][:1], "with the weights in this folder" if recipe == "cls" else "another detector: 1 tensors"),
+    ):
+        save_file(tensors | {name: changed}, best / "model.safetensors", {"format": "pt"})
+        ended = forks("--eval_only", best, "--workers", 0, "--output_dir", tmp_path, "--data", "digits", recipe=recipe)
+        assert (ended.code, ended.stderr.count("\n")) == (2, 1) and said in ended.stderr, ended
+        assert name in ended.stderr and "hub" not in ended.stderr
 
 
 def test_a_copied_best_is_built_by_the_recipe_of_the_repository(trained_classifier, tmp_path) -> None:

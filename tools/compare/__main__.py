@@ -3,13 +3,12 @@
     python -m tools.compare runs/a runs/b -o comparison
 
 Each run is compared with the first. Their best models are evaluated on the same validation images, which must be the same for
-all, and the images are resampled (paired bootstrap). FOLDER gets curves.png, comparison.json and the predictions, which the
-next comparison there reads. Flags that are not listed are the recipe's, for all models: --data FOLDER, --workers 4. On several
+all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json and the predictions, which the next
+comparison there reads. Flags that are not listed are the recipe's, for all models: --data FOLDER, --workers 4. On several
 devices: accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words, flags = arguments().parse_known_args(argv)
     from common.distributed import launch
     from common.distributed.collectives import is_main
+    from common.durable import make_folder
+    from common.run.folder import write_json
     from common.run.past_run import PastRun
-    from tools.compare import curves, evaluation, tables
+    from tools.compare import evaluation, tables
 
     if len(words.run) < 2:
         raise Refused(f"{words.run[0]}: name at least two runs to compare")
@@ -53,12 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines += more
     if words.output:
         with evaluation.writing(words.output):
-            from common.durable import make_folder, replace_file
-
             make_folder(words.output)
-            curves.draw(runs, words.output / "curves.png")
-            replace_file(words.output / "comparison.json", (json.dumps(found, indent=2) + "\n").encode())
-        lines += ["", f"written: {words.output / 'curves.png'}, {words.output / 'comparison.json'}"]
+            write_json(words.output / "comparison.json", found)
+        lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
         launch.say(line)
 

@@ -8,6 +8,7 @@ Source of the metric: Lin et al., "Microsoft COCO", 2014.
 from dataclasses import dataclass
 
 import numpy as np
+from faster_coco_eval import mask
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
@@ -103,14 +104,12 @@ def _firsts(images: np.ndarray) -> np.ndarray:
 
 
 def _overlaps(found: np.ndarray, true: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """float64[n, m]: intersection over union; for crowd regions over the detection alone. As COCO computes from x, y, w, h."""
-    found, true = found.astype(np.float64), true.astype(np.float64)
-    sizes, true_sizes = found[:, 2:] - found[:, :2], true[:, 2:] - true[:, :2]
-    ends = np.minimum((found[:, :2] + sizes)[:, None], true[:, :2] + true_sizes)
-    shared = np.clip(ends - np.maximum(found[:, None, :2], true[:, :2]), 0, None).prod(2)
-    areas = sizes.prod(1)[:, None]
-    union = np.where(crowd, areas, areas + true_sizes.prod(1) - shared)
-    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    """float64[n, m]: COCO's intersection over union; for crowd regions over the detection alone."""
+    found, true = (
+        np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1)
+        for boxes in (found.astype(np.float64), true.astype(np.float64))
+    )
+    return np.asarray(mask.iou(found, true, crowd.astype(np.uint8)))
 
 
 def _match(overlaps: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

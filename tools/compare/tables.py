@@ -42,7 +42,8 @@ def source_difference(first: PastRun, other: PastRun) -> list[str] | None:
 def results(runs: Sequence[PastRun]) -> list[Row]:
     """The results of the best models, with their steps, and the leading result of the last evaluations."""
     best = [run.evaluation("best") for run in runs]
-    keys = dict.fromkeys(key for of_run in best for key in of_run if "AP_class/" not in key)
+    every = [key for of_run in best for key in of_run if "AP_class/" not in key]
+    keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))  # of the exported weights first
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
     rows += [(display_name(key), [in_words(of_run.get(key), "loss" not in key) for of_run in best]) for key in keys]
     last = [(run.evaluation("last").get(run.leading), run.step_of("last")) for run in runs]

@@ -21,6 +21,7 @@ from common.data.images import BrokenImage
 from common.data.loader import Movable, evaluation_loader
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
+from common.files import as_json
 from tools.export import formats, verify
 from tools.export.verify import Session
 
@@ -167,7 +168,7 @@ def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
         "vectors": [vector.name for vector in verdict.vectors],
         "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(draft.iterdir())},
     }
-    (draft / "export.json").write_text(json.dumps(about, indent=2) + "\n")
+    (draft / "export.json").write_text(json.dumps(as_json(about), indent=2) + "\n")
     shutil.copyfile(verify.__file__, draft / "verify.py")
     if fault := verify.verify(draft):
         raise Refused(f"--to {name}: its own test vectors differ: {fault}; nothing was written")

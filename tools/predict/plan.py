@@ -11,15 +11,12 @@ from common.config.origin import places_of, some
 from common.durable import make_folder
 from common.errors import Refused
 from common.files import MEDIUM, read_text
+from common.run.progress import of_exported
 from tools.predict.images import sizes_of
 from tools.predict.listing import listing
 from tools.trained import Trained
 
 OF_BOXES, OF_LABELS = 0.3, 0.5  # if an evaluation has chosen none; 0.5 is what a multi-label evaluation counts with
-_KEYS = (
-    "ema_thresholds",
-    "thresholds",
-)  # in results.json of best/, {class: value}; best/ has the moving average if there is one
 _MOST = 2**31  # bytes of an annotation file
 
 
@@ -83,10 +80,9 @@ def _read(file: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        results = json.loads(read_text(file, MEDIUM))
-        content: dict = next((results[key] for key in _KEYS if results.get(key)), {})
+        content: dict = of_exported(json.loads(read_text(file, MEDIUM))).get("thresholds") or {}
         return {str(name): float(value) for name, value in content.items() if value is not None}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
 
 
@@ -100,7 +96,7 @@ def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[lis
         content = json.loads(read_text(file, _MOST))
         numbers = {str(image["file_name"]): int(image["id"]) for image in content["images"]}
         categories = {str(category["name"]): int(category["id"]) for category in content["categories"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"--images_of {file}: not COCO's annotations ({reason:.200}); name an instances.json") from None
     ids = []

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import csv_cell
+
 _SIDES = ("left", "top", "right", "bottom")
 
 
@@ -106,7 +108,7 @@ class CsvLines:
             values = {"file": file, "error": row.get("error", "")} | one
             values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
             values |= {"mask": _json(one["mask"])} if "mask" in one else {}
-            writer.writerow(values)
+            writer.writerow({key: csv_cell(value) for key, value in values.items()})
         return text.getvalue()
 
 

@@ -3,43 +3,35 @@
     python -m tools.publish runs/cls-d55fba --to owner/name --license apache-2.0 --private
     python -m tools.publish runs/cls-d55fba --to owner/name --dry_run FOLDER
 
-The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Folders before the
-names of files are left out of everything that is published. --dry_run writes the folder and pushes nothing.
+The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Published are
+numbers, switches, choices, names of classes and the run's name; no paths, notes or commands. --dry_run writes the folder, and
+pushes nothing.
 """
 
 import argparse
-import json
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.config.origin import RUN_FILE
 from common.durable import replace_folder, sync_folder
 from common.errors import Refused
-from tools.command_line import parser_of
-from tools.publish.card import DETECT, card, detect_script, plain
-from tools.publish.run import Finished, read
+from tools.command_line import parser_of, run
+
+if TYPE_CHECKING:
+    from tools.publish.card import Published
 
 
-def write(run: Finished, text: str, folder: Path) -> None:
-    """Write what is published: best/, the card, the pictures and, for a detector of torchvision, the script that loads it."""
-    shutil.copytree(run.folder / "best", folder, dirs_exist_ok=True)
-    of_run = json.loads((folder / RUN_FILE).read_text())
-    of_run["config"] = {
-        name: plain(value) if isinstance(value, str) else value for name, value in of_run["config"].items()
-    }
-    (folder / RUN_FILE).write_text(json.dumps(of_run, indent=2) + "\n")
-    if (run.folder / "pictures").is_dir():
-        shutil.copytree(
-            run.folder / "pictures",
-            folder / "pictures",
-            ignore=lambda _, names: [n for n in names if not n.endswith(".png")],
-        )
-    if script := detect_script(run):
-        (folder / DETECT).write_text(script)
-    (folder / "README.md").write_text(text)
+def write(published: "Published", card: str, folder: Path) -> None:
+    """Write what is published: the weights and what describes them, the card, the pictures."""
+    for name, content in (published.files() | {"README.md": card.encode()}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_bytes(content)
 
 
 def push(folder: Path, to: str, private: bool, step: int) -> str:
@@ -67,6 +59,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--license", default="", help="such as apache-2.0; without one the card says that there is none"
     )
+    parser.add_argument(
+        "--dataset", default="", metavar="NAME", help="what the card calls the data; else it names none"
+    )
     parser.add_argument("--private", action="store_true", help="a new model on the hub is only yours to see")
     parser.add_argument("--dry_run", type=Path, metavar="FOLDER", help="write this new folder, and push nothing")
     return parser
@@ -76,8 +71,10 @@ def main(argv: list[str] | None = None) -> None:
     words = arguments().parse_args(argv)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", words.to, re.ASCII):
         raise Refused(f"--to {words.to}: must be OWNER/NAME, of letters, digits, -, _ and .")
-    run = read(words.run)
-    text = card(run, words.to, words.license)
+    from tools.publish.card import Published  # takes seconds, which --help need not
+
+    published = Published(words.run)
+    card = published.card(words.to, words.license, words.dataset)
     if not words.license:
         print("no --license is given: the card says so", file=sys.stderr)
     if words.dry_run:
@@ -87,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         draft = final.with_name(f".{final.name}.tmp")
         try:
             shutil.rmtree(draft, ignore_errors=True)  # what a process that was killed has left
-            write(run, text, draft)
+            write(published, card, draft)
             sync_folder(draft)
             replace_folder(final, draft)
         except OSError as error:
@@ -96,13 +93,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
         return
     with tempfile.TemporaryDirectory() as folder:
-        write(run, text, Path(folder))
-        print(push(Path(folder), words.to, words.private, run.step))
+        write(published, card, Path(folder))
+        print(push(Path(folder), words.to, words.private, published.step))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Refused as error:
-        print(f"publish: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

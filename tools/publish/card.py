@@ -1,187 +1,201 @@
-"""The model card: README.md with the hub's metadata first. All figures are those of the run folder."""
+"""What is published of a run: the model card, and the files beside the weights.
 
+It is built from the fields that are named here: numbers, switches, choices, and names that a recipe has checked against a list.
+A path, a note or a command can't be in one of them, so none of these is published. Names of classes and of the run are.
+"""
+
+import json
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from common.errors import printable
-from tools.publish.run import METRICS, Finished
-
-DETECTORS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "detectors.md"
-DETECT = "detect.py"  # what the script of that page is called in a published folder
-WEAKEST = 3  # classes that the limits name
-_TASKS = {"cls": "image-classification", "det": "object-detection"}
-_NAMES = {"top1": "Top-1 accuracy", "top5": "Top-5 accuracy", "mean_class_accuracy": "Mean class accuracy"}
-_NAMES |= {
-    "f1_macro": "Macro F1",
-    "f1": "F1",
-    "exact_match": "Exact match",
-    "loss": "Loss",
-    "count": "Images",
-    "broken": "Images that could not be read",
-}
-# Rows of the start table that the card repeats; the others are about the machine or stand in the configuration.
-_OF_DATA = (
-    "data",
-    "images a class",
-    "boxes a class",
-    "trained on",
-    "evaluated",
-    "not evaluated",
-    "train notes",
-    "val notes",
-)
-_OF_TRAINING = ("model", "begins with", "input", "batch norm", "layout", "batch", "learning rate", "length")
-
-
-def card(run: Finished, to: str, license_: str) -> str:
-    """The text of README.md, with the hub's metadata first."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    task, metric = _TASKS["det" if run.is_detector else "cls"], METRICS[run.leading]
-    data = plain(str(run.config["data"]))
-    tags = [task, "vision-recipes", *(["instance-segmentation"] if run.config.get("detector") == "mask_rcnn" else [])]
-    value = run.results[run.leading]
-    results = [EvalResult(task, data, data, metric, value, dataset_split="validation")] if value is not None else None
-    metadata = ModelCardData(
-        license=license_ or None,
-        library_name=run.library,
-        pipeline_tag=task,
-        tags=tags,
-        metrics=[metric],
-        model_name=to.split("/")[1],
-        eval_results=results,
-    )
-    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {to.split('/')[1]}", _what(run, license_)]
-    parts += ["## Use", _use(run, to), "## Results", *_results(run), "## Data", _table(run, _OF_DATA), _classes(run)]
-    parts += ["## Training", *_training(run), "## Limits", _limits(run)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _what(run: Finished, license_: str) -> str:
-    model, by = run.config["model"], f"run {run.folder.resolve().name}, step {run.step:,}"
-    kind = f"{run.config['detector']} detector on {model}" if run.is_detector else f"{model} image classifier"
-    lines = [f"A {plain(kind)} of {len(run.classes):,} classes, trained with vision-recipes ({by})."]
-    if run.status != "finished":
-        lines.append(f"The run was not finished ({run.status}) when this was written.")
-    none = "**License: none was given.** Without one, nobody else may use the model."
-    return " ".join([*lines, f"License: {license_}." if license_ else none])
-
-
-def _use(run: Finished, to: str) -> str:
-    if run.library == "timm":
-        scores = "sigmoid()" if run.leading == "f1" else "softmax(1)"
-        return f"""```python
 import timm
-import torch
-from PIL import Image
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-model = timm.create_model("hf-hub:{to}", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-with torch.no_grad():
-    scores = model(transform(Image.open("photo.jpg").convert("RGB"))[None]).{scores}[0]
-for score, place in zip(*scores.topk(min(5, len(scores)))):
-    print(model.pretrained_cfg["label_names"][place], f"{{score:.4f}}")
-```"""
-    if run.library == "transformers":
-        return f"""```python
-from transformers import pipeline
+from common.checkpoints.store import Damaged, compare
+from common.config.origin import RUN_FILE, read_origin
+from common.detection.models.detr_architectures import ARCHITECTURES
+from common.errors import Refused, printable
+from common.files import MEDIUM, check_regular, read_text
+from common.run.past_run import LEADING, PastRun
+from common.run.progress import display_name, of_exported
 
-for found in pipeline("object-detection", "{to}", threshold=0.3)("photo.jpg"):
-    print(found["label"], f"{{found['score']:.4f}}", found["box"])
-```"""
-    if detect_script(run):
-        return f"""```bash
-hf download {to} --local-dir model
-python model/{DETECT} model photo.jpg  # needs torch, torchvision, timm and safetensors
-```"""
-    return "`model.safetensors` is the state dict. Load it with vision-recipes: `--eval_only FOLDER`."
+DETECT = "detect.py"  # what the script of docs/detectors.md is called in a published folder
+_DETECTORS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "detectors.md"
+_TASKS = {"cls": "image-classification", "det": "object-detection"}
+_METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
+_WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
+# Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
+_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode decode loss sampling batch_norm detector variant opt augment
+    step_epochs freeze_stages unfreeze_epochs image_sizes levels short_sides scale_jitter""".split()
+_PICTURES = """confusion reliability mistakes predictions precision_recall misses errors confidence objects""".split()
 
 
-def detect_script(run: Finished) -> str:
-    """The script that loads the detector with torchvision; "" if none does."""
-    if run.library != "torchvision" or run.content.get("backbone") is None:
-        return ""
-    (script,) = re.findall(r"^```python\n(.*?)^```$", DETECTORS_PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return script
+class Published:
+    """The best model of a run as it is published. Raises `Refused` for a folder that is no run, or has no whole best model."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.best = folder, folder / "best"
+        if not (folder / "config.yaml").is_file():
+            raise Refused(f"{folder}: no run folder, it has no config.yaml; name runs/NAME, not its best/")
+        if not (self.best / "results.json").is_file():
+            raise Refused(f"{folder}: has no best/, which comes with the first checkpoint after an evaluation")
+        try:
+            check_regular(folder)
+            self.content, results, of_run = (
+                _read(self.best / name) for name in ("config.json", "results.json", RUN_FILE)
+            )
+            self.results = of_exported(results)
+            if newest := max((folder / "checkpoints").glob("step_*/record.json"), default=None):
+                compare(self.best, _read(newest)["best"]["files"], besides=frozenset(os.listdir(self.best)))
+            self.leading = next(name for name in LEADING if name in self.results)
+            self.step, self.run, self.config = int(of_run["step"]), PastRun(folder), of_run["config"]
+            self.of_run = {key: of_run[key] for key in ("name", "recipe", "step", "commit")}
+            self.of_run["config"] = self._settings()
+            self.classes = read_origin(str(self.best)).classes
+        except Damaged as error:
+            raise Refused(
+                f"{self.best}: is not what the run saved ({error}); start the run again, which mends it"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise Refused(f"{folder}: not a whole run folder ({reason:.200}); copy it again") from None
 
-def _results(run: Finished) -> list[str]:
-    overall = {name: value for name, value in run.results.items() if isinstance(value, int | float) and "/" not in name}
-    rows = [f"| {_NAMES.get(name, name)} | {_figure(value)} |" for name, value in overall.items()]
-    per_class = run.results.get("per_class") or {}
-    lines = ["\n".join(["| Result | Validation |", "| --- | --- |", *rows])]
-    if per_class:
-        what = "AP" if run.is_detector else "F1" if run.leading == "f1" else "Accuracy"
-        rows = [f"| {_cell(name)} | {_figure(value)} |" for name, value in per_class.items()]
-        lines.append("\n".join([f"| Class | {what} |", "| --- | --- |", *rows]))
-    shown = [path.name for path in sorted((run.folder / "pictures").glob("*.png"))]
-    return lines + [f"![{name.removesuffix('.png')}](pictures/{name})" for name in shown]
+    @property
+    def is_detector(self) -> bool:
+        return self.leading == "AP"
 
+    @property
+    def library(self) -> str:
+        if "module" in self.content:  # a person's own module, whose class is in the recipe
+            return "pytorch"
+        return "timm" if not self.is_detector else "torchvision" if "family" in self.content else "transformers"
 
-def _classes(run: Finished) -> str:
-    return f"Classes, by id from 0: {', '.join(map(_cell, run.classes))}."
+    @property
+    def pictures(self) -> list[str]:
+        return [name for name in _PICTURES if (self.folder / "pictures" / f"{name}.png").is_file()]
 
+    def files(self) -> dict[str, bytes | Path]:
+        """The files beside the card: their content, or where it is."""
+        found: dict[str, bytes | Path] = {name: self.best / name for name in _WEIGHTS if (self.best / name).is_file()}
+        found |= {f"pictures/{name}.png": self.folder / "pictures" / f"{name}.png" for name in self.pictures}
+        content = {key: value for key, value in self.content.items() if key != "_name_or_path"}  # of transformers
+        documents = {"config.json": content, "results.json": self.results, RUN_FILE: self.of_run}
+        found |= {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in documents.items()}
+        return found | ({DETECT: script.encode()} if (script := self._script()) else {})
 
-def _training(run: Finished) -> list[str]:
-    facts = {name: run.start[name] for name in _OF_TRAINING if name in run.start}
-    facts |= {"time": f"{run.summary['train_seconds']:,} s of training, {run.summary['images_per_second']} images/s"}
-    facts |= {"devices": ", ".join(dict.fromkeys(rank.split(" on ")[0] for rank in run.environment["ranks"]))}
-    facts |= {"commit": str(run.environment["commit"]), "python": run.environment["python"]}
-    facts |= {"versions": ", ".join(f"{name} {version}" for name, version in run.environment["packages"].items())}
-    settings = "\n".join(f"| `--{name}` | {_cell(plain(str(value)))} |" for name, value in run.config.items())
-    return [
-        f"```bash\n{plain(run.environment['command'])}\n```",
-        "\n".join(
-            ["| | |", "| --- | --- |", *(f"| {name} | {_cell(plain(value))} |" for name, value in facts.items())]
-        ),
-        f"<details><summary>All settings</summary>\n\n| flag | value |\n| --- | --- |\n{settings}\n\n</details>",
-    ]
-
-
-def _limits(run: Finished) -> str:
-    per_class = {name: value for name, value in (run.results.get("per_class") or {}).items() if value is not None}
-    weakest = sorted(per_class, key=lambda name: per_class[name])[:WEAKEST]
-    unmeasured = [name for name, value in (run.results.get("per_class") or {}).items() if value is None]
-    name = _NAMES.get(run.leading, run.leading)
-    part = f" ({_cell(plain(run.start['evaluated']))})" if "evaluated" in run.start else ""
-    lines = [
-        f"- Measured on {run.results['count']:,} images{part}, and on nothing else. Expect less on other cameras, places "
-        "and times.",
-        f"- Chosen as the best of {run.evaluations} evaluations ({name}) on these same images, so the figures are a little "
-        "high.",
-    ]
-    if weakest:
-        lines.append(
-            f"- Weakest classes: {', '.join(f'{_cell(name)} {_figure(per_class[name])}' for name in weakest)}."
+    def card(self, to: str, license_: str, dataset: str) -> str:
+        """The text of README.md, with the hub's metadata first."""
+        task, value, title = _TASKS["det" if self.is_detector else "cls"], self.results[self.leading], to.split("/")[1]
+        dataset = dataset or ("digits" if self.config.get("data") == "digits" else "not named")
+        metric = _METRICS[self.leading]
+        has_masks = self.config.get("detector") == "mask_rcnn"
+        data = ModelCardData(
+            license=license_ or None,
+            library_name=self.library,
+            pipeline_tag=task,
+            tags=[task, "vision-recipes", *(["instance-segmentation"] if has_masks else [])],
+            metrics=[metric],
+            model_name=title,
+            eval_results=None
+            if value is None
+            else [EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")],
         )
-    if unmeasured:
-        lines.append(
-            f"- Not measured, since the validation images do not show them: {', '.join(map(_cell, unmeasured))}."
+        per_class, rows = self.results.get("per_class") or {}, self.run.rows
+        known = sorted((name for name in per_class if per_class[name] is not None), key=lambda name: per_class[name])
+        model = self.of_run["config"].get("model", "")
+        kind = f"{self.config['detector']} detector" if self.is_detector else f"{model} image classifier"
+        shown = [(display_name(key), _figure(found)) for key, found in self.results.items() if _is_result(key, found)]
+        card = ModelCard.from_template(
+            data,
+            template_path=str(Path(__file__).with_name("card.jinja")),
+            title=cell(title),
+            to=to,
+            kind=kind.strip(),
+            license=cell(license_),
+            library=self.library,
+            script=DETECT if self._script() else "",
+            scores="sigmoid()" if self.leading == "f1" else "softmax(1)",
+            run=cell(self.run.name),
+            step=f"{self.step:,}",
+            status=cell(str(self.run.status.get("status"))),
+            averaged=any(key.startswith("raw_") for key in self.results),
+            results=shown,
+            per_class_name="AP" if self.is_detector else "F1" if self.leading == "f1" else "Accuracy",
+            per_class=[(cell(name), _figure(found)) for name, found in per_class.items()],
+            pictures=self.pictures,
+            data=f"Data set: {cell(dataset)}; {self._counts()}",
+            classes=[*map(cell, self.classes)],
+            training=self._training(),
+            settings=[(name, cell(str(found))) for name, found in self.of_run["config"].items()],
+            images=f"{self.results['count']:,}",
+            broken=self.results.get("broken"),
+            evaluations=sum(f"{self.run.part}{self.leading}" in row for row in rows),
+            leading=display_name(self.leading),
+            weakest=[f"{cell(name)} {_figure(per_class[name])}" for name in known[:3]],
+            unmeasured=[cell(name) for name, found in per_class.items() if found is None],
+            began="other weights (--init)" if self.config.get("init") else self._pretrained(model),
         )
-    if run.results.get("broken"):
-        lines.append(f"- {run.results['broken']:,} validation images could not be read, and count as wrong.")
-    began = plain(
-        str(run.config.get("init") or (run.config["model"] if run.config.get("pretrained") == "true" else ""))
-    )
-    if began:
-        lines.append(f"- Began with the weights of {_cell(began)}, whose license and limits hold here, too.")
-    return "\n".join(lines)
+        return card.content
+
+    def _settings(self) -> dict[str, Any]:
+        """The flags that define the run, as far as their values can't name a file or a person."""
+        settings = {key: value for key, value in self.config.items() if key in _CHOICES or not isinstance(value, str)}
+        settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
+        name = self.content.get("architecture") or self.config.get("model", "")
+        name = self.content["model"] if "family" in self.content else name
+        settings["data"] = "digits" if self.config.get("data") == "digits" else ""  # "": an evaluation has to name them
+        return settings | ({"model": name} if timm.is_model(name) or name in ARCHITECTURES else {})
+
+    def _pretrained(self, model: str) -> str:
+        return f"the published weights of {cell(model) or 'its model'}" if self.config.get("pretrained") else ""
+
+    def _counts(self) -> str:
+        """Images of the parts, from the start table: numbers only, since the rest of the row names the data."""
+        row = self.run.starts[-1].table.get("data", "") if self.run.starts else ""
+        found = re.findall(r"([\d,]+) \+ ([\d,]+) ", row)
+        return f"{found[-1][0]} training and {found[-1][1]} validation images" if found else "its size is not recorded"
+
+    def _training(self) -> list[tuple[str, str]]:
+        summary, facts = self.run.summary, self.run.environment
+        seconds, world = float(summary["train_seconds"]), int(facts["world_size"])
+        packages: Mapping = facts["packages"]
+        rows = {
+            "length": f"{int(summary['step']):,} steps, {float(summary['epoch']):.1f} epochs",
+            "time": f"{seconds:,.0f} s of training, {float(summary['images_per_second'] or 0):,.0f} images/s",
+            "layout": f"{world} process{'es' * (world > 1)} on {world // int(facts['local_world_size'])} node(s)",
+            "devices": ", ".join(dict.fromkeys(rank.split(" on ")[0] for rank in facts["ranks"])),
+            "precision": facts["precision"],
+            "commit": facts["commit"],
+            "versions": ", ".join(f"{name} {packages[name]}" for name in packages),
+        }
+        return [(name, cell(str(value))) for name, value in rows.items()]
+
+    def _script(self) -> str:
+        """The script that loads the detector with torchvision; "" if none does."""
+        if self.library != "torchvision" or self.content.get("backbone") is None:
+            return ""
+        (script,) = re.findall(r"^```python\n(.*?)^```$", _DETECTORS_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        return script
 
 
-def _table(run: Finished, names: tuple[str, ...]) -> str:
-    rows = [f"| {name} | {_cell(plain(run.start[name]))} |" for name in names if name in run.start]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+def cell(text: str) -> str:
+    """`text` in Markdown, also in a cell of a table, as it is: nothing in it is markup or a link."""
+    return re.sub(r"([\\|<>*_`\[\]()#!~&:@])", r"\\\1", printable(text))
+
+
+def _read(file: Path) -> dict:
+    content = json.loads(read_text(file, MEDIUM))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} holds a {type(content).__name__}")
+    return content
+
+
+def _is_result(key: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not key.startswith("raw_") and "/" not in key
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-
-
-def _cell(text: str) -> str:
-    """`text` in a cell of a table, as it is: nothing in it is markup."""
-    return re.sub(r"([\\|<>*_`\[\]])", r"\\\1", printable(text))
-
-
-def plain(text: str) -> str:
-    """`text` without the folders before the names of files: whose they are concerns nobody else."""
-    return re.sub(r"(?<![\w.:/])(?:~|/)[^\s,:'\"]*/(?=[^\s/])", "", text)

@@ -54,6 +54,10 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
             f"{weights.source} is of another detector: {len(differing)} tensors differ, first {differing[0]}; it fits "
             f"{' '.join(f'--{flag} {value}' for flag, value in weights.settings.items() if flag in (*_DECIDED, 'model'))}"
         )
+    if odd := [name for name, tensor in theirs.items() if not tensor.isfinite().all()]:
+        raise Refused(
+            f"{weights.source}: {odd[0]} has numbers that are not finite; copy it again, or take other weights"
+        )
     for name in mine.keys() - head.keys():
         mine[name].copy_(theirs[name])
     new = [names[row - len(first)] for row in take_rows(head, trained, rows, known)]
@@ -99,4 +103,6 @@ def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> No
 def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
     """Whether two tensors of this name can't take each other's values, or rows if they have these."""
     start = name in head
-    return other is not None and tensor.shape[start:] != other.shape[start:]
+    if other is None:
+        return False
+    return tensor.shape[start:] != other.shape[start:] or tensor.is_floating_point() != other.is_floating_point()

@@ -69,6 +69,9 @@ def origin(source: str) -> Origin:
 
 def _read(source: str, peeking: bool) -> Weights:
     path = Path(source.removeprefix(torchvision_weights.PREFIX))
+    if (path / "config.yaml").is_file() and (path / "best").is_dir():  # a run folder
+        path = path / "best"
+        source = str(path)
     try:
         if source.startswith(torchvision_weights.PREFIX):
             source_name, _, file = source.partition("=")

@@ -1,1 +1,0 @@
-"""Sweep: searches for the best flags of a recipe, in trials that are runs."""
