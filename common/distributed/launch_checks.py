@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
 
-from common.distributed.launchers import ACCELERATE, EXPORTED, Launch, is_agents
+from common.distributed.launchers import ACCELERATE, Launch, is_agents
 from common.errors import Refused
 
 OTHER_ENGINES = {
@@ -70,7 +70,7 @@ def check_launch(
             "several processes need multi_cpu.yaml"
         )
 
-    if wants_cpu(environ) or (accelerators == 0 and not (is_accelerates(environ) or launch.launcher == EXPORTED)):
+    if wants_cpu(environ) or (accelerators == 0 and ACCELERATE not in environ):
         if precision == "fp16":
             raise Refused("fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16")
     elif accelerators == 0:
@@ -123,11 +123,6 @@ def parent_command() -> list[str]:
         return psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return []
-
-
-def is_accelerates(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` or torchrun started this process."""
-    return ACCELERATE in environ or is_agents(environ)
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:

@@ -54,7 +54,7 @@ class Membership:
         while (mine := _json(self._mine)) != store.compare_set(_key(self.number), "", mine).decode():
             self.number += 1
         self._seen: dict[int, tuple[int, float]] = {}  # of each machine: beats, and when these were seen first
-        self._ended = threading.Event()
+        self._ended = False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def present(self) -> dict[int, Record]:
@@ -100,11 +100,12 @@ class Membership:
 
     def end(self) -> None:
         """Stop renewing the record."""
-        self._ended.set()
+        self._ended = True
 
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the main machine is gone; whoever reads next will say so
-            while not self._ended.wait(self._interval):
+            while not self._ended:
+                time.sleep(self._interval)
                 with self._lock:
                     self._renew()
 

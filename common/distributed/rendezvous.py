@@ -48,7 +48,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from common.distributed.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RESUMABLE, announced_exit, clear, notify
+from common.distributed.exit_codes import (
+    AT_LEAST,
+    END,
+    EXIT_FOLDER,
+    RESTART,
+    RESUMABLE,
+    announced_exit,
+    clear,
+    notify,
+    signal_name,
+)
 from common.distributed.membership import LEFT, RUNNING, WAITING, Membership, Record, Round
 from common.distributed.network import (
     LOOPBACK,
@@ -260,7 +270,7 @@ class Machines(RendezvousHandler):
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
-        self._asked = self._asked or signal.Signals(number).name
+        self._asked = self._asked or signal_name(number)
         if self._joining and not self._leaving:
             self._leave("this machine leaves the run")
 
@@ -269,6 +279,7 @@ class Machines(RendezvousHandler):
         patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # torch's variable and default
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
+            notify(self._exits, self._asked)
             _send(signal.SIGTERM)
         elif time.monotonic() - self._asked_since > patience:
             _send(signal.SIGKILL)

@@ -27,6 +27,7 @@ TWO = {
     "GROUP_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
 }
+WORLD = {name: value for name, value in TWO.items() if not name.startswith("ACCELERATE")}
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -45,6 +46,8 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         ({**TWO, "ACCELERATE_USE_CPU": "1"}, 0, 2),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, 2, 2),
         (MPI, 0, 2),  # mpirun on a machine without GPUs
+        ({**WORLD, "TORCHELASTIC_RUN_ID": "1"}, 0, 2),  # torchrun there
+        (WORLD, 0, 2),  # a person who exports variables there
         (MPI, 2, 2),
         (MPI, 1, 2),  # each process may see another GPU
     ],

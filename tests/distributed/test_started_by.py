@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ class Mpi(Launcher):
 
     def __call__(self, processes: int, *words: object, env=None) -> Started:
         mpirun = Launcher(self.home, [*self.before, "-n", str(processes)])
-        return mpirun.start_python(*words, env=env)
+        # Open MPI's starts share a session folder by default: one that ends removes it while another makes it.
+        session = {"OMPI_MCA_orte_tmpdir_base": tempfile.mkdtemp(dir=self.home)}
+        return mpirun.start_python(*words, env=session | (env or {}))
 
 
 @pytest.fixture(scope="module")
