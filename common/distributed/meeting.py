@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
@@ -43,12 +42,8 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
     file = meeting_file(environ)
-    stale = (
-        f"WORLD_SIZE={launch.world_size} is exported: waiting up to {MEETING.total_seconds():.0f} s for other processes"
-    )
-    stale += "; unset it to train with this one alone"
-    reminder = threading.Timer(QUIET_S, print, [stale], {"flush": True, "file": sys.stderr})
-    reminder.daemon = True
+    stale = f"WORLD_SIZE={launch.world_size} is exported: waiting for other processes; unset it to train with this one alone"
+    reminder = threading.Timer(QUIET_S, print, [stale], {"flush": True})
     if launch.launcher == EXPORTED:
         reminder.start()
     try:
