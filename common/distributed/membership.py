@@ -99,14 +99,17 @@ class Membership:
         return self._store.check(["closed"])
 
     def end(self) -> None:
-        """Stop renewing the record."""
-        self._ended = True
+        """Stop renewing the record: a thread inside torch would abort a process that ends."""
+        with self._lock:
+            self._ended = True
 
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the main machine is gone; whoever reads next will say so
-            while not self._ended:
+            while True:
                 time.sleep(self._interval)
                 with self._lock:
+                    if self._ended:
+                        return
                     self._renew()
 
     def _renew(self) -> None:

@@ -151,6 +151,8 @@ class Machines(RendezvousHandler):
             rank = self._round.machines.index(self._team.number)
             # A connection of its own: torch's agent may wait in this store, and the records must still be renewed.
             store = PrefixStore(f"round {self._round.number}", self._store.clone())
+            if not self._hosting:
+                bound_silence(self._port, ANSWER)
             place = RendezvousStoreInfo.build(rank, store, local_addr=self._round.address)
             return RendezvousInfo(store, rank, len(self._round.machines), place)
 
