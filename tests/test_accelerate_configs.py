@@ -135,7 +135,8 @@ def test_the_rehearsal_of_two_machines_differs_from_the_gpu_files_in_devices_alo
 def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
     config = load_config_from_file(str(path))
     here = config.num_processes // config.num_machines
-    launched = Launch("accelerate launch", world_size=config.num_processes, local_world_size=here)
+    size = {"world_size": config.num_processes, "local_world_size": here, "nodes": config.num_machines}
+    launched = Launch("accelerate launch", **size)
     environ = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "ACCELERATE_DYNAMO_BACKEND": "NO"}
     with pytest.raises(Refused, match="this machine shows none"):
         check_launch(environ, launched, accelerators=0, asked_for=(config.num_processes, config.num_machines))

@@ -9,6 +9,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --ntasks-per-node=1       # the launcher
 #SBATCH --cpus-per-task=64
+#SBATCH --mem=0                   # all of a machine; a share, such as --mem=200G, if jobs share machines
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@180         # 3 minutes before that, all processes are asked to stop: they save, and end with code 75
 #SBATCH --requeue                 # after a pre-emption or the loss of a machine

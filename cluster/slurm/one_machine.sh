@@ -7,6 +7,7 @@
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
+#SBATCH --mem=0                   # all of a machine; a share, such as --mem=200G, if jobs share machines
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@180       # 3 minutes before that. B: to this script, since only srun's processes get it without
 #SBATCH --requeue                 # after a pre-emption or the loss of the machine

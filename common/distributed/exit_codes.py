@@ -7,6 +7,7 @@ its reason for ending them.
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Collection
 from pathlib import Path
 
@@ -41,15 +42,20 @@ def announced_exit(folder: Path) -> tuple[int, list[int]] | None:
 
 
 def notify(folder: Path, why: str) -> None:
-    """Tell the processes of this launcher why it ends them: RESTART or END."""
+    """Tell the processes of this launcher why it ends them: RESTART or END, or what asked it to stop, such as SIGTERM."""
     (folder / _NOTICE).write_text(why)
 
 
 def notice() -> str:
-    """Why the launcher ends this process: RESTART or END; "" if it does not."""
+    """What the launcher has told its processes with `notify`; "" if nothing."""
     with contextlib.suppress(KeyError, OSError):
         return (Path(os.environ[EXIT_FOLDER]) / _NOTICE).read_text()
     return ""
+
+
+def signal_name(number: int) -> str:
+    """How messages name a signal: SIGTERM, SIGUSR1 or Ctrl-C."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def clear(folder: Path) -> None:

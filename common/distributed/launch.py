@@ -30,7 +30,7 @@ from common.distributed.collectives import (
     node_rank,
 )
 from common.distributed.environment import cores
-from common.distributed.exit_codes import AT_LEAST, EXIT_FOLDER, announce_exit, leaving, notice
+from common.distributed.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
 from common.distributed.gradient_compression import data_parallel
 from common.distributed.launch_checks import (
     PRECISION_NAMES,
@@ -39,7 +39,7 @@ from common.distributed.launch_checks import (
     processes_asked,
     wants_cpu,
 )
-from common.distributed.launchers import Launch, complete
+from common.distributed.launchers import EXPORTED, Launch, complete
 from common.distributed.meeting import meet
 from common.errors import Again, Refused, printable
 
@@ -79,6 +79,8 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     launch = complete(os.environ)
     check_launch(os.environ, launch, accelerators, processes_asked(parent_command()))
     if on_cpu := wants_cpu(os.environ) or accelerators == 0:
+        if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
+            say("this machine shows no GPU: the run trains on the CPU")
         share_cores(os.environ, launch)
     else:
         let_segments_grow(os.environ)
@@ -200,7 +202,7 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
         sys.exit(code)
     announce_exit(code, leavers)
     until = time.monotonic() + NOTICE_S
-    while not notice() and not orphaned() and time.monotonic() < until:
+    while notice() not in (RESTART, END) and not orphaned() and time.monotonic() < until:
         time.sleep(0.02)
     sys.stdout.flush()
     os._exit(code)  # all files are closed; in a normal exit of Python, threads of gloo may hang

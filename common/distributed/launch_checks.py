@@ -9,7 +9,8 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
 
-from common.distributed.launchers import ACCELERATE, EXPORTED, Launch, is_agents
+from common.distributed.exit_codes import AT_LEAST
+from common.distributed.launchers import ACCELERATE, Launch, is_agents
 from common.errors import Refused
 
 OTHER_ENGINES = {
@@ -28,7 +29,7 @@ PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 def check_launch(
-    environ: Mapping[str, str], launch: Launch, accelerators: int, asked_for: tuple[int, int] | None = None
+    environ: Mapping[str, str], launch: Launch, accelerators: int, asked_for: tuple[int | None, int] | None = None
 ) -> None:
     """Raise `Refused` if the launch asks for something that the recipes don't support, or would silently train otherwise.
 
@@ -70,7 +71,14 @@ def check_launch(
             "several processes need multi_cpu.yaml"
         )
 
-    if wants_cpu(environ) or (accelerators == 0 and not (is_accelerates(environ) or launch.launcher == EXPORTED)):
+    least = int(environ.get(AT_LEAST, machines))
+    if launch.nodes is not None and launch.nodes < least:
+        raise Refused(
+            f"launched for {least} machines, but {launch.nodes} started this run: the machines did not find each other; start "
+            "the command on all of them again, with --rdzv_backend machines, which says why one is missing"
+        )
+
+    if wants_cpu(environ) or (accelerators == 0 and ACCELERATE not in environ):
         if precision == "fp16":
             raise Refused("fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16")
     elif accelerators == 0:
@@ -96,8 +104,10 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
     return _is_on(environ, "ACCELERATE_USE_CPU") or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
 
 
-def processes_asked(command: Sequence[str]) -> tuple[int, int] | None:
-    """num_processes and num_machines on the command line of `accelerate launch`; None if it is another command.
+def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
+    """num_processes and num_machines on the command line of `accelerate launch`; of torchrun None and the least machines.
+
+    None if it is another command.
 
     The launcher rounds 3 processes on 2 machines down to 2, and with MULTI_CPU or --cpu starts one process instead of
     several. The environment of its ranks does not show this, so they read the command line.
@@ -107,6 +117,10 @@ def processes_asked(command: Sequence[str]) -> tuple[int, int] | None:
     program = behind_interpreter[1:] if behind_interpreter[:1] == ["-m"] else behind_interpreter
     names = [Path(word).name for word in program[:2]]
     launcher = next((launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None)
+    if names[:1] in (["torchrun"], ["torch.distributed.run"]):
+        from torch.distributed.run import get_args_parser  # its variables PET_* are those of this process, too
+
+        return None, int(get_args_parser().parse_known_args(program[1:])[0].nnodes.partition(":")[0])
     if launcher is None:
         return None
     arguments = launch_command_parser().parse_args(program[len(launcher) :])
@@ -123,11 +137,6 @@ def parent_command() -> list[str]:
         return psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return []
-
-
-def is_accelerates(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` or torchrun started this process."""
-    return ACCELERATE in environ or is_agents(environ)
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:

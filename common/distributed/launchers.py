@@ -338,9 +338,12 @@ def _int(environ: Mapping[str, str], name: str, default: int | None = None) -> i
     """A variable as a number; a missing one is refused if there is no default."""
     text = environ.get(name, default)
     if text is None:
+        of = f"WORLD_SIZE={environ['WORLD_SIZE']} is exported, but " if "WORLD_SIZE" in environ else ""
         raise Refused(
-            f"{name} is not set, so this process doesn't know its place among the others: start the recipe with accelerate "
-            "launch, or export RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+            f"{of}{name} is not set, so this process doesn't know its place among the others: "
+            + "unset WORLD_SIZE to train with one process, " * bool(of)
+            + "start the recipe with accelerate launch, or export RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT for each process"
         )
     try:
         return int(text)

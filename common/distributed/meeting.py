@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -14,9 +15,10 @@ from torch.distributed import Store, rendezvous
 
 from common.distributed.agreement import agree, facts
 from common.distributed.launch_checks import wants_cpu
-from common.distributed.launchers import Launch, meeting_file
+from common.distributed.launchers import EXPORTED, Launch, meeting_file
 from common.distributed.network import (
     LOOPBACK,
+    QUIET_S,
     address_towards,
     await_listener,
     interface_of,
@@ -40,8 +42,15 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
     file = meeting_file(environ)
-    store = reach(environ, launch, MEETING)
-    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
+    stale = f"WORLD_SIZE={launch.world_size} is exported: waiting for other processes; unset it to train with this one alone"
+    reminder = threading.Timer(QUIET_S, print, [stale], {"flush": True})
+    if launch.launcher == EXPORTED:
+        reminder.start()
+    try:
+        store = reach(environ, launch, MEETING)
+        agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
+    finally:
+        reminder.cancel()
     if file and launch.rank == 0:
         file.unlink(missing_ok=True)
     return store

@@ -1,12 +1,13 @@
 """Rendezvous `machines`: how the launchers of a run find each other, start together, and handle lost and leaving machines.
 
 `accelerate launch` and torchrun wait for the other machines before they start a recipe. With `--rdzv_backend machines`, as in
-the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun. It
-extends torch's c10d rendezvous:
+the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun. It uses
+torch's public interface for rendezvous only:
 
 - The machine that has the given address is machine 0. So no machine needs a number, and the main process stays there.
+- A run starts when all machines are there, whatever their clocks say. A clock that differs is named.
 - A wait is reported after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`).
-- It listens only at the given address, a single machine only on its loopback. Its state is JSON, not pickle.
+- It listens only at the given address, a single machine only on its loopback.
 - With `--rdzv_conf at_least=1` and `--max_restarts`, machines may leave and come back. A machine that is asked to leave does
   so after a checkpoint, and the others continue at once.
 - Processes that refuse their command, or stop because they were asked to, are not restarted. The launcher then ends with
@@ -16,7 +17,6 @@ extends torch's c10d rendezvous:
 
 import atexit
 import ctypes
-import json
 import logging
 import math
 import os
@@ -27,9 +27,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +39,6 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -47,15 +46,20 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _Action,
-    _RendezvousJoinOp,
-    create_handler,
-)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from common.distributed.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RESUMABLE, announced_exit, clear, notify
+from common.distributed.exit_codes import (
+    AT_LEAST,
+    END,
+    EXIT_FOLDER,
+    RESTART,
+    RESUMABLE,
+    announced_exit,
+    clear,
+    notify,
+    signal_name,
+)
+from common.distributed.membership import LEFT, RUNNING, WAITING, Membership, Record, Round
 from common.distributed.network import (
     LOOPBACK,
     QUIET_S,
@@ -67,13 +71,15 @@ from common.distributed.network import (
     keep_store,
     outward_addresses,
 )
-from common.distributed.rendezvous_state import JsonBackend
 from common.errors import Refused
 
-JOIN_S = 300  # how long a machine waits for the others; torch's default: 600
-LAST_CALL_S = 5  # how much longer it waits for machines beyond `at_least`; torch's default: 30
-SILENCE_S = 60  # without a heartbeat for so long, a machine counts as lost; torch's default: 15
+JOIN_S = 300  # how long a machine waits for the others
+LAST_CALL_S = 5  # how much longer the first round waits for machines beyond `at_least`
+BEAT_S = 5  # a machine renews its record so often
+SILENCE_S = 60  # a machine counts as lost if it has not done so for this time
 ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
+CLOCK_S = 10.0  # clocks that differ by more are named
+POLL_S = 0.1
 REMINDER_S = 60.0
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
 LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
@@ -85,46 +91,40 @@ def create(parameters: RendezvousParameters) -> "Machines":
     """Connect to the machine that the endpoint names, or be that machine. Ends the launcher with one line if it can't."""
     _silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
-    parameters.min_nodes = parameters.get_as_int("at_least", parameters.min_nodes)
-    patience = parameters.get_as_int("join_timeout", JOIN_S)
-    silence = SILENCE_S if parameters.min_nodes == parameters.max_nodes else ELASTIC_SILENCE_S
-    parameters.config = {
-        "join_timeout": patience,
-        "last_call_timeout": LAST_CALL_S,
-        "keep_alive_max_attempt": silence // 5,  # one heartbeat in 5 seconds
-        **parameters.config,
-    }
     if is_own(host):
         host = _own_address(host, parameters.max_nodes)
-    store, hosting = _reach(host, port, patience)
-    size = f"{parameters.min_nodes}:{parameters.max_nodes}"
-    others = store.compare_set("machines/size", "", size).decode()
-    if others != size:
-        _give_up(
-            f"launched for {size} machines (least:most), but {host}:{port} is asked for {others}: give all the same"
-        )
-    parameters.local_addr = f"{socket.gethostname()} ({address_towards(host)})"  # how messages name this machine
-    inner = create_handler(store, JsonBackend(store, parameters.run_id), parameters)
-    return Machines(inner, host, port, hosting, patience)
+    store, hosting = _reach(host, port, parameters.get_as_int("join_timeout", JOIN_S))
+    return Machines(parameters, store, host, port, hosting)
 
 
 class Machines(RendezvousHandler):
-    """The rendezvous handler that torchrun's agent uses, one on each machine."""
+    """The rendezvous handler that torchrun's agent uses, one on each machine. `hosting`: this machine keeps the store."""
 
-    def __init__(self, inner: DynamicRendezvousHandler, host: str, port: int, hosting: bool, patience: int) -> None:
-        self._inner, self._host, self._port, self._hosting, self._patience = inner, host, port, hosting, patience
-        self._least, self._most = inner.settings.min_nodes, inner.settings.max_nodes
-        self._members: set = set()  # of the last round
-        self._here: set = set()  # that have joined the next round so far
-        self._lost_since, self._cut_off = math.inf, False
-        self._number, self._order = 0, {}  # of the last round: this machine's number; the machines by number
-        self._expected: set = set()  # machines that will join the next round, which starts as soon as they have
+    def __init__(self, parameters: RendezvousParameters, store: TCPStore, host: str, port: int, hosting: bool) -> None:
+        self._host, self._port, self._hosting, self._run_id = host, port, hosting, parameters.run_id
+        given = parameters.get_as_int
+        self._least, self._most = given("at_least", parameters.min_nodes), parameters.max_nodes
+        size = f"{self._least}:{self._most}"
+        if (others := store.compare_set("machines/size", "", size).decode()) != size:
+            _give_up(
+                f"launched for {size} machines (least:most), but {host}:{port} is asked for {others}: give all the same"
+            )
+        self._patience, self._last_call = given("join_timeout", JOIN_S), given("last_call_timeout", LAST_CALL_S)
+        interval = given("keep_alive_interval", BEAT_S)
+        silence = SILENCE_S if self._least == self._most else ELASTIC_SILENCE_S
+        silence = interval * given("keep_alive_max_attempt", silence // BEAT_S)
+        self._store = PrefixStore(f"machines/{self._run_id}", store)
+        self._team = Membership(self._store, socket.gethostname(), address_towards(host), interval, silence)
+        self._round = Round()  # the last one that this machine took part in
+        self._known: dict[int, Record] = {}  # the machines that were ever present
+        self._here: set[int] = set()  # those that wait for the next round
+        self._gone: set[int] = set()  # those that have announced that they leave
         self._asked, self._asked_since, self._leaving, self._joining = "", math.inf, False, False
+        self._cut_off = False
         self._exits = Path(tempfile.mkdtemp(prefix="recipe_exits_"))
         atexit.register(shutil.rmtree, self._exits, ignore_errors=True)
         # The processes inherit these.
         os.environ |= {EXIT_FOLDER: str(self._exits), AT_LEAST: str(self._least)}
-        self._complete_promptly()
         # Otherwise torch, which reads this list at each start of processes, would end them at once, with a traceback.
         handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
@@ -141,35 +141,81 @@ class Machines(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines, and agree with them on the order of machines."""
-        with self._in_words(), self._reminding():
+        with self._in_words():
             self._joining = True
             self._begin_round()
-            found = self._inner.next_rendezvous()
+            self._team.become(WAITING, self._round)
+            self._await_round()
+            self._team.become(RUNNING, self._round)
             self._joining = False
-            store = PrefixStore("machines", found.store)  # of this round only
-            self._members = self._joined()
-            ranks = {rank: machine for machine, rank in self._inner._state_holder.state.participants.items()}
-            store.set(str(found.rank), json.dumps([not self._hosting, address_towards(self._host)]))
-            try:
-                machines = [json.loads(store.get(str(rank))) for rank in range(found.world_size)]
-                # First the machine that keeps the store, then the others in torch's order.
-                order = sorted(range(found.world_size), key=lambda rank: machines[rank][0])
-                if is_loopback(address := machines[order[0]][1]) and found.world_size > 1:
-                    # The main machine knows its own name as 127.0.1.1; take its address on the route to another machine.
-                    address = address_towards(machines[order[1]][1])
-                self._number = rank = order.index(found.rank)
-                # None for a machine that has already left again.
-                self._order = {number: ranks.get(place) for number, place in enumerate(order)}
-                place = RendezvousStoreInfo.build(rank, store, local_addr=address)
-            except (ValueError, TypeError, LookupError) as error:
-                raise RendezvousStateError("not written by a launcher") from error
-            return RendezvousInfo(found.store, rank, found.world_size, place)
+            rank = self._round.machines.index(self._team.number)
+            # A connection of its own: torch's agent may wait in this store, and the records must still be renewed.
+            store = PrefixStore(f"round {self._round.number}", self._store.clone())
+            if not self._hosting:
+                bound_silence(self._port, ANSWER)
+            place = RendezvousStoreInfo.build(rank, store, local_addr=self._round.address)
+            return RendezvousInfo(store, rank, len(self._round.machines), place)
+
+    def _await_round(self) -> None:
+        """Return when a round has begun that this machine takes part in. The main machine begins it."""
+        began = arrived = time.monotonic()
+        due, self._here = began + QUIET_S, set()
+        while True:
+            present, now = self._present(), time.monotonic()
+            here = {number for number, record in present.items() if record.state == WAITING}
+            if here != self._here:
+                self._here, arrived = here, now
+            if self._hosting and self._may_begin(present, now - arrived):
+                self._begin()
+            last = self._team.round()
+            if last.number != self._round.number and self._team.number in last.machines:
+                self._round = last
+                return
+            if now - began > self._patience:
+                raise RendezvousTimeoutError
+            if now > due:
+                others = {number for number in last.machines if number in present} - here
+                count = len(others) or len(here)
+                doing = "train without this one, which waits" if others else f"of {self._least} are here"
+                _say(f"{count} machines {doing}, up to {self._patience} s: {self._names(others or here)}")
+                due += REMINDER_S
+            time.sleep(POLL_S)
+
+    def _may_begin(self, present: Mapping[int, Record], unchanged_for: float) -> bool:
+        """Whether a round begins with the machines that are here, which have been the same for `unchanged_for` seconds."""
+        if self._team.number not in self._here or len(self._here) < self._least:
+            return False
+        ending = {*self._round.machines} & present.keys() - self._here - self._gone  # their processes still run
+        is_called = self._round.number > 0 or unchanged_for >= self._last_call
+        return len(self._here) >= self._most or (not ending and is_called)
+
+    def _begin(self) -> None:
+        machines = [self._team.number, *sorted(self._here - {self._team.number})][: self._most]
+        address = address_towards(self._host)
+        if is_loopback(address) and len(machines) > 1:
+            # The main machine knows its own name as 127.0.1.1; take its address on the route to another machine.
+            address = address_towards(self._known[machines[1]].address)
+        self._team.begin(Round(self._round.number + 1, machines, address))
+
+    def _present(self) -> dict[int, Record]:
+        """The records of the machines that are present. The main machine compares its clock with those of new ones."""
+        present = self._team.present()
+        for number in present.keys() - self._known.keys() if self._hosting else ():
+            seconds = present[number].clock - time.time()
+            if abs(seconds) > CLOCK_S:
+                apart = f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} {socket.gethostname()}'s"
+                _say(
+                    f"the clock of {present[number].name} is {apart}: the run does not depend on it, but logs and file "
+                    "times do; start a time service there (chrony)"
+                )
+        self._known |= present
+        return present
 
     def is_closed(self) -> bool:
-        return self._inner.is_closed()
+        return self._team.is_closed()
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        self._team.close()
 
     def num_nodes_waiting(self) -> int:
         """How many machines want to join; more than 0 restarts the processes. Called ten times a second while they run."""
@@ -190,24 +236,23 @@ class Machines(RendezvousHandler):
         return waiting
 
     def get_run_id(self) -> str:
-        return self._inner.get_run_id()
+        return self._run_id
 
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent's last call. If processes have failed, ends without torch's traceback."""
-        closed = self._close()
+        with suppress(DistError):  # the main machine may be gone by now
+            self._close()
         if isinstance(failed := sys.exception(), ChildFailedError):
             sys.exit(self._on_purpose(failure.exitcode for failure in failed.failures.values()) or 1)
-        return closed
+        return True
 
-    def _close(self) -> bool:
+    def _close(self) -> None:
+        self._team.end()
         if self._leaving and self._least < self._most:
-            with suppress(RendezvousConnectionError, DistError):  # the main machine may be gone by now
-                self._inner._stop_heartbeats()
-                self._strike({self._inner._this_node})
-            return True
-        if self._leaving and announced_exit(self._exits):
-            return True  # the other launchers learn it from their own processes
-        return not self._cut_off and self._inner.shutdown()  # shutdown would tell the others
+            self._team.become(LEFT, self._round)
+        # Otherwise the others are told, unless they learn it from their own processes.
+        elif not self._cut_off and not (self._leaving and announced_exit(self._exits)):
+            self._team.close()
 
     def _on_purpose(self, codes: Iterable[int]) -> int:
         """The launcher's exit code if processes that ended with `codes` did so on purpose; 0 if they did not."""
@@ -227,7 +272,7 @@ class Machines(RendezvousHandler):
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
-        self._asked = self._asked or signal.Signals(number).name
+        self._asked = self._asked or signal_name(number)
         if self._joining and not self._leaving:
             self._leave("this machine leaves the run")
 
@@ -236,6 +281,7 @@ class Machines(RendezvousHandler):
         patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # torch's variable and default
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
+            notify(self._exits, self._asked)
             _send(signal.SIGTERM)
         elif time.monotonic() - self._asked_since > patience:
             _send(signal.SIGKILL)
@@ -246,8 +292,8 @@ class Machines(RendezvousHandler):
         code, leavers = announced_exit(self._exits) or (0, [])
         if code != RESUMABLE:
             return None
-        if self._number in leavers:
-            if len(leavers) == len(self._order):
+        if self._round.machines.index(self._team.number) in leavers:
+            if len(leavers) == len(self._round.machines):
                 again = "the run stops; the same command on all machines resumes from the last checkpoint"
                 self._leave(again if self._most > 1 else "")  # on one machine the main process has already printed it
             self._leave("this machine leaves, the others continue; the same command lets it join again")
@@ -255,14 +301,10 @@ class Machines(RendezvousHandler):
 
     def _begin_round(self) -> None:
         """Prepare the next round after the last one's processes have ended, or end with their exit code."""
-        self._expected = set()
-        if (leavers := self._leavers()) is not None:
-            gone = {self._order[number] for number in leavers} - {None}
-            self._expected = {*self._order.values()} - gone | self._inner._state_holder.state.wait_list
-            if gone:
-                self._strike(gone)
-                _say(f"continuing without {_names(gone)}: asked to stop")
-        elif announced := announced_exit(self._exits):
+        if gone := {self._round.machines[number] for number in self._leavers() or ()}:
+            self._gone |= gone
+            _say(f"continuing without {self._names(gone)}: asked to stop")
+        elif (announced := announced_exit(self._exits)) and announced[0] != RESUMABLE:
             sys.exit(announced[0])
         if self._asked:
             self._leave("this machine leaves the run")
@@ -275,60 +317,33 @@ class Machines(RendezvousHandler):
             _say(f"asked to stop{self._asked and ' by ' + self._asked}: {what}")
         sys.exit(RESUMABLE)
 
-    def _strike(self, machines: set) -> None:
-        """Remove `machines` from the rendezvous at once, instead of after a long silence."""
-        holder = self._inner._state_holder
-        with self._inner._heartbeat_lock:
-            holder.sync()
-            while present := machines & holder.state.last_heartbeats.keys():
-                holder.state.last_heartbeats |= dict.fromkeys(present, datetime.fromtimestamp(0, UTC))
-                holder.mark_dirty()
-                holder.sync()  # drops machines without recent heartbeats
-
-    def _complete_promptly(self) -> None:
-        """Start a round as soon as all expected machines have joined; torch would wait `last_call_timeout` for others."""
-        run = self._inner._op_executor.run
-
-        def run_promptly(operation, *rest) -> None:
-            def step(context, deadline):
-                state = context.state
-                here = self._expected and self._expected <= state.participants.keys()
-                if here and isinstance(operation, _RendezvousJoinOp) and not (state.complete or state.closed):
-                    return _Action.MARK_RENDEZVOUS_COMPLETE
-                return operation(context, deadline)
-
-            run(step, *rest)
-
-        self._inner._op_executor.run = run_promptly
-
     def _waiting(self) -> int:
         with self._in_words():
-            if self._inner.is_closed():
-                raise RendezvousClosedError
-            waiting, joined = self._inner.num_nodes_waiting(), self._joined()
-            if self._inner._this_node not in joined:
-                return max(waiting, 1)  # the others count this machine as lost
-            lost = self._members - joined
-            if not lost:
-                self._lost_since = math.inf
-                return waiting
-            if waiting or self._least < self._most:
-                return max(waiting, 1)  # restart: the processes would wait for those of the lost machine
-            # A machine that restarts its processes is missing for a moment.
-            self._lost_since = min(self._lost_since, time.monotonic())
-            if time.monotonic() - self._lost_since > QUIET_S:
-                _give_up(f"nothing is heard of {_names(lost)} any more: see to it, and start the command on all again")
-            return 0
+            present, members = self._present(), {*self._round.machines}
+            if self._team.round().number != self._round.number:
+                return 1  # the others count this machine as lost
+            if lost := members - present.keys():
+                if self._least < self._most:
+                    return 1  # restart: the processes would wait for those of the lost machine
+                _give_up(
+                    f"nothing is heard of {self._names(lost)} any more: see to it, and start the command on all again"
+                )
+            waiting = {number for number, record in present.items() if record.state == WAITING}
+            again = {number for number in members & waiting if present[number].round == self._round.number}
+            return len(again) or (len(members) < self._most and len(waiting - members))
+
+    def _names(self, machines: Iterable[int]) -> str:
+        return ", ".join(sorted(self._known[number].name for number in machines))
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
         try:
             yield
         except RendezvousTimeoutError:
-            lost = self._members - self._here
+            lost = {*self._round.machines} - self._here
             _give_up(
-                f"{len(self._here)} of {self._least} machines came within {self._patience} s: {_names(self._here)}"
-                + (f"; {_names(lost)} did not come back" if lost else "")
+                f"{len(self._here)} of {self._least} machines came within {self._patience} s: {self._names(self._here)}"
+                + (f"; {self._names(lost)} did not come back" if lost else "")
                 + f". Start the command on the others, with the address {self._host}:{self._port}"
             )
         except RendezvousClosedError:
@@ -341,7 +356,7 @@ class Machines(RendezvousHandler):
                 f"what lies in the store at {self._host}:{self._port} is not from a launcher of this run: see who else reaches "
                 "that port (docs/security.md), and start the command on all machines again"
             )
-        except (RendezvousConnectionError, DistError):
+        except DistError:
             self._cut_off = True
             until = time.monotonic() + LATE_EXIT_S
             while not self._joining and self._leavers() is None and time.monotonic() < until:
@@ -350,30 +365,6 @@ class Machines(RendezvousHandler):
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
                 "all machines again, and the run resumes from its last checkpoint"
             )
-
-    @contextmanager
-    def _reminding(self) -> Iterator[None]:
-        done = threading.Event()
-
-        def remind() -> None:
-            due = time.monotonic() + QUIET_S
-            while not done.wait(1):
-                self._here = self._joined() or self._here
-                if time.monotonic() > due:
-                    ready = self._inner._state_holder.state.complete
-                    enough = "train without this one, which waits" if ready else f"of {self._least} are here"
-                    _say(f"{len(self._here)} machines {enough}, up to {self._patience} s: {_names(self._here)}")
-                    due += REMINDER_S
-
-        threading.Thread(target=remind, daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
-
-    def _joined(self) -> set:
-        """The machines that have joined this round, without those that count as lost."""
-        return set(self._inner._state_holder.state.participants)  # torch has no public way to ask
 
 
 def _silence_name_lookups() -> None:
@@ -417,10 +408,6 @@ def _how_it_ended(code: int) -> str:
     return (
         f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}, see what it said"
     )
-
-
-def _names(machines: set) -> str:
-    return ", ".join(sorted(machine.addr for machine in machines))
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from common.data.stream import Stream
 from common.distributed import launch, watchdog
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
 from common.distributed.environment import environment
-from common.distributed.exit_codes import RESTART, RESUMABLE, notice
+from common.distributed.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
 from common.errors import Refused
 from common.run import micro_batch, plots, profiling
 from common.run.folder import RunFolder
@@ -462,10 +462,10 @@ class Run:
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: at once, without saving
-        if notice() == RESTART:  # said by the launcher before it ends its processes
+        if (why := notice()) == RESTART:  # said by the launcher before it ends its processes
             self._asked_by = self._asked_by or "a change of machines"
         else:
-            self._ask(signal.Signals(number).name)
+            self._ask(why if why not in ("", END) else signal_name(number))
 
     def _ask(self, what: str) -> None:
         self._asked_by = self._asked_by or what

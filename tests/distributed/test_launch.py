@@ -1,6 +1,7 @@
 """A launch that would not do what was asked for is refused in one line, before a process group is formed."""
 
 import errno
+import time
 from unittest import mock
 
 import pytest
@@ -27,6 +28,7 @@ TWO = {
     "GROUP_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
 }
+WORLD = {name: value for name, value in TWO.items() if not name.startswith("ACCELERATE")}
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -45,6 +47,8 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         ({**TWO, "ACCELERATE_USE_CPU": "1"}, 0, 2),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, 2, 2),
         (MPI, 0, 2),  # mpirun on a machine without GPUs
+        ({**WORLD, "TORCHELASTIC_RUN_ID": "1"}, 0, 2),  # torchrun there
+        (WORLD, 0, 2),  # a person who exports variables there
         (MPI, 2, 2),
         (MPI, 1, 2),  # each process may see another GPU
     ],
@@ -105,8 +109,24 @@ def test_another_number_of_processes_than_asked_for_is_refused(
 
 
 def test_machines_may_be_missing() -> None:
+    """Only with at_least: a rendezvous that lets fewer machines start, as c10d with clocks that differ, is not followed."""
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
-    check_launch(left, complete(dict(left)), accelerators=2, asked_for=(4, 2))
+    check_launch(left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2))
+    for asked_for in (
+        (4, 2),
+        processes_asked("torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()),
+    ):
+        with pytest.raises(Refused, match="launched for 2 machines, but 1 started this run"):
+            check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
+
+
+def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, capsys) -> None:
+    """Such as one that an earlier command has left in the shell; the process would wait for minutes without a word."""
+    monkeypatch.setattr(meeting, "QUIET_S", 0.01)
+    monkeypatch.setattr(meeting, "reach", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(meeting, "agree", lambda *_: None)
+    meeting.meet(environ := {**WORLD, "MASTER_PORT": "1"}, complete(environ), None)
+    assert "WORLD_SIZE=2 is exported: waiting for other processes; unset it" in capsys.readouterr().out
 
 
 def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
@@ -212,7 +232,7 @@ def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher
 
 
 def test_nothing_is_read_from_other_commands() -> None:
-    for command in ("", "bash", "torchrun --nproc-per-node 2 cls.py", "python recipes/cls.py accelerate launch"):
+    for command in ("", "bash", "python recipes/cls.py accelerate launch"):
         assert processes_asked(command.split()) is None
 
 

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import shlex
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,9 @@ class Mpi(Launcher):
 
     def __call__(self, processes: int, *words: object, env=None) -> Started:
         mpirun = Launcher(self.home, [*self.before, "-n", str(processes)])
-        return mpirun.start_python(*words, env=env)
+        # Open MPI's starts share a session folder by default: one that ends removes it while another makes it.
+        session = {"OMPI_MCA_orte_tmpdir_base": tempfile.mkdtemp(dir=self.home)}
+        return mpirun.start_python(*words, env=session | (env or {}))
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +61,15 @@ def result(folder: Path) -> tuple[list[float], bytes]:
     return [row["train/loss"] for row in rows if "train/loss" in row], weights.read_bytes()
 
 
-def check(started: dict[str, list[Started]], folder: Path) -> None:
-    """All ended well, and the start table of each names its launcher."""
+def check(started: dict[str, list[Started]], folder: Path, hides_gpus: tuple[str, ...] = ()) -> None:
+    """All ended well, and the start table of each names its launcher; those that got no GPU say what they use."""
     for name, launcher in started.items():
         done = [each.finish(180) for each in launcher]
         assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
         text = "".join(each.stdout for each in done)
         assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
+        is_said = "this machine shows no GPU: the run trains on the CPU\n" in text
+        assert is_said == (name in hides_gpus), text
         assert len(result(folder / name)[0]) == 6
 
 
@@ -97,10 +104,10 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path, kind) -> None
         assert result(tmp_path / "tcp") == result(tmp_path / "torchrun") == result(tmp_path / "MPICH")
         return
 
-    pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": "-1"}
+    pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": ""}
     stale = tmp_path / "meet"
     stale.write_text(f"127.0.0.1 {free_port()}")  # of a start that was killed before all had come
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"file://{stale}", "CUDA_VISIBLE_DEVICES": "-1"}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"file://{stale}", "CUDA_VISIBLE_DEVICES": ""}
     exported = [
         launch.start_python(*recipe("exported variables"), env={**world, "RANK": rank, "LOCAL_RANK": rank})
         for rank in "01"
@@ -111,6 +118,7 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path, kind) -> None
             "exported variables": exported,
         },
         tmp_path,
+        hides_gpus=("torchrun", "exported variables"),
     )
     assert not stale.exists()
 
@@ -133,6 +141,18 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path, kind) -> None
         assert result(tmp_path / name) == two, name
     one = result(tmp_path / "python")
     assert one == result(tmp_path / "one of debug") == result(tmp_path / "one of notebook") != two
+
+
+def test_torchrun_with_a_busy_port_ends_with_one_line(launch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = launch.start_python(
+            "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", port, CLS
+        ).finish()
+    assert done.returncode == 1, done
+    assert re.fullmatch(
+        f"torchrun: port {port} of this machine is taken: give another --master_port, .*\n", done.stderr
+    )
 
 
 def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> None:

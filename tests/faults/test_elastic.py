@@ -147,7 +147,7 @@ def test_machines_of_several_processes_are_asked_to_go_in_every_way_and_come_bac
         assert run.step() > asked_at
     done = [each.finish() for each in run.started]
     assert [each.returncode for each in done] == [0, 0], done
-    for cause in ("SIGTERM", "the end of its launcher", "a change of machines"):  # SIGUSR1 is passed on as SIGTERM
+    for cause in ("SIGUSR1", "SIGTERM", "the end of its launcher", "a change of machines"):
         resumed_without_a_loss(done[0].stdout, cause)
     print(took)
     assert forks(*words, "--name", "alone").code == 0

@@ -22,7 +22,7 @@ WORDS = {
 }
 # What happens to a run, start after start, and the cause that its status then names.
 INTERRUPTIONS = {
-    1: {"TERM launcher": "the end of its launcher", "TERM rank 0": "SIGTERM", "INT group": "SIGINT", "KILL all": ""},
+    1: {"TERM launcher": "the end of its launcher", "TERM rank 0": "SIGTERM", "INT group": "Ctrl-C", "KILL all": ""},
     2: {
         "KILL rank 1": "the loss of another process",
         "USR1 rank 1": "SIGUSR1",
@@ -31,7 +31,7 @@ INTERRUPTIONS = {
     },
     3: {
         "KILL rank 0": "the loss of another process",
-        "INT group": "SIGINT",
+        "INT group": "Ctrl-C",
         "KILL launcher": "the end of its launcher",
     },
 }

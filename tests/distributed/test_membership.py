@@ -1,0 +1,87 @@
+"""Launchers know who takes part, by whatever clock, and accept nothing in the store that no launcher wrote."""
+
+import json
+import pickle
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+
+from common.distributed.membership import LEFT, RUNNING, WAITING, Membership, Round
+
+pytestmark = pytest.mark.smoke
+
+
+def member(store: HashStore, host: str, silence: float = 1000.0) -> Membership:
+    return Membership(store, host, "10.0.0.1", interval=0.05, silence=silence)
+
+
+def states(team: Membership) -> dict[str, tuple[str, int]]:
+    return {record.host: (record.state, record.round) for record in team.present().values()}
+
+
+def test_machines_see_each_other_come_run_leave_and_close(monkeypatch) -> None:
+    store = HashStore()
+    first = member(store, "a")
+    monkeypatch.setattr(time, "time", lambda: 5.0)  # a clock far behind: nothing depends on it
+    second = member(store, "b")
+    assert (first.number, second.number) == (0, 1) and first.round() == Round()
+    assert states(first) == states(second) == {"a": (WAITING, 0), "b": (WAITING, 0)}
+    first.begin(Round(1, [0, 1], "10.0.0.1"))
+    assert second.round() == Round(1, [0, 1], "10.0.0.1")
+    second.become(RUNNING, second.round())
+    first.become(LEFT, first.round())
+    assert states(second) == {"b": (RUNNING, 1)}
+    second.close()
+    assert first.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        first.present()
+
+
+def test_a_machine_that_falls_silent_is_lost_and_comes_back_when_it_is_heard() -> None:
+    store = HashStore()
+    first, second = member(store, "a", silence=0.5), member(store, "b", silence=0.5)
+    time.sleep(0.7)
+    assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, "both have renewed their records"
+    second.end()
+    until = time.monotonic() + 20
+    while "b" in states(first) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [*states(first)] == ["a"]
+    second.become(WAITING, Round())
+    assert "b" in states(first)
+
+
+def test_what_no_launcher_wrote_is_refused_and_not_executed() -> None:
+    team = member(HashStore(), "a")
+    team.end()
+    record = json.loads(team._store.get("machine/0"))
+    for key, right, read in (
+        ("machine/0", record, team.present),
+        ("round", vars(Round(1, [0], "10.0.0.1")), team.round),
+    ):
+        wrong = [json.dumps(right | {name: None}) for name in right]
+        wrong += [
+            json.dumps(right | {"beats": True, "machines": ["a"], "host": "\x1b[2J"}),
+            json.dumps(right | {"more": 1}),
+        ]
+        for text in (*wrong, "", "[" * 100_000, "[]", "null", pickle.dumps(RendezvousStateError()).decode("latin1")):
+            team._store.set(key, text)
+            with pytest.raises(RendezvousStateError):
+                read()
+        team._store.set(key, json.dumps(right))
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda parts: st.lists(parts, max_size=3)))
+def test_any_text_is_a_round_or_refused(value) -> None:
+    team = member(HashStore(), "a")
+    team.end()
+    for name in vars(Round()):
+        team._store.set("round", json.dumps(vars(Round()) | {name: value}))
+        try:
+            assert type(team.round()) is Round
+        except RendezvousStateError:
+            continue
