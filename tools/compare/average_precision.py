@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.detection.evaluation.matching import overlaps_of
+
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
 MOST = 100  # detections of an image and class that count
@@ -64,7 +66,7 @@ class AveragePrecision:
             theirs = of_image.get(int(images[place[0]])) if len(place) else None
             if theirs is not None:
                 crowd = source.crowd[theirs]
-                overlaps = _overlaps(rows[place, :4], source.boxes[theirs], crowd)
+                overlaps = overlaps_of(rows[place], source.truth[theirs], crowd)
                 hits[:, place], ignored[:, place] = _match(overlaps, crowd)
         areas = (rows[:, 2:4] - rows[:, :2]).astype(np.float64).prod(1)
         ignored |= ~hits & ((areas < 0) | (areas > 1e10))  # as COCO does with boxes turned inside out
@@ -100,17 +102,6 @@ def _firsts(images: np.ndarray) -> np.ndarray:
     """int64[n]: where the image of each detection begins; those of an image stand together."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(images)) + 1])
     return np.repeat(starts, np.diff([*starts, len(images)]))
-
-
-def _overlaps(found: np.ndarray, true: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """float64[n, m]: intersection over union; for crowd regions over the detection alone. As COCO computes from x, y, w, h."""
-    found, true = found.astype(np.float64), true.astype(np.float64)
-    sizes, true_sizes = found[:, 2:] - found[:, :2], true[:, 2:] - true[:, :2]
-    ends = np.minimum((found[:, :2] + sizes)[:, None], true[:, :2] + true_sizes)
-    shared = np.clip(ends - np.maximum(found[:, None, :2], true[:, :2]), 0, None).prod(2)
-    areas = sizes.prod(1)[:, None]
-    union = np.where(crowd, areas, areas + true_sizes.prod(1) - shared)
-    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
 
 
 def _match(overlaps: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

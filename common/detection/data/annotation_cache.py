@@ -40,8 +40,19 @@ _CODE = [
     Path(randomness.__file__),
     *(file for room in _ROOMS for file in sorted(room.glob("*.py"))),
 ]
-_COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
-_WIDTHS = {"sizes": 2, "boxes": 4}
+_COLUMNS = (
+    "category_ids",
+    "image_ids",
+    "sizes",
+    "offsets",
+    "boxes",
+    "labels",
+    "crowd",
+    "areas",
+    "truth",
+    "byte_counts",
+)
+_WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}
 
 Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or only to evaluate on
 

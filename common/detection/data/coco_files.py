@@ -107,8 +107,6 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
     if (lengths := pc.list_value_length(boxes["bbox"]).to_numpy() != 4).any():
         box = int(lengths.argmax())
         raise Refused(f"{file}: annotations[{box}] has a bbox of other than 4 numbers: left, top, width, height")
-    corners = _numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4)
-    corners[:, 2:] += corners[:, :2]
     found = FoundBoxes(
         title=str(file),
         classes=classes,
@@ -116,7 +114,7 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
         image_ids=image_ids,
         sizes=np.stack([_numbers(images["width"], 0), _numbers(images["height"], 0)], axis=1),
         rows=rows,
-        boxes=corners,
+        boxes=_numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4),
         labels=labels,
         crowd=_numbers(boxes["iscrowd"], 0) != 0,
         areas=_numbers(boxes["area"], np.nan),

@@ -109,16 +109,13 @@ def upright_sizes(headers: np.ndarray) -> np.ndarray:
 
 
 def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
-    """Boxes [M, 4] (left, top, right, bottom) in stored pixels -> in pixels of the upright image.
+    """Boxes [M, 4] (left, top, width, height) in stored pixels -> in pixels of the upright image.
 
     `headers` [M, 4] are those of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn by 180 degrees, 5 to 8
     also exchange the axes.
     """
     orientation = headers[:, 2]
-    swaps = orientation >= 5
-    boxes = np.where(swaps[:, None], boxes[:, [1, 0, 3, 2]], boxes)
-    sizes = upright_sizes(headers)
+    boxes = np.where(orientation[:, None] >= 5, boxes[:, [1, 0, 3, 2]], boxes)
+    start, span = boxes[:, :2], boxes[:, 2:]
     mirrored = np.stack([np.isin(orientation, [2, 3, 6, 7]), np.isin(orientation, [3, 4, 7, 8])], axis=1)
-    low = np.where(mirrored, sizes - boxes[:, 2:], boxes[:, :2])
-    high = np.where(mirrored, sizes - boxes[:, :2], boxes[:, 2:])
-    return np.concatenate([low, high], axis=1)
+    return np.concatenate([np.where(mirrored, upright_sizes(headers) - start - span, start), span], axis=1)

@@ -13,7 +13,7 @@ from PIL import Image
 from common.data import huggingface
 from common.detection.data.annotated import Annotations, FixedImages
 from common.detection.data.box_checks import FoundBoxes, check
-from common.detection.data.box_formats import corners, only_format
+from common.detection.data.box_formats import as_xywh, only_format
 from common.detection.data.image_headers import headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
 
@@ -154,7 +154,7 @@ def _read_split(
         image_ids=_image_ids(split),
         sizes=sizes,
         rows=rows,
-        boxes=corners(boxes, box_format),
+        boxes=as_xywh(boxes, box_format),
         labels=labels,
         crowd=crowd.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         if crowd

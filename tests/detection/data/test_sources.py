@@ -68,7 +68,11 @@ def check_columns(source):
     assert (
         source.offsets.dtype == source.labels.dtype == source.image_ids.dtype == source.category_ids.dtype == np.int64
     )
-    assert source.boxes.dtype == source.areas.dtype == np.float32 and source.sizes.dtype == np.int32
+    assert (
+        source.boxes.dtype == np.float32
+        and source.areas.dtype == source.truth.dtype == np.float64
+        and source.sizes.dtype == np.int32
+    )
     assert source.crowd.dtype == bool and not source.fresh
     assert (
         source.offsets.shape == (count + 1,) and source.sizes.shape == (count, 2) and source.boxes.shape == (boxes, 4)
