@@ -211,9 +211,19 @@ def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict
         entries = content.get(key)
         try:
             columns[key] = None if entries is None else pa.array(entries, kind.value_type)
-        except (pa.ArrowException, TypeError, OverflowError):
+            is_exact = not any(
+                _is_part(entry.get(of.name), of.type) for entry in entries or () for of in kind.value_type
+            )
+        except (pa.ArrowException, TypeError, AttributeError, OverflowError):
+            is_exact = False
+        if not is_exact:
             columns[key] = pa.array(_each(file, key, entries, kind.value_type), kind.value_type)
     return columns
+
+
+def _is_part(value: object, kind: pa.DataType) -> bool:
+    """True for 1.5 where whole numbers stand: Arrow would make it 1."""
+    return isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer()
 
 
 def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
@@ -225,6 +235,8 @@ def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
             try:
                 value = entry.get(field)
                 value = int(value) if isinstance(value, bool) else value
+                if _is_part(value, kind):
+                    raise TypeError
                 row[field] = pa.scalar(value, kind).as_py()
             except (AttributeError, pa.ArrowException, TypeError, OverflowError):
                 what = f".{field} is {value!r}" if isinstance(entry, dict) else f" is {entry!r}"

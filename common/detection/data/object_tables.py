@@ -83,20 +83,21 @@ class ObjectParts:
 
 
 def _find_objects(data: str, split: "datasets.Dataset", named: str) -> str:
-    schema = split.features.arrow_schema
-    likely = [name for name in split.column_names if _fields_of(schema.field(name).type)]
+    likely = [name for name, column in huggingface.columns_of(split).items() if _fields_of(column.kind)]
     if named and named not in likely:
         problem = "holds no boxes with classes" if named in split.column_names else "is no column"
         raise Refused(
-            f"--objects_column {named}: {problem} of --data {data}, which has {', '.join(split.column_names)}"
+            f"--objects_column {named}: {problem} of --data {data}, which has {huggingface.listed(split.column_names)}"
         )
     if not named and len(likely) != 1:
         problem = (
-            f"{', '.join(likely)} could each hold the boxes"
+            f"{huggingface.listed(likely)} could each hold the boxes"
             if likely
             else "no column with boxes and their classes found"
         )
-        raise Refused(f"--data {data}: {problem}; name it with --objects_column NAME ({', '.join(split.column_names)})")
+        raise Refused(
+            f"--data {data}: {problem}; name it with --objects_column NAME ({huggingface.listed(split.column_names)})"
+        )
     return named or likely[0]
 
 

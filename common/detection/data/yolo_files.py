@@ -179,6 +179,12 @@ def _labels_of(image: str) -> str:
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
 
 
+def _whole(word: str) -> int:
+    if not (value := float(word)).is_integer():
+        raise ValueError
+    return int(value)
+
+
 def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
     """Class and left, top, width, height of each line, as shares of the image; no file means no objects."""
     try:
@@ -191,7 +197,7 @@ def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tu
         if not words:
             continue
         try:
-            label, values = int(float(words[0])), [float(word) for word in words[1:]]
+            label, values = _whole(words[0]), [float(word) for word in words[1:]]
         except (ValueError, OverflowError):
             raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
         if not 0 <= label < (classes or _MOST_CLASSES):
