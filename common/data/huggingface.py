@@ -97,8 +97,8 @@ class Table(Source):
         return replace(self, rows=self.rows[rows], labels=self.labels[rows], sizes=sizes)
 
 
-def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
-    """A function that opens `data` as {split: datasets.Dataset}; None if it is neither a Hugging Face data set nor CSV."""
+def _opener(data: str) -> Callable[[], dict[str, Any]] | None:
+    """What opens `data` as {split: datasets.Dataset}; None if it is neither a Hugging Face data set nor CSV."""
     path = Path(data).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -117,17 +117,12 @@ class TableParts:
     """The splits of a data set. The first one that is read decides on columns and classes. Raises `Refused`."""
 
     def __init__(
-        self,
-        data: str,
-        opener: Callable[[], dict[str, Any]],
-        image_column: str,
-        label_column: str,
-        least_classes: int = 2,
-    ):
+        self, data: str, tables: dict[str, Any], image_column: str, label_column: str, least_classes: int = 2
+    ) -> None:
         self._data, self._named, self._least = data, (image_column, label_column), least_classes
-        self._splits = open_splits(data, opener)
+        self._splits = tables
         self._first: tuple | None = None
-        self.labels = split_labels(self._splits)
+        self.labels = split_labels(tables)
 
     def read(self, name: str, first: Table | None = None) -> Table:
         """The split of this name, with the columns and classes of `first` if one was read before."""
@@ -166,8 +161,10 @@ class TableParts:
         return Table(column, rows, labels, classes, title, folder, sizes, notes=notes)
 
 
-def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The splits of a data set by name. Raises `Refused`."""
+def open_splits(data: str) -> dict[str, Any] | None:
+    """The splits by name of a Hugging Face data set or of CSV files; None of anything else. Raises `Refused`."""
+    if not (opener := _opener(data)):
+        return None
     try:
         with _quiet():
             return _by_column(data, opener())
@@ -492,7 +489,7 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
 
 
 def _as_one(column: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """A note if the names of classes seem to be several tags each, joined by a separator: made of fewer words than there are."""
+    """A note if names of classes seem to be several tags each: they are made of fewer words than there are classes."""
     for separator in _SEPARATORS:
         joined = [name for name in classes if separator in name.strip()]
         if joined and len({word for name in classes for word in name.split(separator)}) < len(classes):

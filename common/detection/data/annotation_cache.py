@@ -9,12 +9,9 @@ import hashlib
 import json
 import os
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +24,6 @@ from common.data import images
 from common.detection.data.annotated_files import AnnotatedFiles
 from common.detection.data.outlines import Outlines
 from common.detection.data.stamps import Stamps, stamps_of
-from common.errors import Refused
 
 PLACE = "VISION_RECIPES_CACHE"  # environment variable that names the folder
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
@@ -57,30 +53,21 @@ _WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}
 Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or only to evaluate on
 
 
-def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command: list[str] | None = None) -> Parts:
-    """What `read` returns, from the cache if it is there. `read` adds all files that it looks at to the stamps.
+def file_of(what: object, origin: Path) -> Path | None:
+    """The cache of data; None without a home, or without source code to compare.
 
-    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. `command` is for
-    data whose reading takes much memory: it starts a process of its own that calls this function without a command and
-    prints why data are refused; all its memory is free again at its end. Raises what `read` raises.
+    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations.
     """
-    try:
-        file = _folder() / f"{_key(what, origin)}.arrow"
-    except (OSError, RuntimeError):  # no home, or no source code to compare
-        return read(Stamps())
-    if parts := _load(file):
-        return parts
-    if command and _is_writable(file.parent):
-        if refusal := _run(command):
-            raise Refused(refusal)
-        if parts := _load(file):
-            return parts
-    seen = Stamps()
-    parts = read(seen)
+    with suppress(OSError, RuntimeError):
+        return _folder() / f"{_key(what, origin)}.arrow"
+    return None
+
+
+def keep(file: Path, parts: Parts, seen: Stamps) -> None:
+    """Write a cache of `parts`, for which the files in `seen` were looked at, unless they have changed just now."""
     if seen.settled:
         with suppress(OSError, pa.ArrowException):  # such as a full disk: the data have been read all the same
             _write(file, parts, seen)
-    return parts
 
 
 def _folder() -> Path:
@@ -100,24 +87,11 @@ def _key(what: object, origin: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return os.access(folder, os.W_OK | os.X_OK)
     return False
-
-
-def _run(command: list[str]) -> str:
-    """Why the data are refused, or "". If the process fails in another way, its work is done in this one."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    return "" if done.returncode else done.stdout.decode(errors="surrogateescape").strip()
 
 
 # ---- the file
@@ -164,7 +138,7 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
             out.write(_END.pack(_KIND, summed.sum, summed.length))
             out.flush()
             os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
-        if not _load(file):  # a file that another process has written meanwhile stays: it may be mapped
+        if not load(file):  # a file that another process has written meanwhile stays: it may be mapped
             os.replace(name, file)
     finally:
         with suppress(OSError):
@@ -183,7 +157,7 @@ def _remove_unused(folder: Path) -> None:
                 file.unlink()
 
 
-def _load(file: Path) -> Parts | None:
+def load(file: Path) -> Parts | None:
     """What `_write` wrote, if it is complete and no file that it was made from has changed."""
     try:
         if not _is_whole(file):

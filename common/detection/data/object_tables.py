@@ -1,6 +1,5 @@
 """Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -60,12 +59,12 @@ class ObjectParts:
     """
 
     def __init__(
-        self, data: str, opener: Callable[[], dict[str, Any]], image_column: str, objects_column: str, box_format: str
-    ):
+        self, data: str, tables: dict[str, Any], image_column: str, objects_column: str, box_format: str
+    ) -> None:
         self._data, self._named, self._box_format = data, (image_column, objects_column), box_format
-        self._splits = huggingface.open_splits(data, opener)
+        self._splits = tables
         self._first: tuple | None = None
-        self.labels = huggingface.split_labels(self._splits)
+        self.labels = huggingface.split_labels(tables)
 
     def read(self, name: str, first: AnnotatedTable | None) -> AnnotatedTable:
         """The split of this name, with the columns, box format and classes of `first` if one was read before."""
