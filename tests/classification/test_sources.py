@@ -1,12 +1,8 @@
 """Digits, folders and tables become sources with the right images, labels and parts; anything else is refused clearly."""
 
-import gc
 import io
 import os
-import pickle
 import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -870,48 +866,6 @@ def test_offline_mode_asks_nobody(monkeypatch):
 
 
 # ---- what loaders and workers need
-
-
-@pytest.fixture(params=["digits", "folder", "table"])
-def source(request, tmp_path):
-    if request.param == "folder":
-        return read(pets(tmp_path / "pets", cats=300, dogs=300))[0]
-    if request.param == "table":
-        classified(200).to_parquet(tmp_path / "table.parquet")
-        return read(tmp_path / "table.parquet")[0]
-    return read("digits")[0]
-
-
-def test_a_source_pickles_survives_a_fork_and_reads_the_same(source):
-    expected = [np.asarray(source.image(index)) for index in range(len(source))]
-    copy = pickle.loads(pickle.dumps(source))
-    assert (copy.classes, copy.fingerprint, copy.name(3)) == (source.classes, source.fingerprint, source.name(3))
-    assert all(np.array_equal(np.asarray(copy.image(index)), expected[index]) for index in range(len(source)))
-    child = os.fork()
-    if child == 0:
-        same = all(np.array_equal(np.asarray(source.image(index)), expected[index]) for index in range(len(source)))
-        os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_source_holds_no_object_for_each_row(source):
-    reachable, waiting = set(), [source]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):
-            continue
-        reachable.add(id(value))
-        if isinstance(value, list | tuple | dict | set):
-            assert len(value) < len(source), type(value)
-        waiting.extend(gc.get_referents(value))
-    assert len(reachable) > 3
-
-
-def test_slow_imports_wait_until_they_are_needed():
-    """Every process of every run imports this module; most read neither digits nor tables."""
-    code = "import sys, common.classification.sources; print([m for m in ('sklearn', 'datasets', 'torch') if m in sys.modules])"
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout == "[]\n"
 
 
 def test_thousands_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:

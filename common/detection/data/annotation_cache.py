@@ -14,6 +14,7 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import PIL
@@ -97,20 +98,6 @@ def is_writable(folder: Path) -> bool:
 # ---- the file
 
 
-class _Summed:
-    """A file that is being written, with the checksum and the length of its content."""
-
-    def __init__(self, file):
-        self.file, self.sum, self.length, self.closed = file, 0, 0, False
-
-    def write(self, piece) -> int:
-        self.sum, self.length = zlib.crc32(piece, self.sum), self.length + len(piece)
-        return self.file.write(piece)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     """Write the cache to `file`, completely or not at all."""
     columns, words = {}, {"parts": [], "folders": []}
@@ -131,11 +118,11 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     _remove_unused(file.parent)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix="unfinished-")
     try:
-        with os.fdopen(handle, "wb") as out:
-            summed = _Summed(out)
-            with pa.ipc.new_stream(summed, batch.schema) as writer:
+        with os.fdopen(handle, "w+b") as out:
+            with pa.ipc.new_stream(out, batch.schema) as writer:
                 writer.write_batch(batch)
-            out.write(_END.pack(_KIND, summed.sum, summed.length))
+            length = out.tell()
+            out.write(_END.pack(_KIND, _sum(out, length), length))
             out.flush()
             os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
         if not load(file):  # a file that another process has written meanwhile stays: it may be mapped
@@ -180,13 +167,17 @@ def load(file: Path) -> Parts | None:
 def _is_whole(file: Path) -> bool:
     """Whether the checksum holds. Read in pieces: mapped pages would count as memory of this process."""
     with open(file, "rb") as content:
-        left = os.fstat(content.fileno()).st_size - _END.size
-        if left < 0:
-            return False
-        length, total = left, 0
-        while left and (piece := content.read(min(left, 1 << 20))):
-            left, total = left - len(piece), zlib.crc32(piece, total)
-        return content.read() == _END.pack(_KIND, total, length)
+        length = os.fstat(content.fileno()).st_size - _END.size
+        return length >= 0 and _END.pack(_KIND, _sum(content, length), length) == content.read()
+
+
+def _sum(content: BinaryIO, length: int) -> int:
+    """Checksum of the first `length` bytes; the file is then at their end."""
+    content.seek(0)
+    total = 0
+    while length and (piece := content.read(min(length, 1 << 20))):
+        length, total = length - len(piece), zlib.crc32(piece, total)
+    return total
 
 
 def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFiles:

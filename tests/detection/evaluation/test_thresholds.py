@@ -1,7 +1,5 @@
 """Detections that lie exactly on COCO's overlap thresholds count as pycocotools counts them on the user's own file."""
 
-import contextlib
-import io
 import json
 
 import numpy as np
@@ -12,9 +10,10 @@ from pycocotools import mask
 from common.detection.data import stamps
 from common.detection.data.annotation_cache import PLACE
 from common.detection.data.sources import Spec, load
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from common.detection.evaluation.matching import NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from tests.harness.annotations import annotation, coco, picture
+from tests.harness.detections import boxes_in_coco, hits_of, of_pycocotools
 
 SIDE, IMAGES = 400, 40
 
@@ -40,19 +39,6 @@ def outline_of(left: float, top: float, right: float, bottom: float) -> list[flo
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-def of_pycocotools(file, found: list[dict], kind: str):
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(file))
-        evaluation = COCOeval(truth, truth.loadRes(found), kind)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return evaluation
-
-
 @pytest.fixture(scope="module")
 def on_thresholds(tmp_path_factory):
     """A folder in COCO's format, with the detections of each image: corners, scores, labels."""
@@ -65,12 +51,12 @@ def on_thresholds(tmp_path_factory):
             left, top, width, height = box
             outline = outline_of(left, top, left + width, top + height)
             more = {"id": len(annotations) + 1, "iscrowd": int(random.random() < 0.1), "area": width * height}
-            annotations.append(annotation(number, box, segmentation=[outline], **more))
+            annotations.append(annotation(number, box, 1, segmentation=[outline], **more))
         scores = torch.from_numpy(random.permutation(len(boxes)) / 16).float()
         masks = [mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0] for box in boxes.astype(float).tolist()]
         labels = torch.zeros(len(boxes)).long()
         found.append({"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks})
-    coco(root, "val", (), annotations, [{"id": 3, "name": "cat"}])
+    coco(root, "val", (), annotations, [{"id": 1, "name": "cat"}])
     content = json.loads((root / "val.json").read_text())
     names = range(1, IMAGES + 1)
     content["images"] = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in names]
@@ -88,33 +74,19 @@ def test_the_numbers_are_those_of_pycocotools_on_the_file(on_thresholds, tmp_pat
         detections.update(range(IMAGES), found)
         results = detections.results(source)
         images, columns = detections.columns()
-        rows = [
-            {"image_id": image + 1, "category_id": 3, "score": row[4]}
-            | ({"bbox": [*row[:2], row[2] - row[0], row[3] - row[1]]} if masks is None else {"segmentation": masks})
-            for kind in ("bbox", "segm")
-            for image, row, masks in zip(images.tolist(), columns.tolist(), _masks(found, kind), strict=True)
-        ]
-        for prefix, kind, part in (("", "bbox", rows[: len(images)]), ("mask_", "segm", rows[len(images) :])):
-            expected = of_pycocotools(root / "val.json", part, kind)
+        boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
+        best_first = (np.argsort(-of_image["scores"].numpy(), kind="stable") for of_image in found)
+        rles = (of_image["rles"][row] for of_image, rows in zip(found, best_first, strict=True) for row in rows)
+        masks = [{key: box[key] for key in ("image_id", "score", "category_id")} for box in boxes]
+        for shown, rle in zip(masks, rles, strict=True):
+            shown["segmentation"] = rle
+        content = json.loads((root / "val.json").read_text())
+        for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
+            expected = of_pycocotools(content, rows, kind)
             for name, value in zip(NAMES, expected.stats, strict=True):
                 mine = results[prefix + name]
                 assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), (again, prefix + name)
-            if kind == "bbox":
-                np.testing.assert_array_equal(Matches(source, images, columns).hits, _hits(expected, len(part)))
-
-
-def _masks(found: list[dict], kind: str) -> list[dict | None]:
-    """The mask of each detection in the order of `Detections`; none for boxes."""
-    best_first = (np.argsort(-of_image["scores"].numpy(), kind="stable") for of_image in found)
-    masks = [of_image["rles"][row] for of_image, rows in zip(found, best_first, strict=True) for row in rows]
-    return masks if kind == "segm" else [None] * len(masks)
-
-
-def _hits(evaluation, count: int) -> np.ndarray:
-    hits = np.full(count, NONE)
-    for part in evaluation.evalImgs[:IMAGES]:
-        for number, annotated, ignored in zip(part["dtIds"], part["dtMatches"][0], part["dtIgnore"][0], strict=True):
-            if annotated:
-                hits[number - 1] = IN_CROWD if ignored else annotated - 1
-    assert (hits == NONE).any() and (hits >= 0).any()
-    return hits
+            if not prefix:
+                hits = hits_of(expected, len(rows))
+                assert (hits == NONE).any() and (hits >= 0).any()
+                np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
