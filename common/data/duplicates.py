@@ -68,10 +68,10 @@ def _described(train: Any, val: Any) -> dict[str, str]:
     told = [
         _told(kind, pairs, kept, parts, (train, val)) for kind, pairs in (("exact", exact), ("near", near)) if pairs
     ]
-    found = {"duplicates": ("; ".join(told) or "none") + looked}
+    said = {"duplicates": ("; ".join(told) or "none") + looked}
     names = [text for _, text in sorted(broken.items())]
     more = f"; and {len(names) - _BROKEN:,} more" if len(names) > _BROKEN else ""
-    return found | ({"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {})
+    return said | ({"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {})
 
 
 def _looked(source: Any, index: int) -> tuple[bytes, np.ndarray]:
