@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.data.data_spec import DataSpec
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
 from common.data.source import Source, fingerprint_of, name_of, path_of, spread
 from common.data.splits import draws_of
@@ -91,22 +90,23 @@ class CustomSource(Source):
             return b""
 
 
-def read(spec: DataSpec, data: CustomDataset | Mapping[str, CustomDataset]) -> tuple[CustomSource, ...]:
-    """What `spec.read` returns, of a data set or of one for each part.
+class CustomParts:
+    """A data set, or one for each part. Raises `Refused` for items and labels that are not as `CustomDataset` says."""
 
-    Raises `Refused` for items and labels that are not as `CustomDataset` says.
-    """
-    parts = dict(data) if isinstance(data, Mapping) else {"train": data}
-    for part in parts.values():
-        title = type(part).__name__
-        if lacks := [name for name in ("__len__", "__getitem__", "classes") if not hasattr(part, name)]:
-            raise Refused(
-                f"--data {spec.data}: {title} has no {' and no '.join(lacks)}; a custom data set has __len__, __getitem__ -> "
-                "(image or path, label), and classes, the names of its classes"
-            )
-    single = {name: type(part).__name__ for name, part in parts.items()}
-    labels = single if len(parts) == 1 else {name: name for name in parts}
-    return spec.read(labels, lambda name, first: _read_part(parts[name], first, 1 if spec.alone else 2))
+    def __init__(self, name: str, data: CustomDataset | Mapping[str, CustomDataset], least_classes: int) -> None:
+        self._parts, self._least = dict(data) if isinstance(data, Mapping) else {"train": data}, least_classes
+        for part in self._parts.values():
+            title = type(part).__name__
+            if lacks := [name for name in ("__len__", "__getitem__", "classes") if not hasattr(part, name)]:
+                raise Refused(
+                    f"--data {name}: {title} has no {' and no '.join(lacks)}; a custom data set has __len__, __getitem__ -> "
+                    "(image or path, label), and classes, the names of its classes"
+                )
+        is_single = len(self._parts) == 1
+        self.labels = {name: type(part).__name__ if is_single else name for name, part in self._parts.items()}
+
+    def read(self, name: str, first: Source | None) -> CustomSource:
+        return _read_part(self._parts[name], first, self._least)
 
 
 def _read_part(data: CustomDataset, first: Source | None, least: int) -> CustomSource:

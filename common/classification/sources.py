@@ -6,22 +6,20 @@ copy the memory pages of those it reads, until the machine is full.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from common.classification import custom_data
-from common.classification.custom_data import CustomDataset
+from common.classification.custom_data import CustomDataset, CustomParts
 from common.config.parsing import nearest_path
 from common.data import data_spec, splits
-from common.data.data_spec import DataSpec
+from common.data.data_spec import DataSpec, Given, Parts
 from common.data.digits import load_digits
-from common.data.huggingface import TableParts
+from common.data.huggingface import TableParts, open_splits
 from common.data.images import SUFFIXES
 from common.data.source import Source, fingerprint_of, name_of, path_of, refuse_broken
 from common.errors import Refused
@@ -73,29 +71,31 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Raises `Refused` for what can't be found, read, or trained on, and if more than `max_broken_share` of the files of a
     part are missing.
     """
-    if custom is None and _SHARDS.search(spec.data):
-        raise Refused(f"--data {spec.data}: {_NOT_YET}")
+    with data_spec.reading(spec.data):
+        sources = spec.read(_open(spec, custom))
+    return data_spec.same_everywhere(sources)
+
+
+def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts[Source]:
     least = 1 if spec.alone else 2  # classes
-
-    def table(opener: Callable[[], dict[str, Any]]):
-        parts = TableParts(spec.data, opener, spec.image_column, spec.label_column, least)
-        return parts.labels, parts.read
-
-    read_custom = None if custom is None else partial(custom_data.read, spec, custom)
-    return data_spec.load(spec, table, load_digits, partial(_load_folder, spec, least), read_custom)
-
-
-def _load_folder(spec: Spec, least: int, path: Path) -> tuple["Folder", ...]:
+    if custom is None:
+        if _SHARDS.search(spec.data):
+            raise Refused(f"--data {spec.data}: {_NOT_YET}")
+        if spec.data != "digits" and (tables := open_splits(spec.data)):
+            return TableParts(spec.data, tables, spec.image_column, spec.label_column, least)
+    spec.refuse_columns()
+    if custom is not None:
+        return CustomParts(spec.data, custom, least)
+    if spec.data == "digits":
+        return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
+    path = Path(spec.data).expanduser()
     if not path.is_dir():
         found = "a file of a kind that is not known" if path.exists() else "nothing is there"
         raise Refused(
             f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
             f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(path)}"
         )
-    root = Path(os.path.abspath(path))
-    folders = _part_folders(root)
-    labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
-    return spec.read(labels, lambda name, first: _read_folder(folders[name], first, least))
+    return FolderParts(Path(os.path.abspath(path)), least)
 
 
 # ---- folders
@@ -153,15 +153,23 @@ def _part_folders(root: Path) -> dict[str, Path]:
     return {"train": root}
 
 
-def _read_folder(folder: Path, first: Folder | None, least: int) -> Folder:
-    if first is None:
-        return _scan(folder, _class_folders(folder, least))
-    if unknown := sorted(set(_subfolders(folder)) - set(first.classes)):
-        raise Refused(f"{folder / unknown[0]}: a class that {first.root} does not have; add it there")
-    part = _scan(folder, list(first.classes), may_be_empty=True)
-    if len(part) == 0:
-        raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first.root}")
-    return part
+class FolderParts:
+    """The parts of an image folder, or all of it as one. Raises `Refused`."""
+
+    def __init__(self, root: Path, least_classes: int) -> None:
+        self._folders, self._least = _part_folders(root), least_classes
+        self.labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in self._folders.items()}
+
+    def read(self, name: str, first: Folder | None) -> Folder:
+        folder = self._folders[name]
+        if first is None:
+            return _scan(folder, _class_folders(folder, self._least))
+        if unknown := sorted(set(_subfolders(folder)) - set(first.classes)):
+            raise Refused(f"{folder / unknown[0]}: a class that {first.root} does not have; add it there")
+        part = _scan(folder, list(first.classes), may_be_empty=True)
+        if len(part) == 0:
+            raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first.root}")
+        return part
 
 
 def _subfolders(folder: Path) -> list[str]:

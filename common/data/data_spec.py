@@ -1,23 +1,43 @@
 """Data specification: which data a run reads and which parts of them, and the steps of reading that all formats share."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 
 from common.config.origin import Origin
 from common.data import splits
-from common.data.huggingface import table_opener
 from common.errors import Refused
 from common.randomness import key_of
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
 Labels = Mapping[str, str]  # name of each part of the data -> how messages call it
-Read = Callable[
-    [str, S | None], S
-]  # read(name, first) reads a part, with the classes of the first part if there is one
+
+
+class Parts(Protocol[S]):
+    """Data in one of the formats, opened: named parts, each of which can be read."""
+
+    labels: Labels
+
+    def read(self, name: str, first: S | None) -> S:
+        """The source of a part, with the classes of `first` if another part was read before. Raises `Refused`."""
+        ...
+
+
+@dataclass
+class Given:
+    """Parts that are sources already."""
+
+    sources: Mapping[str, Any]
+
+    @property
+    def labels(self) -> Labels:
+        return {name: source.origin for name, source in self.sources.items()}
+
+    def read(self, name: str, first: Any) -> Any:
+        return self.sources[name]
 
 
 @dataclass(frozen=True)
@@ -61,36 +81,70 @@ class DataSpec:
             return splits.choose_part(self.data, labels, self.split, self.held_out)
         return splits.choose(self.data, labels, self.split)
 
-    def read(self, labels: Labels, read: Read) -> tuple[S, ...]:
-        """The sources to train and to evaluate on; with `alone`, one source."""
+    def refuse_columns(self) -> None:
+        """Raises `Refused` if columns are named, for data that are no table."""
+        if any(getattr(self, name) for name in self.table_fields):
+            *flags, last = (f"--{name}" for name in self.table_fields)
+            raise Refused(f"--data {self.data}: is no table, so leave out {', '.join(flags)} and {last}")
 
-        def checked(name: str, first: S | None) -> S:
-            source = read(name, first)
-            self.check(source)
-            return source
+    def read(self, parts: Parts[S]) -> tuple[S, ...]:
+        """The sources to train and to evaluate on; with `alone`, one source. The second has the classes of the first.
 
-        return splits.read_pieces(self.pieces(labels), checked, self.hold_out, labels, self.val_share)
+        The `origin` of a source says what it is: `val/`, or `20 % held out of train/`. That of the second also names other
+        parts that could be evaluated.
+        """
+        pieces, labels = self.pieces(parts.labels), parts.labels
+        named = {piece.name for piece in pieces}
+        others = [name for name in labels if splits.kind_of(name) in ("val", "test") and name not in named]
+        sources: list[S] = []
+        sides: tuple[S, ...] = ()
+        for piece in pieces:
+            origin = labels[piece.name]
+            if piece.side == splits.WHOLE:
+                source = parts.read(piece.name, sources[0] if sources else None)
+                self.check(source)
+            else:
+                if not sides:
+                    whole = parts.read(piece.name, None)
+                    self.check(whole)
+                    sides = self.hold_out(whole)
+                source = sides[piece.side == splits.HELD_OUT]
+                share, side = (
+                    (self.val_share, " held out") if piece.side == splits.HELD_OUT else (1 - self.val_share, "")
+                )
+                origin = f"{100 * share:.3g} %{side} of {origin}"
+            if sources and others:
+                origin += "".join(f"; {labels[name]}: for --split {splits.kind_of(name)}" for name in others)
+            sources.append(replace(source, origin=origin))
+        return tuple(sources)
 
 
-def load(
-    spec: DataSpec,
-    table: Callable[[Callable[[], dict[str, Any]]], tuple[Labels, Read]],
-    digits: Callable[[], tuple[S, S]],
-    folder: Callable[[Path], tuple[S, ...]],
-    custom: Callable[[], tuple[S, ...]] | None = None,
-) -> tuple[S, S]:
-    """(train, val): the sources to train and to evaluate on; with `spec.alone`, both are the one to evaluate on.
+@contextmanager
+def reading(data: str) -> Iterator[None]:
+    """A block that reads data. The first process of each machine is first, since reading may download and convert.
 
-    The arguments are how a task reads each format: `table(opener)` a Hugging Face data set or CSV files, `digits()` the two
-    parts of the built-in digits, `custom()` a data set of the user's own, `folder(path)` anything else. A collective: the first
-    process of each machine reads first, since reading may download and convert, and all ranks must find the same data. Raises
-    `Refused`.
+    A collective. What can't be read is `Refused`.
     """
     # Imported late: the separate process that reads large annotations does without torch.
-    from common.distributed.collectives import main_process_first, same_on_all_ranks
+    from common.distributed.collectives import main_process_first
 
     with main_process_first("reading the data", local=True):
-        train, val = _load(spec, table, digits, folder, custom)
+        try:
+            yield
+        except PermissionError as error:
+            raise Refused(
+                f"--data {data}: no permission to read {error.filename}; allow it, or copy the data"
+            ) from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise Refused(f"--data {data}: {error.filename or data} can't be read: {reason}") from error
+
+
+def same_everywhere(sources: tuple[S, ...]) -> tuple[S, S]:
+    """(train, val), or the only source twice, once all ranks have found the same data. A collective. Raises `Refused`."""
+    from common.distributed.collectives import same_on_all_ranks
+
+    train, val = sources[0], sources[-1]
     same_on_all_ranks("data", fingerprint(train, val))
     return train, val
 
@@ -98,29 +152,3 @@ def load(
 def fingerprint(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
-
-
-def _load(spec: DataSpec, table: Callable, digits: Callable, folder: Callable, custom: Callable | None) -> tuple[S, S]:
-    path = Path(spec.data).expanduser()
-    opener = None if custom or spec.data == "digits" else table_opener(spec.data)
-    try:
-        if opener:
-            sources = spec.read(*table(opener))
-        elif any(getattr(spec, name) for name in spec.table_fields):
-            *flags, last = (f"--{name}" for name in spec.table_fields)
-            raise Refused(f"--data {spec.data}: is no table, so leave out {', '.join(flags)} and {last}")
-        elif custom:
-            sources = custom()
-        elif spec.data == "digits":
-            parts = dict(zip(("train", "val"), digits(), strict=True))
-            sources = spec.read({name: part.origin for name, part in parts.items()}, lambda name, _: parts[name])
-        else:
-            sources = folder(path)
-    except PermissionError as error:
-        raise Refused(
-            f"--data {spec.data}: no permission to read {error.filename}; allow it, or copy the data"
-        ) from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise Refused(f"--data {spec.data}: {error.filename or path} can't be read: {reason}") from error
-    return sources[0], sources[-1]

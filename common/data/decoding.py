@@ -55,7 +55,7 @@ class Picture:
             self.height, self.width = self._pixels.shape[1:]
 
     def _open(self, data: bytes) -> None:
-        if size := _size_of_usual(data):
+        if size := size_of_usual(data):
             self._jpeg, self._is_turned, (self.height, self.width) = data, False, size
             return
         with opened(data) as image:
@@ -114,7 +114,7 @@ def resized(part: torch.Tensor, size: tuple[int, int], interpolation: str) -> to
     return F.interpolate(batch, size, mode=mode, antialias=True)[0]
 
 
-def _size_of_usual(data: bytes) -> tuple[int, int] | None:
+def size_of_usual(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG without EXIF data, in a tenth of the time that Pillow takes."""
     if data[:2] != b"\xff\xd8" or data.find(b"Exif\0", 0, _HEAD) >= 0:
         return None

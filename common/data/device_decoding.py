@@ -19,7 +19,7 @@ from common.data.decoding import Picture, View
 from common.data.images import BrokenImage
 from common.errors import Refused
 
-# torchvision 0.29 and later warn in each run that TorchCodec will replace their decoders. docs/data.md says so.
+# torchvision 0.29 and later warn in each run that TorchCodec will replace their decoders.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision", DeprecationWarning)
 
 _MOST_PIXELS = 2**25  # of an image: 100 MB decoded, and four times as much while it is resized

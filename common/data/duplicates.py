@@ -23,7 +23,7 @@ _BANDS, _BITS = 8, 16  # of a hash: hashes that differ in fewer bits than there 
 _APART = 3.0  # largest mean difference of two thumbnails that are the same picture, of 255
 _ROUGH = 12.0  # least standard deviation of a thumbnail: flat ones all look alike
 _BUCKET = 64  # images of a band that are compared with each other at most
-_NAMED = 3
+_NAMED, _BROKEN = 3, 1_000  # duplicates of a kind, and unreadable images, that are named
 
 
 def rows(train: Any, val: Any) -> dict[str, str]:
@@ -31,7 +31,7 @@ def rows(train: Any, val: Any) -> dict[str, str]:
     told = {"balance": _balance(train)} if len(train.classes) > 1 and train.class_counts is not None else {}
     if getattr(train, "fresh", False):
         return told
-    return told | {"duplicates": _described(train, val)}
+    return told | _described(train, val)
 
 
 def _balance(source: Any) -> str:
@@ -41,16 +41,18 @@ def _balance(source: Any) -> str:
     return f"{source.classes[few]} has {counts[few]:,}, {source.classes[many]} {counts[many]:,}: {ratio}"
 
 
-def _described(train: Any, val: Any) -> str:
+def _described(train: Any, val: Any) -> dict[str, str]:
     shares = len(train) + len(val)
     every = -(-shares // MOST)
     places = [(part, index) for part, source in enumerate((train, val)) for index in range(0, len(source), every)]
-    ends = time.monotonic() + SECONDS
+    ends, broken = time.monotonic() + SECONDS, {}
 
     def look(place: tuple[int, int]) -> tuple[bytes, np.ndarray] | None:
+        source = (train, val)[place[0]]
         try:
-            return _looked(train if place[0] == 0 else val, place[1]) if time.monotonic() < ends else None
-        except BrokenImage:
+            return _looked(source, place[1]) if time.monotonic() < ends else None
+        except BrokenImage as error:
+            broken[place] = f"{source.name(place[1])}: {error}"
             return None
 
     # In a mixed order: if the time is up, what was read is from all over the data.
@@ -66,7 +68,10 @@ def _described(train: Any, val: Any) -> str:
     told = [
         _told(kind, pairs, kept, parts, (train, val)) for kind, pairs in (("exact", exact), ("near", near)) if pairs
     ]
-    return ("; ".join(told) or "none") + looked
+    said = {"duplicates": ("; ".join(told) or "none") + looked}
+    names = [text for _, text in sorted(broken.items())]
+    more = f"; and {len(names) - _BROKEN:,} more" if len(names) > _BROKEN else ""
+    return said | ({"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {})
 
 
 def _looked(source: Any, index: int) -> tuple[bytes, np.ndarray]:

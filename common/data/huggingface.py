@@ -5,12 +5,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,10 @@ from common.randomness import mix
 if TYPE_CHECKING:
     import datasets  # imported late below: it takes a second, and most runs don't need it
 
+_SEPARATORS = ",;| "  # of tags in a text
+_NAMED = 20  # columns in a message
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
+_SMALL, _ROOM, _MOST_TIMES = 2**26, 2**30, 100  # see `_refuse_bomb`: bytes of a file, of its rows, and rows per file
 _HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
 
 
@@ -94,8 +97,8 @@ class Table(Source):
         return replace(self, rows=self.rows[rows], labels=self.labels[rows], sizes=sizes)
 
 
-def table_opener(data: str) -> Callable[[], dict[str, Any]] | None:
-    """A function that opens `data` as {split: datasets.Dataset}; None if it is neither a Hugging Face data set nor CSV."""
+def _opener(data: str) -> Callable[[], dict[str, Any]] | None:
+    """What opens `data` as {split: datasets.Dataset}; None if it is neither a Hugging Face data set nor CSV."""
     path = Path(data).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -114,17 +117,12 @@ class TableParts:
     """The splits of a data set. The first one that is read decides on columns and classes. Raises `Refused`."""
 
     def __init__(
-        self,
-        data: str,
-        opener: Callable[[], dict[str, Any]],
-        image_column: str,
-        label_column: str,
-        least_classes: int = 2,
-    ):
+        self, data: str, tables: dict[str, Any], image_column: str, label_column: str, least_classes: int = 2
+    ) -> None:
         self._data, self._named, self._least = data, (image_column, label_column), least_classes
-        self._splits = open_splits(data, opener)
+        self._splits = tables
         self._first: tuple | None = None
-        self.labels = split_labels(self._splits)
+        self.labels = split_labels(tables)
 
     def read(self, name: str, first: Table | None = None) -> Table:
         """The split of this name, with the columns and classes of `first` if one was read before."""
@@ -142,7 +140,7 @@ class TableParts:
         rows, folder = np.arange(split.num_rows), folder_of(self._data)
         sizes = _file_sizes(column, folder)
         if len(label) > 1:
-            labels = np.stack([_zero_or_one(title, split, of_class) for of_class in label], axis=1)
+            labels = _zeros_and_ones(title, split, label)
             counts = labels.sum(axis=1)
             if first is None:
                 self._is_one_hot = bool((counts == 1).all())
@@ -159,11 +157,14 @@ class TableParts:
                 f"--data {self._data}: splits {first_name} and {name} name other classes in {label[0]}; make them the same"
             )
         labels = _labels(title, split, label[0], classes, values, self._least)
-        return Table(column, rows, labels, classes, title, folder, sizes)
+        notes = () if is_list(columns_of(split)[label[0]].kind) else _as_one(label[0], classes)
+        return Table(column, rows, labels, classes, title, folder, sizes, notes=notes)
 
 
-def open_splits(data: str, opener: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The splits of a data set by name. Raises `Refused`."""
+def open_splits(data: str) -> dict[str, Any] | None:
+    """The splits by name of a Hugging Face data set or of CSV files; None of anything else. Raises `Refused`."""
+    if not (opener := _opener(data)):
+        return None
     try:
         with _quiet():
             return _by_column(data, opener())
@@ -190,7 +191,7 @@ def _by_column(data: str, splits: dict[str, Any]) -> dict[str, Any]:
     """The only split cut by its column `split`, if that holds names of parts; otherwise the splits as they are."""
     (first, *others) = splits.values()
     name = next((name for name in first.column_names if name.casefold() == "split"), None)
-    if others or name is None or not _is_text(first.features.arrow_schema.field(name).type):
+    if others or name is None or not _is_text(columns_of(first)[name].kind):
         return splits
     values = cells_of(first, name)
     found = pc.unique(values).to_pylist()
@@ -236,7 +237,48 @@ def _open_parquet(folder: Path, files: list[Path]) -> dict[str, Any]:
     import datasets
 
     places = {name: [str(file.absolute()) for file in its] for name, its in _splits_of(folder, files).items()}
+    for file in files:
+        _refuse_bomb(file)
     return datasets.load_dataset("parquet", data_files=places)
+
+
+def _refuse_bomb(file: Path) -> None:
+    """Raise `Refused` for a file whose rows take far more room than images could: they are compressed already.
+
+    Columns that hold numbers of rows are counted as 8 bytes each. Values that are stored once and repeated are looked up only
+    in files up to `_SMALL`, since that reads the file.
+    """
+    import pyarrow.parquet as pq
+
+    size, content = file.stat().st_size, pq.ParquetFile(file)
+    limit = max(_ROOM, _MOST_TIMES * size)
+    groups = [content.metadata.row_group(number) for number in range(content.num_row_groups)]
+    needed = max(sum(group.total_byte_size for group in groups), 8 * content.metadata.num_rows)
+    if needed <= limit and size <= _SMALL:
+        schema = content.metadata.schema
+        texts = [
+            column.path for column in map(schema.column, range(len(schema))) if column.physical_type == "BYTE_ARRAY"
+        ]
+        for batch in pq.ParquetFile(file, read_dictionary=texts).iter_batches(columns=texts):
+            needed += sum(_unpacked_bytes(column) for column in batch.columns)
+            if needed > limit:
+                break
+    if needed > limit:
+        raise Refused(
+            f"{file}: its rows take {needed / 2**30:,.1f} GiB or more, and the file {size / 2**20:,.1f} MiB: images don't "
+            "shrink so much; write one image into each row"
+        )
+
+
+def _unpacked_bytes(column: pa.Array) -> int:
+    """Bytes that the values of a column take once each repeated one is written out."""
+    if pa.types.is_struct(column.type):
+        return sum(map(_unpacked_bytes, column.flatten()))
+    if is_list(column.type):
+        return _unpacked_bytes(column.flatten())
+    if not pa.types.is_dictionary(column.type):
+        return column.nbytes
+    return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
 
 
 def _open_csv(folder: Path, files: list[Path]) -> dict[str, Any]:
@@ -350,35 +392,38 @@ def find_column(data: str, split: "datasets.Dataset", what: str, named: str, exc
     """The column `named`, or the only one whose type says that it is the image or the label, or that could be it."""
     from datasets import Image as ImageFeature
 
-    kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
+    columns = {name: column for name, column in columns_of(split).items() if name != exclude}
+    kinds, features = ({name: column[place] for name, column in columns.items()} for place in (0, 1))
+    names_images = _image_names(split)
     if what == "image":
-        sure = [name for name in kinds if isinstance(split.features[name], ImageFeature)]
+        sure = [name for name in kinds if isinstance(features[name], ImageFeature)]
         texts = [name for name, kind in kinds.items() if _is_text(kind)]
         likely = [name for name, kind in kinds.items() if _is_bytes(kind)]
         possible = sure + likely + texts
-        likely = likely or [name for name in texts if _is_image_name(split, name)]
+        likely = likely or [name for name in texts if name in names_images]
     else:
         inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
-        sure = [name for name in kinds if _names_of(split.features[name])]
+        sure = [name for name in kinds if _names_of(features[name])]
         possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or _is_text(kind)]
-        likely = [name for name in possible if not (_is_text(kinds[name]) and _is_image_name(split, name))]
-    columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        likely = [name for name in possible if name not in names_images]
+    described = listed(f"{name} ({kind})" for name, kind in kinds.items())
     if named:
         if named not in possible:
             problem = f"can't be the {what} column" if named in kinds else "is no column"
-            raise Refused(f"--{what}_column {named}: {problem} of --data {data}, which has {columns}")
+            raise Refused(f"--{what}_column {named}: {problem} of --data {data}, which has {described}")
         return named
     found = sure or likely
     if len(found) != 1:
-        problem = f"{', '.join(found)} could each be the {what}" if found else f"no {what} column found"
-        raise Refused(f"--data {data}: {problem}; name it with --{what}_column NAME (columns: {columns})")
+        problem = f"{listed(found)} could each be the {what}" if found else f"no {what} column found"
+        raise Refused(f"--data {data}: {problem}; name it with --{what}_column NAME (columns: {described})")
     return found[0]
 
 
-def _is_image_name(split: "datasets.Dataset", column: str) -> bool:
-    """Whether the first cell of a text column is the name of an image file."""
-    first = split.select_columns([column])[0][column] if len(split) else None
-    return bool(first) and os.path.splitext(first)[1].lower() in SUFFIXES
+def _image_names(split: "datasets.Dataset") -> set[str]:
+    """The columns of text whose first cell is the name of an image file."""
+    (first,) = split.with_format("arrow")[:1].to_pylist() or ({},)
+    texts = {name: cell for name, cell in first.items() if isinstance(cell, str)}
+    return {name for name, cell in texts.items() if os.path.splitext(cell)[1].lower() in SUFFIXES}
 
 
 def _find_labels(data: str, split: "datasets.Dataset", named: str, exclude: str) -> tuple[str, ...]:
@@ -387,20 +432,39 @@ def _find_labels(data: str, split: "datasets.Dataset", named: str, exclude: str)
     if named not in split.column_names and len(names) > 1:
         if unknown := [name for name in names if name not in split.column_names]:
             raise Refused(
-                f"--label_column {named}: --data {data} has no column {unknown[0]}; it has {', '.join(split.column_names)}"
+                f"--label_column {named}: --data {data} has no column {unknown[0]}; it has {listed(split.column_names)}"
             )
         return names
-    kinds = {name: split.features.arrow_schema.field(name).type for name in split.column_names if name != exclude}
-    numbers = tuple(name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind))
-    others = [
-        name for name, kind in kinds.items() if _is_text(kind) or is_list(kind) or _names_of(split.features[name])
-    ]
-    if not named and len(numbers) > 1 and not others and all(_is_zero_or_one(split, name) for name in numbers):
-        return numbers
+    columns = {name: column for name, column in columns_of(split).items() if name != exclude}
+    numbers = tuple(
+        name for name, (kind, _) in columns.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    )
+    others = any(_is_text(kind) or is_list(kind) or _names_of(feature) for kind, feature in columns.values())
+    if not named and len(numbers) > 1 and not others and len(split):
+        with suppress(Refused):
+            _zeros_and_ones("", split, numbers)
+            return numbers
     return (find_column(data, split, "label", named, exclude),)
 
 
 # ---- labels
+
+
+class Column(NamedTuple):
+    kind: pa.DataType
+    feature: Any
+
+
+def columns_of(split: "datasets.Dataset") -> dict[str, Column]:
+    """The columns of a split. To be asked for once: `datasets` makes all features and their types anew each time."""
+    features = split.features
+    return {field.name: Column(field.type, features[field.name]) for field in features.arrow_schema}
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names for a message: a table may have thousands of columns."""
+    names = [*names]
+    return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
 
 
 def cells_of(split: "datasets.Dataset", column: str) -> pa.Array:
@@ -424,28 +488,37 @@ def _vocabulary(split: "datasets.Dataset", column: str) -> tuple[tuple[str, ...]
     return classes, values
 
 
+def _as_one(column: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """A note if names of classes seem to be several tags each: they are made of fewer words than there are classes."""
+    for separator in _SEPARATORS:
+        joined = [name for name in classes if separator in name.strip()]
+        if joined and len({word for name in classes for word in name.split(separator)}) < len(classes):
+            return (
+                f"{column}: each text is one class, also {joined[0]!r}; if these are several tags, give a column of 0 and 1 "
+                "for each tag, or a list",
+            )
+    return ()
+
+
 _OF_ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
-def _zero_or_one(title: str, split: "datasets.Dataset", column: str) -> np.ndarray:
-    """bool[N] from a column of 0 and 1 of any type."""
-    cells = cells_of(split, column)
-    words = pc.utf8_lower(cells.cast(pa.string()))
-    found = pc.index_in(words, value_set=pa.array([*_OF_ZERO_OR_ONE])).fill_null(-1).to_numpy()
-    if (found < 0).any():
-        row = int((found < 0).argmax())
-        raise Refused(
-            f"--data {title}: row {row} has {cells[row].as_py()!r} in column {column}; "
-            "each of several label columns must hold 0 or 1"
-        )
-    return np.array([*_OF_ZERO_OR_ONE.values()])[found]
-
-
-def _is_zero_or_one(split: "datasets.Dataset", column: str) -> bool:
-    try:
-        return bool(len(_zero_or_one("", split, column)))
-    except Refused:
-        return False
+def _zeros_and_ones(title: str, split: "datasets.Dataset", names: tuple[str, ...]) -> np.ndarray:
+    """bool[N, C] from columns of 0 and 1 of any type."""
+    matrix = np.zeros((split.num_rows, len(names)), bool)
+    table = split.select_columns([*names]).with_format("arrow")[:]
+    for place, column in enumerate(names):
+        cells = table[column].combine_chunks()
+        words = pc.utf8_lower(cells.cast(pa.string()))
+        found = pc.index_in(words, value_set=pa.array([*_OF_ZERO_OR_ONE])).fill_null(-1).to_numpy()
+        if (found < 0).any():
+            row = int((found < 0).argmax())
+            raise Refused(
+                f"--data {title}: row {row} has {cells[row].as_py()!r} in column {column}; "
+                "each of several label columns must hold 0 or 1"
+            )
+        matrix[:, place] = np.array([*_OF_ZERO_OR_ONE.values()])[found]
+    return matrix
 
 
 def _labels(

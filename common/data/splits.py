@@ -2,17 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from common.errors import Refused
 from common.randomness import mix
-
-S = TypeVar("S")
 
 _SPELLINGS = {
     "train": r"train(ing)?",
@@ -82,37 +79,6 @@ def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool
         raise Refused(f"--data {data}: no part to validate on; name one by --split: {', '.join(labels)}")
     has_val = any(kind_of(name) == "val" for name in labels)
     return (Piece(found, KEPT if held_out and found == trained and not has_val else WHOLE),)
-
-
-def read_pieces(
-    pieces: Sequence[Piece],
-    read: Callable[[str, S | None], S],
-    hold_out: Callable[[S], tuple[S, S]] | None,
-    labels: Mapping[str, str],
-    val_share: float,
-) -> tuple[S, ...]:
-    """A source for each piece; its `origin` says what it is: `val/`, or `20 % held out of train/`.
-
-    `read(name, first)` reads a part; from the second on it must have the classes of `first`, the first source. The `origin` of
-    the second source also names other parts that could be evaluated.
-    """
-    others = [
-        name for name in labels if kind_of(name) in ("val", "test") and name not in (piece.name for piece in pieces)
-    ]
-    sources, sides = [], ()
-    for piece in pieces:
-        origin = labels[piece.name]
-        if piece.side == WHOLE:
-            source = read(piece.name, sources[0] if sources else None)
-        else:
-            sides = sides or hold_out(read(piece.name, None))
-            source = sides[piece.side == HELD_OUT]
-            share, side = (val_share, " held out") if piece.side == HELD_OUT else (1 - val_share, "")
-            origin = f"{100 * share:.3g} %{side} of {origin}"
-        if sources and others:
-            origin += "".join(f"; {labels[name]}: for --split {kind_of(name)}" for name in others)
-        sources.append(replace(source, origin=origin))
-    return tuple(sources)
 
 
 def draws_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:

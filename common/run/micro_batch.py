@@ -47,11 +47,11 @@ def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
     if plan.whole:
         raise Refused(
             f"the {size} samples that {plan.whole} needs at once do not fit into memory: take --batch_norm group, a smaller "
-            f"model or --image_size, more processes, or a bf16 file of accelerate_configs/{why}"
+            f"model or smaller images, more processes, or a bf16 file of accelerate_configs/{why}"
         )
     if size == plan.unit:
         raise Refused(
-            f"not even micro-batches of {size} fit into memory: take a smaller model or --image_size, a bf16 file of "
+            f"not even micro-batches of {size} fit into memory: take a smaller model or smaller images, a bf16 file of "
             f"accelerate_configs/, or --grad_checkpointing where the recipe has it{why}"
         )
     return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))

@@ -57,8 +57,9 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
             ) from error
         if not isinstance(error, (AssertionError, ValueError, RuntimeError)):
             raise
+        size = "--short_sides" if hasattr(model, "detect") else "--image_size"
         raise Refused(
-            f"the model can't make a step: {first_line(error)}; look at --image_size, --global_batch_size and "
+            f"the model can't make a step: {first_line(error)}; look at {size}, --global_batch_size and "
             "--max_micro_batch_size"
         ) from error
     wrapped.zero_grad()

@@ -1,12 +1,8 @@
 """Digits, folders and tables become sources with the right images, labels and parts; anything else is refused clearly."""
 
-import gc
 import io
 import os
-import pickle
 import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +10,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -24,6 +20,7 @@ from common.data.images import BrokenImage
 from common.data.source import refuse_broken
 from common.errors import Refused
 from tests.harness.drawings import pets, picture
+from tests.harness.odd_files import bounded
 
 
 @pytest.fixture(autouse=True)
@@ -871,43 +868,50 @@ def test_offline_mode_asks_nobody(monkeypatch):
 # ---- what loaders and workers need
 
 
-@pytest.fixture(params=["digits", "folder", "table"])
-def source(request, tmp_path):
-    if request.param == "folder":
-        return read(pets(tmp_path / "pets", cats=300, dogs=300))[0]
-    if request.param == "table":
-        classified(200).to_parquet(tmp_path / "table.parquet")
-        return read(tmp_path / "table.parquet")[0]
-    return read("digits")[0]
+def test_thousands_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
+    """`datasets` makes all features anew each time they are asked for: 200 columns took 15 s, 2,000 for ever."""
+    images = [{"bytes": png(7), "path": None}] * 8
+    bits = {f"c{number}": [0, 1] * 4 for number in range(2_000)}
+    for name, columns in {"bits": bits, "texts": {key: ["x"] * 8 for key in bits}}.items():
+        pq.write_table(pa.table({"image": images} | columns), tmp_path / f"{name}.parquet")
+    with bounded(seconds=60, megabytes=4096):
+        train, _ = load(Spec(str(tmp_path / "bits.parquet"), seed=0, val_share=0.25))
+        assert len(train.classes) == 2_000 and train.multi_label
+        with pytest.raises(Refused, match="c19 and 1,980 more could each be the label") as refused:
+            load(Spec(str(tmp_path / "texts.parquet"), seed=0, val_share=0.25))
+    assert len(str(refused.value)) < 1_000
 
 
-def test_a_source_pickles_survives_a_fork_and_reads_the_same(source):
-    expected = [np.asarray(source.image(index)) for index in range(len(source))]
-    copy = pickle.loads(pickle.dumps(source))
-    assert (copy.classes, copy.fingerprint, copy.name(3)) == (source.classes, source.fingerprint, source.name(3))
-    assert all(np.array_equal(np.asarray(copy.image(index)), expected[index]) for index in range(len(source)))
-    child = os.fork()
-    if child == 0:
-        same = all(np.array_equal(np.asarray(source.image(index)), expected[index]) for index in range(len(source)))
-        os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
+@pytest.mark.parametrize("how", ["compressed", "repeated", "numbers"])
+def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(how: str, tmp_path) -> None:
+    zeros, path = bytes(2**20), tmp_path / "bomb.parquet"
+    with pq.ParquetWriter(
+        path,
+        pa.schema([("image", pa.int64() if how == "numbers" else pa.binary()), ("label", pa.int64())]),
+        compression="zstd",
+        use_dictionary=how == "repeated",
+    ) as writer:
+        for _ in range(20):
+            count = 2**23 if how == "numbers" else 64
+            image = pa.array(np.zeros(count, np.int64)) if how == "numbers" else pa.array([zeros] * count)
+            writer.write_table(pa.table({"image": image, "label": np.zeros(count, np.int64)}))
+    assert path.stat().st_size < 2**21
+    with (
+        bounded(seconds=20, megabytes=1024),
+        pytest.raises(Refused, match=r"its rows take [12]\.. GiB or more, and the file [01]\."),
+    ):
+        load(Spec(str(path), seed=0, val_share=0.25))
 
 
-def test_a_source_holds_no_object_for_each_row(source):
-    reachable, waiting = set(), [source]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):
-            continue
-        reachable.add(id(value))
-        if isinstance(value, list | tuple | dict | set):
-            assert len(value) < len(source), type(value)
-        waiting.extend(gc.get_referents(value))
-    assert len(reachable) > 3
+def test_tags_in_one_text_are_said_to_be_one_class(tmp_path) -> None:
+    for number in range(8):
+        Image.new("RGB", (8, 8), (30 * number, 0, 0)).save(tmp_path / f"{number}.png")
 
+    def notes(*labels: str) -> tuple[str, ...]:
+        rows = [f"{number}.png,{labels[number % len(labels)]}" for number in range(8)]
+        (tmp_path / "labels.csv").write_text("\n".join(["image,tags", *rows]))
+        return load(Spec(str(tmp_path / "labels.csv"), seed=0, val_share=0.25))[0].notes
 
-def test_slow_imports_wait_until_they_are_needed():
-    """Every process of every run imports this module; most read neither digits nor tables."""
-    code = "import sys, common.classification.sources; print([m for m in ('sklearn', 'datasets', 'torch') if m in sys.modules])"
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout == "[]\n"
+    (note,) = notes("sky sea", "sky", "sea", "sea sky")
+    assert note.startswith("tags: each text is one class, also 'sea sky'; if these are several tags, give a column")
+    assert notes("golden retriever", "tabby cat") == notes("cat", "dog") == ()

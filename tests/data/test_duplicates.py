@@ -58,5 +58,10 @@ def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) 
 def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
     for number in range(5):
         Image.new("RGB", (40 + number, 40), (200, 200, 200 + number)).save(folder / f"train/cat/flat{number}.png")
-    (folder / "train/cat/broken.png").write_bytes(b"nothing")
-    assert told(folder)["duplicates"] == "none (of 25 of 26 images, which were looked at)"
+    broken = [folder / place for place in ("train/cat/broken.png", "train/dog/torn.png", "val/cat/none.png")]
+    for path in broken:
+        path.write_bytes(b"nothing")
+    rows = told(folder)
+    assert rows["duplicates"] == "none (of 25 of 28 images, which were looked at)"
+    reason = "not an image: empty, cut off in its header, or of an unknown format"
+    assert rows["unreadable"] == f"3: {'; '.join(f'{path}: {reason}' for path in broken)}"

@@ -3,15 +3,17 @@
 import errno
 import io
 import pickle
+import re
 import struct
 import warnings
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from common.data.images import MAX_PIXELS, SUFFIXES, BrokenImage, open_rgb
+from tests.harness.launching import ROOT
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
@@ -236,6 +238,46 @@ def test_an_image_given_as_an_object_stays_as_it_was():
     source.getexif()[0x0112] = 6
     open_rgb(source)
     assert (source.mode, source.size, source.getexif()[0x0112]) == ("LA", (4, 2), 6)
+
+
+# ---- the same without this project
+
+
+def documents(name: str) -> list[str]:
+    """The texts of `open_image` in the documents: each stands alone, so each has it whole."""
+    page = (ROOT / name).read_text()
+    return re.findall(r"^def open_image\(file\):\n(?:(?: .*)?\n)*?    return .*\n", page, re.MULTILINE)
+
+
+def test_scripts_that_stand_alone_open_every_kind_of_file_as_the_recipes_do():
+    (text,) = {*documents("docs/after_training.md"), *documents("docs/detectors.md")}
+    scope = {"np": np, "Image": Image, "ImageOps": ImageOps}
+    exec(text, scope)
+    random = np.random.default_rng(0)
+    colours = Image.fromarray(random.integers(0, 256, (8, 8, 4), dtype=np.uint8), "RGBA")
+    sixteen = random.integers(0, 65536, (8, 8))
+    palette = colours.convert("RGB").quantize(5)
+    floats = random.random((8, 8)).astype(np.float32)
+    files = {f"exif {number}": encoded(colours, exif=exif(number)) for number in STORED}
+    files |= {f"16 bit, exif {n}": encoded(Image.fromarray(sixteen.astype(np.uint16)), exif=exif(n)) for n in (1, 6)}
+    files |= {mode: encoded(colours.convert(mode)) for mode in ("RGB", "L", "LA", "1", "P")}
+    files |= {mode: encoded(colours.convert(mode), "TIFF") for mode in ("CMYK", "YCbCr", "RGBA")}
+    files |= {f"palette {kind}": encoded(palette, kind, transparency=1) for kind in ("PNG", "GIF")}
+    files |= {"palette of alphas": encoded(palette, transparency=bytes([255, 128, 0, 255, 7]))}
+    files |= {
+        "a colour": encoded(colours.convert("L"), transparency=7),
+        "JPEG": encoded(palette.convert("RGB"), "JPEG"),
+    }
+    files |= {"CMYK of Adobe": encoded(colours.convert("CMYK"), "JPEG")}
+    other = Image.frombytes("I;16B", (8, 8), sixteen.astype(">u2").tobytes())
+    files["I;16B"] = encoded(other, "TIFF")
+    for name, values in {"I": sixteen, "stretched I": sixteen * 30_000 - 100_000_000}.items():
+        files[name] = encoded(Image.fromarray(values.astype(np.int32)), "TIFF")
+    for name, values in {"F": floats, "stretched F": floats * 3_000 - 7}.items():
+        files[name] = encoded(Image.fromarray(values), "TIFF")
+    for name, data in files.items():
+        alone = scope["open_image"](io.BytesIO(data))
+        assert alone.mode == "RGB" and np.array_equal(np.asarray(alone), pixels(data)), name
 
 
 # ---- broken

@@ -1,9 +1,13 @@
-"""Annotations and detections that are awkward to evaluate."""
+"""Annotations and detections that are awkward to evaluate, and pycocotools' judgement of detections."""
+
+import contextlib
+import io
 
 import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotations
+from common.detection.evaluation.matching import IN_CROWD, NONE
 
 CLASSES = ("never there", "cat", "dog", "bird")
 
@@ -44,3 +48,45 @@ def awkward(seed: int) -> tuple[Annotations, list[dict]]:
             }
         )
     return source, found
+
+
+def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox"):
+    """pycocotools' evaluation, summarised: `stats`, and `evalImgs` with its matches. `content` is a file of annotations."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = content
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(found), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list[dict]:
+    """Detections (image, and left, top, right, bottom, score, class) in COCO's form; `ids` are those of the images."""
+    return [
+        {
+            "image_id": image,
+            "bbox": [*row[:2], row[2] - row[0], row[3] - row[1]],
+            "score": row[4],
+            "category_id": int(row[5]) + 1,
+        }
+        for image, row in zip(ids[images].tolist(), rows.astype(float).tolist(), strict=True)
+    ]
+
+
+def hits_of(evaluation, count: int) -> np.ndarray:
+    """int64[count]: the object that each detection shows at IoU 0.5 and any size, as `Matches.hits`."""
+    hits = np.full(count, NONE)
+    for part in filter(None, evaluation.evalImgs):
+        if part["aRng"] == evaluation.params.areaRng[0]:
+            for number, annotated, ignored in zip(
+                part["dtIds"], part["dtMatches"][0], part["dtIgnore"][0], strict=True
+            ):
+                if annotated:
+                    hits[number - 1] = IN_CROWD if ignored else annotated - 1
+    return hits

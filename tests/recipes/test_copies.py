@@ -134,6 +134,8 @@ def runs(run_several, stripes, tmp_path_factory) -> dict[str, dict[str, Outcome]
             for name in ("optimizers", "teacher"):
                 words = [word for word in cases[name][1:] if word not in own.get(name, ())]
                 cases[f"original of {name}"] = ["recipes/cls.py", *words, *data, "--max_steps", 1]
+            others = [word for word in cases["teacher"] if word not in ("--data", stripes)]
+            cases["teacher of other classes"] = [*others, "--data", "digits"]
             module = cases["module"]
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
@@ -200,6 +202,10 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
 
     assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
     assert json.loads((teacher.folder / "best/config.json").read_text())["architecture"] == "test_vit"
+    other = runs[1]["teacher of other classes"]
+    assert (
+        other.outcome == "refused" and "stages/best: does not know 0; take one trained on these classes" in other.text
+    )
 
 
 def brier(model: Path, images: Path) -> float:

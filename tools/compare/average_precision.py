@@ -8,7 +8,8 @@ Source of the metric: Lin et al., "Microsoft COCO", 2014.
 from dataclasses import dataclass
 
 import numpy as np
-from faster_coco_eval import mask
+
+from common.detection.evaluation.matching import overlaps_of
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
@@ -65,7 +66,7 @@ class AveragePrecision:
             theirs = of_image.get(int(images[place[0]])) if len(place) else None
             if theirs is not None:
                 crowd = source.crowd[theirs]
-                overlaps = _overlaps(rows[place, :4], source.boxes[theirs], crowd)
+                overlaps = overlaps_of(rows[place], source.truth[theirs], crowd)
                 hits[:, place], ignored[:, place] = _match(overlaps, crowd)
         areas = (rows[:, 2:4] - rows[:, :2]).astype(np.float64).prod(1)
         ignored |= ~hits & ((areas < 0) | (areas > 1e10))  # as COCO does with boxes turned inside out
@@ -101,15 +102,6 @@ def _firsts(images: np.ndarray) -> np.ndarray:
     """int64[n]: where the image of each detection begins; those of an image stand together."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(images)) + 1])
     return np.repeat(starts, np.diff([*starts, len(images)]))
-
-
-def _overlaps(found: np.ndarray, true: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """float64[n, m]: COCO's intersection over union; for crowd regions over the detection alone."""
-    found, true = (
-        np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1)
-        for boxes in (found.astype(np.float64), true.astype(np.float64))
-    )
-    return np.asarray(mask.iou(found, true, crowd.astype(np.uint8)))
 
 
 def _match(overlaps: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -42,11 +42,19 @@ class Annotations:
     boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
     labels: np.ndarray  # int64[M] class ids
     crowd: np.ndarray  # bool[M]: regions of several objects, or difficult objects: neither objects nor background
-    areas: np.ndarray  # float32[M] in square pixels: of the outline if the data has it, else of the box
+    areas: np.ndarray  # float64[M] in square pixels: of the outline if the data has it, else of the box
+    truth: np.ndarray | None = field(default=None, kw_only=True)
+    """float64[M, 4] left, top, width, height as the data say, not clipped: what detections are compared with. By default of
+    `boxes`, which are rounded: an overlap that lies on a threshold would count otherwise than in COCO's own evaluation."""
     outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
     notes: tuple[str, ...] = field(
         default=(), kw_only=True
     )  # sentences about what was corrected or left out on loading
+
+    def __post_init__(self) -> None:
+        if self.truth is None:
+            boxes = self.boxes.astype(np.float64)
+            vars(self)["truth"] = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -63,7 +71,7 @@ class Annotations:
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         taken = np.repeat(self.offsets[:-1][rows], counts) + within
         images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
-        boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas")}
+        boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas", "truth")}
         outlines = self.outlines and self.outlines.part(rows, taken)
         return images | boxes | {"offsets": offsets, "outlines": outlines}
 
@@ -87,6 +95,7 @@ class Annotated(Protocol):
     labels: np.ndarray
     crowd: np.ndarray
     areas: np.ndarray
+    truth: np.ndarray
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
     class_counts: np.ndarray | None  # int64[K]: boxes of each class, without crowd regions; None for fresh scenes

@@ -9,14 +9,12 @@ import hashlib
 import json
 import os
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import PIL
@@ -27,7 +25,6 @@ from common.data import images
 from common.detection.data.annotated_files import AnnotatedFiles
 from common.detection.data.outlines import Outlines
 from common.detection.data.stamps import Stamps, stamps_of
-from common.errors import Refused
 
 PLACE = "VISION_RECIPES_CACHE"  # environment variable that names the folder
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
@@ -40,36 +37,38 @@ _CODE = [
     Path(randomness.__file__),
     *(file for room in _ROOMS for file in sorted(room.glob("*.py"))),
 ]
-_COLUMNS = ("category_ids", "image_ids", "sizes", "offsets", "boxes", "labels", "crowd", "areas", "byte_counts")
-_WIDTHS = {"sizes": 2, "boxes": 4}
+_COLUMNS = (
+    "category_ids",
+    "image_ids",
+    "sizes",
+    "offsets",
+    "boxes",
+    "labels",
+    "crowd",
+    "areas",
+    "truth",
+    "byte_counts",
+)
+_WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}
 
 Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or only to evaluate on
 
 
-def indexed(what: object, origin: Path, read: Callable[[Stamps], Parts], command: list[str] | None = None) -> Parts:
-    """What `read` returns, from the cache if it is there. `read` adds all files that it looks at to the stamps.
+def file_of(what: object, origin: Path) -> Path | None:
+    """The cache of data; None without a home, or without source code to compare.
 
-    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. `command` is for
-    data whose reading takes much memory: it starts a process of its own that calls this function without a command and
-    prints why data are refused; all its memory is free again at its end. Raises what `read` raises.
+    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations.
     """
-    try:
-        file = _folder() / f"{_key(what, origin)}.arrow"
-    except (OSError, RuntimeError):  # no home, or no source code to compare
-        return read(Stamps())
-    if parts := _load(file):
-        return parts
-    if command and _is_writable(file.parent):
-        if refusal := _run(command):
-            raise Refused(refusal)
-        if parts := _load(file):
-            return parts
-    seen = Stamps()
-    parts = read(seen)
+    with suppress(OSError, RuntimeError):
+        return _folder() / f"{_key(what, origin)}.arrow"
+    return None
+
+
+def keep(file: Path, parts: Parts, seen: Stamps) -> None:
+    """Write a cache of `parts`, for which the files in `seen` were looked at, unless they have changed just now."""
     if seen.settled:
         with suppress(OSError, pa.ArrowException):  # such as a full disk: the data have been read all the same
             _write(file, parts, seen)
-    return parts
 
 
 def _folder() -> Path:
@@ -89,41 +88,14 @@ def _key(what: object, origin: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return os.access(folder, os.W_OK | os.X_OK)
     return False
 
 
-def _run(command: list[str]) -> str:
-    """Why the data are refused, or "". If the process fails in another way, its work is done in this one."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    return "" if done.returncode else done.stdout.decode(errors="surrogateescape").strip()
-
-
 # ---- the file
-
-
-class _Summed:
-    """A file that is being written, with the checksum and the length of its content."""
-
-    def __init__(self, file):
-        self.file, self.sum, self.length, self.closed = file, 0, 0, False
-
-    def write(self, piece) -> int:
-        self.sum, self.length = zlib.crc32(piece, self.sum), self.length + len(piece)
-        return self.file.write(piece)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
@@ -146,14 +118,14 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     _remove_unused(file.parent)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix="unfinished-")
     try:
-        with os.fdopen(handle, "wb") as out:
-            summed = _Summed(out)
-            with pa.ipc.new_stream(summed, batch.schema) as writer:
+        with os.fdopen(handle, "w+b") as out:
+            with pa.ipc.new_stream(out, batch.schema) as writer:
                 writer.write_batch(batch)
-            out.write(_END.pack(_KIND, summed.sum, summed.length))
+            length = out.tell()
+            out.write(_END.pack(_KIND, _sum(out, length), length))
             out.flush()
             os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
-        if not _load(file):  # a file that another process has written meanwhile stays: it may be mapped
+        if not load(file):  # a file that another process has written meanwhile stays: it may be mapped
             os.replace(name, file)
     finally:
         with suppress(OSError):
@@ -172,7 +144,7 @@ def _remove_unused(folder: Path) -> None:
                 file.unlink()
 
 
-def _load(file: Path) -> Parts | None:
+def load(file: Path) -> Parts | None:
     """What `_write` wrote, if it is complete and no file that it was made from has changed."""
     try:
         if not _is_whole(file):
@@ -195,13 +167,17 @@ def _load(file: Path) -> Parts | None:
 def _is_whole(file: Path) -> bool:
     """Whether the checksum holds. Read in pieces: mapped pages would count as memory of this process."""
     with open(file, "rb") as content:
-        left = os.fstat(content.fileno()).st_size - _END.size
-        if left < 0:
-            return False
-        length, total = left, 0
-        while left and (piece := content.read(min(left, 1 << 20))):
-            left, total = left - len(piece), zlib.crc32(piece, total)
-        return content.read() == _END.pack(_KIND, total, length)
+        length = os.fstat(content.fileno()).st_size - _END.size
+        return length >= 0 and _END.pack(_KIND, _sum(content, length), length) == content.read()
+
+
+def _sum(content: BinaryIO, length: int) -> int:
+    """Checksum of the first `length` bytes; the file is then at their end."""
+    content.seek(0)
+    total = 0
+    while length and (piece := content.read(min(length, 1 << 20))):
+        length, total = length - len(piece), zlib.crc32(piece, total)
+    return total
 
 
 def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFiles:

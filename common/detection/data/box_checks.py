@@ -30,7 +30,7 @@ class FoundBoxes:
     image_ids: np.ndarray  # int64[N]
     sizes: np.ndarray  # int64[N, 2] width and height; 0 if unknown
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: np.ndarray  # float64[M, 4] left, top, right, bottom in pixels, or as shares of the image if `relative`
+    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or as shares of the image if `relative`
     labels: np.ndarray  # int64[M]
     crowd: np.ndarray  # bool[M]
     areas: np.ndarray  # float64[M]; NaN if unknown
@@ -61,17 +61,17 @@ def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
         boxes = boxes * np.concatenate([scale, scale], axis=1)
     boxes = np.where(is_upright[found.rows, None], boxes, turned(boxes, of_box))
 
-    limits = sizes[found.rows]
-    limits = np.concatenate([limits, limits], axis=1)
-    beyond = np.maximum(-boxes, boxes - limits).max(axis=1, initial=0)  # [M] pixels
+    limits = np.tile(sizes[found.rows], 2)
+    corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+    beyond = np.maximum(-corners, corners - limits).max(axis=1, initial=0)  # [M] pixels
     outside = beyond > _ROUNDING
     if outside.mean() > _SUSPICIOUS:
         raise Refused(
             f"{found.title}: {outside.sum():,} of {len(boxes):,} boxes reach beyond their image, {_first(found, outside)}; "
             "they are in another format (corners or width and height, pixels or shares) or of images of another size"
         )
-    boxes = np.clip(boxes, 0, limits).astype(np.float32)
-    spans = boxes[:, 2:] - boxes[:, :2]
+    corners = np.clip(corners, 0, limits).astype(np.float32)
+    spans = corners[:, 2:] - corners[:, :2]
     empty = (spans <= 0).any(axis=1)
     if (clipped := outside & ~empty).any():
         notes.append(
@@ -97,10 +97,11 @@ def check(found: FoundBoxes, headers: np.ndarray) -> Annotations:
         found.image_ids,
         sizes.astype(np.int32),
         np.concatenate([[0], np.cumsum(np.bincount(found.rows[kept], minlength=len(sizes)))]),
-        boxes[kept],
+        corners[kept],
         found.labels[kept],
         found.crowd[kept],
-        areas[kept].astype(np.float32),
+        areas[kept],
+        truth=boxes[kept],
         outlines=outlines,
         notes=tuple(f"{found.title}: {note}" for note in notes),
     )
@@ -127,7 +128,7 @@ def _refuse_nonsense(found: FoundBoxes) -> None:
             f"{found.title}: {unfinite.sum():,} boxes have a coordinate that is missing or no finite number, "
             f"{_first(found, unfinite)}; correct or remove them"
         )
-    inverted = (found.boxes[:, 2:] < found.boxes[:, :2]).any(axis=1)
+    inverted = (found.boxes[:, 2:] < 0).any(axis=1)
     if inverted.any():
         raise Refused(
             f"{found.title}: {inverted.sum():,} boxes end before they begin (right < left or bottom < top), "
@@ -177,5 +178,6 @@ def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[n
 
 def _first(found: FoundBoxes, chosen: np.ndarray) -> str:
     box = int(chosen.argmax())
-    corners = ", ".join(f"{value:.6g}" for value in found.boxes[box].tolist())
+    left, top, width, height = found.boxes[box].tolist()
+    corners = ", ".join(f"{value:.6g}" for value in (left, top, left + width, top + height))
     return f"first {found.name(int(found.rows[box]))} with left, top, right, bottom {corners}"

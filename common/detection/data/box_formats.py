@@ -7,13 +7,12 @@ from common.errors import Refused
 BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top right bottom; centre width height
 
 
-def corners(boxes: np.ndarray, box_format: str) -> np.ndarray:
-    """[M, 4] in a box format -> left, top, right, bottom."""
+def as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:
+    """[M, 4] in a box format -> left, top, width, height."""
+    first, last = boxes[:, :2], boxes[:, 2:]
     if box_format == "xyxy":
-        return boxes
-    start, span = boxes[:, :2], boxes[:, 2:]
-    start = start if box_format == "xywh" else start - span / 2
-    return np.concatenate([start, start + span], axis=1)
+        return np.concatenate([first, last - first], axis=1)
+    return boxes if box_format == "xywh" else np.concatenate([first - last / 2, last], axis=1)
 
 
 def only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:

@@ -107,8 +107,6 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
     if (lengths := pc.list_value_length(boxes["bbox"]).to_numpy() != 4).any():
         box = int(lengths.argmax())
         raise Refused(f"{file}: annotations[{box}] has a bbox of other than 4 numbers: left, top, width, height")
-    corners = _numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4)
-    corners[:, 2:] += corners[:, :2]
     found = FoundBoxes(
         title=str(file),
         classes=classes,
@@ -116,7 +114,7 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
         image_ids=image_ids,
         sizes=np.stack([_numbers(images["width"], 0), _numbers(images["height"], 0)], axis=1),
         rows=rows,
-        boxes=corners,
+        boxes=_numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4),
         labels=labels,
         crowd=_numbers(boxes["iscrowd"], 0) != 0,
         areas=_numbers(boxes["area"], np.nan),
@@ -213,9 +211,19 @@ def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict
         entries = content.get(key)
         try:
             columns[key] = None if entries is None else pa.array(entries, kind.value_type)
-        except (pa.ArrowException, TypeError, OverflowError):
+            is_exact = not any(
+                _is_part(entry.get(of.name), of.type) for entry in entries or () for of in kind.value_type
+            )
+        except (pa.ArrowException, TypeError, AttributeError, OverflowError):
+            is_exact = False
+        if not is_exact:
             columns[key] = pa.array(_each(file, key, entries, kind.value_type), kind.value_type)
     return columns
+
+
+def _is_part(value: object, kind: pa.DataType) -> bool:
+    """True for 1.5 where whole numbers stand: Arrow would make it 1."""
+    return isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer()
 
 
 def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
@@ -227,6 +235,8 @@ def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
             try:
                 value = entry.get(field)
                 value = int(value) if isinstance(value, bool) else value
+                if _is_part(value, kind):
+                    raise TypeError
                 row[field] = pa.scalar(value, kind).as_py()
             except (AttributeError, pa.ArrowException, TypeError, OverflowError):
                 what = f".{field} is {value!r}" if isinstance(entry, dict) else f" is {entry!r}"

@@ -1,6 +1,5 @@
 """Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from PIL import Image
 from common.data import huggingface
 from common.detection.data.annotated import Annotations, FixedImages
 from common.detection.data.box_checks import FoundBoxes, check
-from common.detection.data.box_formats import corners, only_format
+from common.detection.data.box_formats import as_xywh, only_format
 from common.detection.data.image_headers import headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
 
@@ -60,12 +59,12 @@ class ObjectParts:
     """
 
     def __init__(
-        self, data: str, opener: Callable[[], dict[str, Any]], image_column: str, objects_column: str, box_format: str
-    ):
+        self, data: str, tables: dict[str, Any], image_column: str, objects_column: str, box_format: str
+    ) -> None:
         self._data, self._named, self._box_format = data, (image_column, objects_column), box_format
-        self._splits = huggingface.open_splits(data, opener)
+        self._splits = tables
         self._first: tuple | None = None
-        self.labels = huggingface.split_labels(self._splits)
+        self.labels = huggingface.split_labels(tables)
 
     def read(self, name: str, first: AnnotatedTable | None) -> AnnotatedTable:
         """The split of this name, with the columns, box format and classes of `first` if one was read before."""
@@ -83,20 +82,21 @@ class ObjectParts:
 
 
 def _find_objects(data: str, split: "datasets.Dataset", named: str) -> str:
-    schema = split.features.arrow_schema
-    likely = [name for name in split.column_names if _fields_of(schema.field(name).type)]
+    likely = [name for name, column in huggingface.columns_of(split).items() if _fields_of(column.kind)]
     if named and named not in likely:
         problem = "holds no boxes with classes" if named in split.column_names else "is no column"
         raise Refused(
-            f"--objects_column {named}: {problem} of --data {data}, which has {', '.join(split.column_names)}"
+            f"--objects_column {named}: {problem} of --data {data}, which has {huggingface.listed(split.column_names)}"
         )
     if not named and len(likely) != 1:
         problem = (
-            f"{', '.join(likely)} could each hold the boxes"
+            f"{huggingface.listed(likely)} could each hold the boxes"
             if likely
             else "no column with boxes and their classes found"
         )
-        raise Refused(f"--data {data}: {problem}; name it with --objects_column NAME ({', '.join(split.column_names)})")
+        raise Refused(
+            f"--data {data}: {problem}; name it with --objects_column NAME ({huggingface.listed(split.column_names)})"
+        )
     return named or likely[0]
 
 
@@ -154,7 +154,7 @@ def _read_split(
         image_ids=_image_ids(split),
         sizes=sizes,
         rows=rows,
-        boxes=corners(boxes, box_format),
+        boxes=as_xywh(boxes, box_format),
         labels=labels,
         crowd=crowd.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         if crowd

@@ -126,6 +126,7 @@ class Scenes:
     labels = property(lambda self: self._annotations.labels)
     crowd = property(lambda self: self._annotations.crowd)
     areas = property(lambda self: self._annotations.areas)
+    truth = property(lambda self: self._annotations.truth)
     class_counts = property(lambda self: None if self.fresh else self._annotations.class_counts)
     notes = ()
 

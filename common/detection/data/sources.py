@@ -2,21 +2,20 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from common.config.parsing import nearest_path
-from common.data import data_spec, splits
-from common.data.data_spec import DataSpec
+from common.data import data_spec, splits, workers
+from common.data.data_spec import DataSpec, Given
+from common.data.huggingface import open_splits
 from common.data.splits import kind_of
-from common.detection.data import scenes
+from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated
 from common.detection.data.annotated_files import AnnotatedFiles
-from common.detection.data.annotation_cache import indexed
 from common.detection.data.box_formats import BOX_FORMATS
 from common.detection.data.coco_files import find_coco, read_coco
 from common.detection.data.object_tables import ObjectParts
@@ -27,20 +26,7 @@ from common.errors import Refused
 
 # Bytes of annotations above which a process of its own reads them: all memory that this takes is free again at its end.
 _LARGE = 64 << 20
-# The program of that process: it writes the cache file, or prints why the data are refused.
-_READ = """
-import json, sys
-from pathlib import Path
-from common.data import workers
-from common.detection.data import sources
-from common.errors import Refused
-workers.end_with_parent()
-try:
-    path, spec = json.loads(sys.argv[1])
-    sources.read_folder(Path(path), sources.Spec(**spec), is_own_process=True)
-except Refused as refusal:
-    sys.stdout.buffer.write(str(refusal).encode(errors="surrogateescape"))
-"""
+_COMMAND = (sys.executable, "-P", "-m", "common.detection.data.sources")
 
 
 @dataclass(frozen=True)
@@ -91,17 +77,21 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
-    def table(opener: Callable[[], dict[str, Any]]):
-        parts = ObjectParts(spec.data, opener, spec.image_column, spec.objects_column, spec.box_format)
-        return parts.labels, parts.read
+    with data_spec.reading(spec.data):
+        if spec.data != "digits" and (tables := open_splits(spec.data)):
+            parts = ObjectParts(spec.data, tables, spec.image_column, spec.objects_column, spec.box_format)
+            found = spec.read(parts)
+        else:
+            spec.refuse_columns()
+            of_digits = zip(("train", "val"), scenes.load(spec.seed, spec.masks), strict=True)
+            found = spec.read(Given(dict(of_digits))) if spec.data == "digits" else _load_folder(spec)
+    return data_spec.same_everywhere(found)
 
-    return data_spec.load(spec, table, partial(scenes.load, spec.seed, spec.masks), partial(_load_folder, spec))
 
-
-def _load_folder(spec: Spec, path: Path) -> tuple[AnnotatedFiles, ...]:
-    path = Path(os.path.abspath(path))
-    if found := read_folder(path, spec):
-        return found
+def _load_folder(spec: Spec) -> tuple[AnnotatedFiles, ...]:
+    path = Path(os.path.abspath(Path(spec.data).expanduser()))
+    if folder := _find(path, spec.masks):
+        return _read(folder, spec)
     found = "a folder or file of a kind that is not known" if path.exists() else "nothing is there"
     raise Refused(
         f"--data {spec.data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
@@ -109,34 +99,61 @@ def _load_folder(spec: Spec, path: Path) -> tuple[AnnotatedFiles, ...]:
     )
 
 
-class _Folder(NamedTuple):
+@dataclass
+class _Folder:
     """A folder in a known format, not read yet."""
 
+    path: Path
     what: object  # its `repr` says all that decides what is read
     origins: dict[str, Path]  # of each part, the file or folder with its annotations
     labels: dict[str, str]
-    read: Callable[[str, AnnotatedFiles | None, Stamps], AnnotatedFiles]
+    read_part: Callable[[str, AnnotatedFiles | None, Stamps], AnnotatedFiles]
+    stamps: Stamps = field(default_factory=Stamps)  # of all files that are looked at
+
+    def read(self, name: str, first: AnnotatedFiles | None) -> AnnotatedFiles:
+        return self.read_part(name, first, self.stamps)
 
 
-def read_folder(path: Path, spec: Spec, is_own_process: bool = False) -> tuple[AnnotatedFiles, ...] | None:
-    """The parts of the folder at `path`, from the annotation cache or read again; None for other kinds of folders.
-
-    Large annotations are read in a process of its own, unless this is it. Raises `Refused`.
-    """
-    folder = _find(path, spec.masks)
-    if folder is None:
-        return None
+def _read(folder: _Folder, spec: Spec, is_apart: bool = False) -> tuple[AnnotatedFiles, ...]:
+    """The sources, from the annotation cache or read again: large ones in a process of its own, unless this is it."""
     pieces = spec.pieces(folder.labels)
-
-    def read(stamps: Stamps) -> tuple[AnnotatedFiles, ...]:
-        return spec.read(folder.labels, lambda name, first: folder.read(name, first, stamps))
-
     origin = folder.origins[pieces[0].name]
-    is_large = origin.is_file() and origin.stat().st_size > _LARGE
-    arguments = json.dumps([str(path), asdict(spec)])
-    command = [sys.executable, "-P", "-c", _READ, arguments] if is_large and not is_own_process else None
     held_out = (spec.seed, spec.val_share) if any(piece.side != splits.WHOLE for piece in pieces) else None
-    return indexed((folder.what, spec.masks, pieces, held_out), origin, read, command)
+    file = annotation_cache.file_of((folder.what, spec.masks, pieces, held_out), origin)
+    if file and (found := annotation_cache.load(file)):
+        return found
+    is_large = origin.is_file() and origin.stat().st_size > _LARGE
+    if file and is_large and not is_apart and annotation_cache.is_writable(file.parent):
+        _read_apart(folder.path, spec)
+        if found := annotation_cache.load(file):
+            return found
+    parts = spec.read(folder)
+    if file:
+        annotation_cache.keep(file, parts, folder.stamps)
+    return parts
+
+
+def _read_apart(path: Path, spec: Spec) -> None:
+    """Read a folder in another process, which leaves the cache. If that fails, its work is done in this one."""
+    done = subprocess.run(
+        [*_COMMAND, json.dumps([str(path), asdict(spec)])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    if not done.returncode and (refusal := done.stdout.decode(errors="surrogateescape").strip()):
+        raise Refused(refusal)
+
+
+def main() -> None:
+    """What that process does: leaves the cache, or prints why the data are refused."""
+    workers.end_with_parent()
+    path, spec = json.loads(sys.argv[1])
+    try:
+        _read(_find(Path(path), spec["masks"]), Spec(**spec), is_apart=True)
+    except Refused as refusal:
+        sys.stdout.buffer.write(str(refusal).encode(errors="surrogateescape"))
 
 
 def _find(path: Path, masks: bool) -> _Folder | None:
@@ -148,13 +165,15 @@ def _find(path: Path, masks: bool) -> _Folder | None:
         lists = voc_parts(voc)
         labels = {name: str(file.relative_to(voc)) if file else "all images" for name, file in lists.items()}
         origins = dict.fromkeys(lists, voc / "Annotations")
-        return _Folder(("VOC", voc, lists), origins, labels, lambda name, *others: read_voc(voc, lists[name], *others))
+        return _Folder(
+            path, ("VOC", voc, lists), origins, labels, lambda name, *others: read_voc(voc, lists[name], *others)
+        )
     if yolo := find_yolo(path):
         labels = {
             name: ", ".join(os.path.relpath(place, path) for place in places) for name, places in yolo.parts.items()
         }
         origins = {name: places[0] for name, places in yolo.parts.items()}
-        return _Folder(("YOLO", yolo), origins, labels, lambda *arguments: read_yolo(yolo, *arguments))
+        return _Folder(path, ("YOLO", yolo), origins, labels, lambda *arguments: read_yolo(yolo, *arguments))
     if len(files) == 1 and not any(kinds):
         files = dict.fromkeys(["train"], *files.values())
     return _coco_folder(path, files, masks) if any(map(kind_of, files)) else None
@@ -163,4 +182,8 @@ def _find(path: Path, masks: bool) -> _Folder | None:
 def _coco_folder(path: Path, files: dict[str, Path], masks: bool) -> _Folder:
     labels = {name: str(file.relative_to(path)) for name, file in files.items()}
     read = lambda name, first, stamps: read_coco(path, files[name], first, masks, stamps)  # noqa: E731
-    return _Folder(("COCO", path, files), files, labels, read)
+    return _Folder(path, ("COCO", path, files), files, labels, read)
+
+
+if __name__ == "__main__":
+    main()

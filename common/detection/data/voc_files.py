@@ -16,6 +16,7 @@ from common.data.source import name_of
 from common.data.splits import kind_of
 from common.detection.data.annotated_files import AnnotatedFiles, read_files, text_of
 from common.detection.data.box_checks import FoundBoxes
+from common.detection.data.box_formats import as_xywh
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, OddFile, read_bytes
@@ -91,7 +92,7 @@ def read_voc(root: Path, names_file: Path | None, train: AnnotatedFiles | None, 
         image_ids=np.arange(len(names)),
         sizes=np.array(sizes, np.int64).reshape(-1, 2),
         rows=np.array(rows, np.int64),
-        boxes=boxes,
+        boxes=as_xywh(boxes, "xyxy"),
         labels=np.array([ids[label] for label in labels], np.int64),
         crowd=np.array(difficult, bool),
         areas=np.full(len(boxes), np.nan),

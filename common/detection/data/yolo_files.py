@@ -128,12 +128,12 @@ def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamp
     if not files:
         raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")
     stamps.take_files(map(_labels_of, files))
-    rows, labels, corners = array("q"), array("q"), array("d")
+    rows, labels, boxes = array("q"), array("q"), array("d")
     for row, file in enumerate(files):
         for label, box in _read_labels(_labels_of(file), len(names) if names else None, folder.has_keypoints):
             rows.append(row)
             labels.append(label)
-            corners.extend(box)
+            boxes.extend(box)
     if names is None:
         names = {label: str(label) for label in range(max(labels, default=-1) + 1)}
     root = os.path.commonpath([os.path.dirname(file) for file in files])
@@ -145,7 +145,7 @@ def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamp
         image_ids=np.arange(len(files)),
         sizes=np.zeros((len(files), 2), np.int64),
         rows=np.array(rows, np.int64),
-        boxes=np.array(corners).reshape(-1, 4),
+        boxes=np.array(boxes).reshape(-1, 4),
         labels=np.array(labels, np.int64),
         crowd=np.zeros(len(labels), bool),
         areas=np.full(len(labels), np.nan),
@@ -179,8 +179,14 @@ def _labels_of(image: str) -> str:
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
 
 
+def _whole(word: str) -> int:
+    if not (value := float(word)).is_integer():
+        raise ValueError
+    return int(value)
+
+
 def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
-    """Class and left, top, right, bottom of each line, as shares of the image; no file means no objects."""
+    """Class and left, top, width, height of each line, as shares of the image; no file means no objects."""
     try:
         lines = text_of(file).splitlines()
     except FileNotFoundError:
@@ -191,16 +197,17 @@ def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tu
         if not words:
             continue
         try:
-            label, values = int(float(words[0])), [float(word) for word in words[1:]]
+            label, values = _whole(words[0]), [float(word) for word in words[1:]]
         except (ValueError, OverflowError):
             raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
         if not 0 <= label < (classes or _MOST_CLASSES):
             raise Refused(f"{file}:{number}: unknown class {label}; there are {classes or 'classes'} from 0 up")
         if len(values) == 4 or (has_keypoints and len(values) > 4):
             x, y, width, height = values[:4]
-            objects.append((label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)))
+            objects.append((label, (x - width / 2, y - height / 2, width, height)))
         elif len(values) >= 6 and len(values) % 2 == 0:
-            objects.append((label, (min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2]))))
+            left, top = min(values[::2]), min(values[1::2])
+            objects.append((label, (left, top, max(values[::2]) - left, max(values[1::2]) - top)))
         else:
             raise Refused(f"{file}:{number}: {len(words)} numbers; needs 5, or a class and the corners of an outline")
     return objects

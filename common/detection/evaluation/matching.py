@@ -6,8 +6,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torchvision.ops import box_iou
 
 from common.detection.data.annotated import Annotated
 
@@ -178,7 +176,9 @@ class Matches:
             for place in np.flatnonzero((overlaps >= IOU).any(1)):
                 free = np.where(crowd | taken[objects], 0, overlaps[place])
                 if free.max() >= IOU:
-                    shown[rows[place]] = objects[free.argmax()]
+                    shown[rows[place]] = objects[
+                        np.flatnonzero(free == free.max())[-1]
+                    ]  # of equal ones the last, as COCO
                     taken[shown[rows[place]]] = True
                 elif (overlaps[place][crowd] >= IOU).any():
                     shown[rows[place]] = IN_CROWD
@@ -197,22 +197,15 @@ class Matches:
 
     def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
         """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO."""
-        found = torch.from_numpy(self.rows[rows, :4].astype(np.float64))
-        true = torch.from_numpy(self.source.boxes[objects].astype(np.float64))
-        overlaps = box_iou(found, true).nan_to_num()
-        crowd = np.flatnonzero(self.source.crowd[objects])
-        if len(crowd):
-            overlaps[:, crowd] = _covered(found, true[crowd])
-        return overlaps.numpy()
+        return overlaps_of(self.rows[rows], self.source.truth[objects], self.source.crowd[objects])
 
     def _clear_share(self, row: int) -> float:
         """Share of its image that an object covers and the box that covers most of it does not."""
         image = self._owners[row]
-        box = torch.from_numpy(self.source.boxes[row : row + 1].astype(np.float64))
         others = self._objects(image)
-        others = torch.from_numpy(self.source.boxes[others[others != row]].astype(np.float64))
-        covered = _covered(box, others).max().item() if len(others) else 0.0
-        area = (box[0, 2:] - box[0, :2]).prod().item() / self.source.sizes[image].astype(np.float64).prod()
+        others = self.source.truth[others[others != row]]
+        covered = overlaps_of(self.source.boxes[row][None], others, np.ones(len(others))).max(initial=0)
+        area = self.source.truth[row, 2:].prod() / self.source.sizes[image].astype(np.float64).prod()
         return area * (1 - covered)
 
     def _explain(self, row: int) -> FalseAlarm:
@@ -228,8 +221,15 @@ class Matches:
         return FalseAlarm(row, image, "nothing", NONE, 0.0)
 
 
-def _covered(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """float64[n, m]: share of each box that lies within each of the others."""
-    sides = torch.minimum(boxes[:, None, 2:], others[:, 2:]) - torch.maximum(boxes[:, None, :2], others[:, :2])
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    return (sides.clamp(min=0).prod(2) / areas[:, None]).nan_to_num()
+def overlaps_of(rows: np.ndarray, truth: np.ndarray, crowd: np.ndarray) -> np.ndarray:
+    """float64[n, m]: overlaps of detections [n, 4 or more] (corners) and objects [m, 4] (left, top, width, height).
+
+    As in COCO: intersection over union; for crowd regions, bool[m], over the detection alone. 0 for boxes without an area.
+    """
+    from faster_coco_eval.core import mask  # imported late: it takes 0.1 s
+
+    if not len(rows) or not len(truth):
+        return np.zeros((len(rows), len(truth)))
+    found = rows[:, :4].astype(np.float64)
+    found[:, 2:] -= found[:, :2]
+    return np.nan_to_num(mask.iou(found, np.ascontiguousarray(truth), crowd.astype(np.uint8).tolist()))

@@ -147,11 +147,8 @@ def _numbers(stats: np.ndarray) -> dict[str, float | None]:
 def _coco(source: Annotated) -> dict:
     """The annotations in COCO's form, with class ids from 1: to its evaluation, 0 is no class."""
     owners = np.repeat(source.image_ids, np.diff(source.offsets)).tolist()
-    boxes = source.boxes.astype(np.float64)
-    boxes[:, 2:] -= boxes[:, :2]
-    columns = zip(
-        owners, boxes.tolist(), source.labels.tolist(), source.crowd.tolist(), source.areas.tolist(), strict=True
-    )
+    of_objects = (source.truth, source.labels, source.crowd, source.areas)
+    columns = zip(owners, *(column.tolist() for column in of_objects), strict=True)
     return {
         "images": [
             {"id": number, "width": width, "height": height}

@@ -7,7 +7,7 @@ from torchvision.models.detection.fcos import FCOSHead
 from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
-from common.detection.models.fpn import Backbone
+from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.postprocessing import MOST, select
 from common.detection.models.spec import DetectorSpec
 
@@ -30,6 +30,9 @@ class FCOS(nn.Module):
         self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
         self.convolutions = spec.convolutions
         self.head = FCOSHead(backbone.width, 1, self.classes, self.convolutions)
+        for module in self.head.modules():
+            if isinstance(module, nn.GroupNorm):
+                module.__class__ = GroupNorm
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
         """int64[1]: foreground points of these images."""

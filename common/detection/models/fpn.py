@@ -115,6 +115,13 @@ class Subsampling(ExtraFPNBlock):
         return results, names
 
 
+class GroupNorm(nn.GroupNorm):
+    """torch's, also for groups of one channel on a map of 1 x 1: its forward refuses them, and can't be exported for that."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return torch.group_norm(maps, self.num_groups, self.weight, self.bias, self.eps)
+
+
 class SimplePyramid(nn.Module):
     """The single map of a plain vision transformer, resampled to several levels: images -> list of maps.
 

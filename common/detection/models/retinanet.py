@@ -10,7 +10,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
-from common.detection.models.fpn import Backbone
+from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.postprocessing import MOST, select
 from common.detection.models.spec import DetectorSpec
 
@@ -33,7 +33,7 @@ class RetinaNet(nn.Module):
         self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
         self.convolutions = spec.convolutions
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
-        norm = None if spec.variant == "torchvision" else partial(nn.GroupNorm, 32)
+        norm = None if spec.variant == "torchvision" else partial(GroupNorm, 32)
         self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, norm)
         self.limit = MOST if spec.variant == "own" else 300
         for part in (self.head.classification_head, self.head.regression_head):

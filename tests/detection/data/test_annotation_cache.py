@@ -248,9 +248,8 @@ def test_large_annotations_are_read_in_a_process_of_its_own(tmp_path, place, mon
         read(root)
     assert str(there.value) == str(here.value)
     coco(root, "val")
-    monkeypatch.setattr(
-        sources, "_READ", "from common.detection.data import stamps; stamps._COARSEST = 0\n" + sources._READ
-    )
+    at_once = "from common.detection.data import sources, stamps; stamps._COARSEST = 0; sources.main()"
+    monkeypatch.setattr(sources, "_COMMAND", [sys.executable, "-P", "-c", at_once])
     found = read(root)
     assert len([*place.iterdir()]) == 1
     monkeypatch.setattr(sources, "read_coco", read_coco)
@@ -261,7 +260,7 @@ def test_large_annotations_are_read_in_a_process_of_its_own(tmp_path, place, mon
 
 def test_where_that_process_dies_the_data_are_read_here(tmp_path, place, monkeypatch):
     monkeypatch.setattr(sources, "_LARGE", 0)
-    monkeypatch.setattr(sources, "_READ", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(sources, "_COMMAND", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert len(read(coco(coco(tmp_path), "val"))[0]) == 3 and len([*place.iterdir()]) == 1
 
 

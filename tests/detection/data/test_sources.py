@@ -1,12 +1,8 @@
 """COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
 
-import gc
 import io
 import json
 import os
-import pickle
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -68,7 +64,11 @@ def check_columns(source):
     assert (
         source.offsets.dtype == source.labels.dtype == source.image_ids.dtype == source.category_ids.dtype == np.int64
     )
-    assert source.boxes.dtype == source.areas.dtype == np.float32 and source.sizes.dtype == np.int32
+    assert (
+        source.boxes.dtype == np.float32
+        and source.areas.dtype == source.truth.dtype == np.float64
+        and source.sizes.dtype == np.int32
+    )
     assert source.crowd.dtype == bool and not source.fresh
     assert (
         source.offsets.shape == (count + 1,) and source.sizes.shape == (count, 2) and source.boxes.shape == (boxes, 4)
@@ -176,6 +176,7 @@ BAD_COCO = {
     "infinite": (lambda c: c["annotations"][0].update(bbox=[9, 1, 4, float("inf")]), "missing or no finite number, first"),
     "3 numbers": (lambda c: c["annotations"][1].update(bbox=[9, 1, 4]), "annotations[1] has a bbox of other than 4 numbers"),
     "unknown category": (lambda c: c["annotations"][1].update(category_id=5), "25.jpg: category_id 5 is not listed there"),
+    "part of an id": (lambda c: c["annotations"][1].update(image_id=1.5), "annotations[1].image_id is 1.5, not of the type"),
     "unknown image": (lambda c: c["annotations"][1].update(image_id=5), "1 annotations of images that are not in it"),
     "no annotations": (lambda c: c["annotations"].clear(), "no boxes in its 3 images"),
     "0 images": (lambda c: (c["images"].clear(), c["annotations"].clear()), "no images in it"),
@@ -464,6 +465,7 @@ def test_bad_yolo_is_refused_in_one_line(tmp_path):
         "negative": ("-1 .5 .5 .1 .1", "a.txt:1: unknown class -1"),
         "inverted": ("0 .5 .5 -.1 .1", "boxes end before they begin"),
         "nan": ("0 nan .5 .1 .1", "missing or no finite number"),
+        "part": ("1.5 .5 .5 .1 .1", "a.txt:1: '1.5 .5 .5 .1 .1' are no numbers"),
         "word": ("cat .5 .5 .1 .1", "a.txt:1: 'cat .5 .5 .1 .1' are no numbers"),
         "confidence": ("0 .5 .5 .1 .1 .9", "a.txt:1: 6 numbers; needs 5, or"),
         "pixels": ("0 20 15 10 10", "1 of 1 boxes reach beyond their image"),
@@ -671,51 +673,3 @@ def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_
 def part(data, split="", seed=0, val_share=0.25, **options):
     source, _ = load(Spec(str(data), seed, val_share, split, alone=True, **options))
     return source
-
-
-# ---- what loaders and workers need
-
-
-@pytest.fixture(params=["coco", "coco with masks", "voc", "yolo", "table"])
-def source(request, tmp_path):
-    if "coco" in request.param:
-        ids = range(60)
-        shape = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
-        annotations = [annotation(n, [n % 9, 1, 5, 5]) | shape for n in ids]
-        return read(coco(tmp_path, ids=ids, annotations=annotations), masks="masks" in request.param)[0]
-    if request.param == "voc":
-        return read(voc(tmp_path, {"other": ""}, **{f"v{n}": [("dog", (1, 2, 9, 9), 0)] for n in range(60)}))[0]
-    if request.param == "yolo":
-        return read(yolo(tmp_path, {f"train/y{n}": "0 .5 .5 .2 .2" for n in range(60)}))[0]
-    return read(saved(tmp_path / "t", table([[[20, 10, 15, 10]]] * 80)))[0]
-
-
-def test_a_source_pickles_and_survives_a_fork(source):
-    twin = pickle.loads(pickle.dumps(source))
-    assert (twin.fingerprint, twin.name(3), twin.notes) == (source.fingerprint, source.name(3), source.notes)
-    expected = np.asarray(source.image(3))
-    assert np.array_equal(np.asarray(twin.image(3)), expected)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if np.array_equal(source.sample(3, 0).image.whole().permute(1, 2, 0), expected) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_source_holds_no_object_for_each_row(source):
-    reachable, waiting = set(), [source]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):
-            continue
-        reachable.add(id(value))
-        if isinstance(value, list | tuple | dict | set):
-            assert len(value) < len(source), type(value)
-        waiting.extend(gc.get_referents(value))
-    assert len(reachable) > 3
-
-
-def test_slow_imports_wait_until_they_are_needed():
-    """Every process of every run imports this module; most read neither digits nor tables."""
-    code = "import sys, common.detection.data.sources; print([m for m in ('sklearn', 'datasets') if m in sys.modules])"
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout == "[]\n"

@@ -1,8 +1,5 @@
 """Hits are those of COCO's own evaluation; misses and false alarms are what a person would call them."""
 
-import contextlib
-import io
-
 import numpy as np
 import pytest
 
@@ -10,7 +7,7 @@ from common.detection.data.annotated import Annotations
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import Detections
-from tests.harness.detections import awkward
+from tests.harness.detections import awkward, boxes_in_coco, hits_of, of_pycocotools
 
 A, B = (10, 10, 50, 50), (60, 60, 80, 80)
 
@@ -39,33 +36,14 @@ def moved(box, x: float) -> tuple:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     source, found = awkward(seed)
     detections = Detections()
     detections.update(range(21), found)
     images, rows = detections.columns()
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO()
-        truth.dataset = metrics._coco(source)
-        truth.createIndex()
-        boxes = rows[:, :4].astype(float)
-        boxes[:, 2:] -= boxes[:, :2]
-        table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
-        evaluation = COCOeval(truth, truth.loadRes(table), "bbox")
-        evaluation.params.areaRng = evaluation.params.areaRng[:1]
-        evaluation.evaluate()
-    expected = np.full(len(rows), NONE)
-    for part in filter(None, evaluation.evalImgs):
-        for detection, annotation, ignored in zip(
-            part["dtIds"], part["dtMatches"][0], part["dtIgnore"][0], strict=True
-        ):
-            if annotation:
-                expected[detection - 1] = IN_CROWD if ignored else annotation - 1
+    evaluation = of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows))
     hits = Matches(source, images, rows).hits
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
-    np.testing.assert_array_equal(hits, expected)
+    np.testing.assert_array_equal(hits, hits_of(evaluation, len(rows)))
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:

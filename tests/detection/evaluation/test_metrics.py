@@ -1,8 +1,6 @@
 """The twelve numbers equal those of pycocotools, also on awkward data."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 
 import numpy as np
@@ -10,35 +8,9 @@ import pytest
 import torch
 
 from common.detection.data import outlines
-from common.detection.data.annotated import Annotations
 from common.detection.evaluation import metrics
 from common.detection.evaluation.metrics import NAMES, Detections
-from tests.harness.detections import CLASSES, awkward
-
-
-def of_pycocotools(source: Annotations, detections: Detections) -> dict[str, float]:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO()
-        truth.dataset = metrics._coco(source)
-        truth.createIndex()
-        rows = [
-            {
-                "image_id": int(source.image_ids[image]),
-                "bbox": [row[0], row[1], row[2] - row[0], row[3] - row[1]],
-                "score": row[4],
-                "category_id": int(row[5]) + 1,
-            }
-            for images, of_image in zip(detections.images, detections.rows, strict=True)
-            for image, row in zip(images, of_image.astype(float), strict=True)
-        ]
-        evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return dict(zip(NAMES, evaluation.stats, strict=True))
+from tests.harness.detections import CLASSES, awkward, boxes_in_coco, of_pycocotools
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -47,9 +19,10 @@ def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
     detections = Detections()
     detections.update(range(21), found)
     results = detections.results(source)
-    expected = of_pycocotools(source, detections)
-    for name in NAMES:
-        assert (-1 if results[name] is None else results[name]) == pytest.approx(expected[name], abs=1e-12), name
+    boxes = boxes_in_coco(source.image_ids, *detections.columns())
+    expected = of_pycocotools(metrics._coco(source), boxes)
+    for name, value in zip(NAMES, expected.stats, strict=True):
+        assert (-1 if results[name] is None else results[name]) == pytest.approx(value, abs=1e-12), name
     assert results["count"] == 21
     assert results["per_class"][0] is None and results["per_class"][1] is not None
     named = {key: value for key, value in results.items() if key.startswith("AP_class/")}
@@ -129,34 +102,25 @@ class Blobs:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(seed: int, monkeypatch) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     source = Blobs(seed)
     detections, first, second, idle = (Detections() for _ in range(4))
     detections.update(range(21), source.found)
     results = detections.results(source)
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth, rows = COCO(), []
-        truth.dataset = metrics._coco(source)
-        for annotation, rle in zip(truth.dataset["annotations"], itertools.chain(*source.shapes), strict=True):
-            annotation["segmentation"] = rle
-        truth.createIndex()
-        for index, found in enumerate(source.found):
-            best = found["scores"].argsort(descending=True, stable=True).tolist()
-            rows += [
-                {
-                    "image_id": int(source.image_ids[index]),
-                    "score": found["scores"][row].item(),
-                    "category_id": found["labels"][row].item() + 1,
-                    "segmentation": found["rles"][row],
-                }
-                for row in best
-            ]
-        evaluation = COCOeval(truth, truth.loadRes(rows), "segm")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
+    content, rows = metrics._coco(source), []
+    for annotation, rle in zip(content["annotations"], itertools.chain(*source.shapes), strict=True):
+        annotation["segmentation"] = rle
+    for index, found in enumerate(source.found):
+        best = found["scores"].argsort(descending=True, stable=True).tolist()
+        rows += [
+            {
+                "image_id": int(source.image_ids[index]),
+                "score": found["scores"][row].item(),
+                "category_id": found["labels"][row].item() + 1,
+                "segmentation": found["rles"][row],
+            }
+            for row in best
+        ]
+    evaluation = of_pycocotools(content, rows, "segm")
     for name, value in zip(NAMES, evaluation.stats, strict=True):
         mine = results[f"mask_{name}"]
         assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), name

@@ -4,13 +4,16 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS, build_detector
+from common.detection.models.fpn import GroupNorm
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
+from tests.detection.models.pieces import scene
 from tests.harness import small_rf_detr
 
 CANVAS = (64, 96)  # H, W
@@ -194,3 +197,18 @@ def test_initial_weights_are_a_function_of_the_seed(family):
 def test_an_unknown_family_is_refused():
     with pytest.raises(Refused, match="fcos"):
         build_detector(DetectorSpec("yolo", "test_resnet", 2))
+
+
+@pytest.mark.parametrize("family", ["fcos", "retinanet"])
+def test_the_least_width_trains_and_detects_on_maps_of_one_place(family: str) -> None:
+    """Groups of one channel: torch's own GroupNorm refuses a batch of one on a map of 1 x 1."""
+    detector = build_detector(DetectorSpec(family, "test_resnet", 3, levels=(3, 6), width=32, convolutions=1))
+    images, target = torch.randn(1, 3, 64, 64), scene(2)
+    losses, _ = detector(images, [target], detector.counts([target], (64, 64)))
+    losses.sum().backward()
+    assert torch.isfinite(losses).all()
+    (found,) = detector.eval().detect(images, torch.tensor([[64, 64]]))
+    assert torch.isfinite(found["scores"]).all()
+    wide = torch.randn(2, 64, 3, 5)
+    ours, theirs = GroupNorm(32, 64), nn.GroupNorm(32, 64)
+    torch.testing.assert_close(ours(wide), theirs(wide), rtol=0, atol=0)

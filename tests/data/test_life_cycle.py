@@ -1,0 +1,83 @@
+"""What loaders and workers need of every source: it can be pickled, works after a fork, and holds no object for each row."""
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from common.classification import sources as labelled
+from common.detection.data import sources as annotated
+from tests.harness.annotations import annotation, coco, voc, yolo
+from tests.harness.drawings import pets
+from tests.harness.launching import ROOT
+
+ROWS = range(60)
+KINDS = ("digits", "folder", "table", "coco", "coco with masks", "voc", "yolo", "table of objects")
+
+
+def data_of(kind: str, root: Path) -> Path | str:
+    if kind == "folder":
+        return pets(root / "pets", cats=40, dogs=40)
+    if kind.startswith("table"):
+        images = [{"bytes": file.read_bytes(), "path": None} for file in sorted(pets(root).rglob("*.*"))][:1] * 80
+        objects = [{"bbox": [[1.0, 1.0, 2.0, 1.5]], "category": ["cat"]}] * 80
+        columns = {"objects": objects} if "objects" in kind else {"label": [0, 1] * 40}
+        table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
+        table.save_to_disk(root / "table")
+        return root / "table"
+    if "coco" in kind:
+        outline = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
+        return coco(root, ids=ROWS, annotations=[annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS])
+    if kind == "voc":
+        return voc(root, {"other": ""}, **{f"v{n}": [("dog", (1, 2, 9, 9), 0)] for n in ROWS})
+    return yolo(root, {f"train/y{n}": "0 .5 .5 .2 .2" for n in ROWS}) if kind == "yolo" else kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
+    task, options = (
+        (labelled, {}) if kind in KINDS[:3] else (annotated, {"box_format": "xywh"} if "table" in kind else {})
+    )
+    options |= {"masks": True} if "masks" in kind else {}
+    source, _ = task.load(task.Spec(str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **options))
+    count = len(source) if kind in KINDS[:3] else 4
+    expected = [np.asarray(source.image(index)) for index in range(count)]
+    twin = pickle.loads(pickle.dumps(source))
+    assert (twin.classes, twin.fingerprint, twin.name(3), twin.notes) == (
+        source.classes,
+        source.fingerprint,
+        source.name(3),
+        source.notes,
+    )
+    assert all(np.array_equal(np.asarray(twin.image(index)), expected[index]) for index in range(count))
+    child = os.fork()
+    if child == 0:
+        same = all(np.array_equal(np.asarray(source.image(index)), expected[index]) for index in range(count))
+        if task is annotated:
+            same &= np.array_equal(source.sample(3, 0).image.whole().permute(1, 2, 0), expected[3])
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    reachable, waiting = set(), [source]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):
+            continue
+        reachable.add(id(value))
+        if isinstance(value, list | tuple | dict | set):
+            assert len(value) < len(source), type(value)
+        waiting.extend(gc.get_referents(value))
+    assert len(reachable) > 3
+
+
+@pytest.mark.parametrize("module, late", [("classification.sources", "torch"), ("detection.data.sources", "datasets")])
+def test_slow_imports_wait_until_they_are_needed(module: str, late: str) -> None:
+    """Every process of every run imports these modules; most read neither digits nor tables."""
+    code = f"import sys, common.{module}; print([m for m in ('sklearn', 'datasets', '{late}') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
