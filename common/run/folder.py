@@ -100,13 +100,13 @@ class RunFolder:
         self.check()
         write_status(self.path, status, step, cause)
 
-    def rewind(self, step: int) -> int:
-        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the last step that was there."""
+    def rewind(self, step: int) -> list[dict]:
+        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the rows that are left."""
         path = self.path / "metrics.jsonl"
-        rows = _read_rows(path)
-        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step).encode())
+        rows = [row for row in _read_rows(path) if row["step"] <= step]
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self._rows = open(path, "ab", buffering=0, opener=_open_file)
-        return max((row["step"] for row in rows), default=0)
+        return rows
 
     def row(self, row: dict) -> None:
         """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite become null."""

@@ -139,7 +139,7 @@ class Records:
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
         keep(self._source, self._path)
-        stood = folder.rewind(self.progress.step)
+        rows = folder.rewind(self.progress.step)
         folder.status("running", self.progress.step)
         tracker = Tracker(
             accelerator,
@@ -149,7 +149,7 @@ class Records:
             name=self._path.name,
             config=dataclasses.asdict(config) | self._of_start(facts),
             run_id=folder.read("tracker.json").get("id"),
-            sent_up_to=stood if self.progress.step else 0,
+            rows=rows,
             say=self.log.say,
         )
         self._facts, self._tracker_id = facts, tracker.run_id

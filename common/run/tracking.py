@@ -8,10 +8,12 @@ once, and training continues.
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import queue
 import re
 import secrets
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,7 @@ INIT_TIMEOUT_S = (
     20.0  # then W&B works offline; shorter than the next, so that a short run without network keeps its rows
 )
 FINISH_TIMEOUT_S = 30.0
+FLUSH_S = 1  # rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s
 
 
 def require(kind: str) -> None:
@@ -91,7 +94,7 @@ class Tracker:
         name: The run's display name.
         config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
         run_id: The `run_id` of the run that resumes; None for a new run.
-        sent_up_to: The last step the tracker has; rows up to it are not sent again.
+        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; what the tracker lacks of them is sent.
         say: Logs one line; also called from the tracker's thread.
 
     Attributes:
@@ -111,20 +114,21 @@ class Tracker:
         name: str,
         config: Mapping[str, Any],
         run_id: str | None = None,
-        sent_up_to: int = 0,
+        rows: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None] = print,
     ):
         require(kind)
         is_id = isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII)
         self.run_id = run_id if is_id else secrets.token_hex(4)
-        self._kind, self._say, self._sent_up_to, self._step = kind, say, sent_up_to, sent_up_to
+        self._kind, self._say, self._step = kind, say, 0
         self._where, self._failed = "", False
         self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if kind != "none" and accelerator.is_main_process:
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard, "trackio": _Trackio}[kind]
-            start = functools.partial(backend, folder, project, name, dict(config), self.run_id, sent_up_to, say)
-            self._thread = threading.Thread(target=self._serve, args=(start,), name="tracker", daemon=True)
+            resumed_at = rows[-1]["step"] if rows else 0
+            start = functools.partial(backend, folder, project, name, dict(config), self.run_id, resumed_at, say)
+            self._thread = threading.Thread(target=self._serve, args=(start, rows), name="tracker", daemon=True)
 
     def begin(self) -> None:
         """Start the tracker, unless it has started. Takes microseconds."""
@@ -133,9 +137,8 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one row. Takes microseconds, whatever state the tracker is in."""
-        if step > self._sent_up_to:
-            self._step, row = step, dict(metrics)
-            self._put(lambda backend: backend.log(step, row))
+        self._step, row = step, dict(metrics)
+        self._put_of(step, lambda backend: backend.log(step, row))
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
         """Queues the run's results, for the table of runs."""
@@ -143,16 +146,16 @@ class Tracker:
 
     def images(self, step: int, pictures: Mapping[str, Path]) -> None:
         """Queues image files of `step`."""
-        self._put(lambda backend, pictures=dict(pictures): backend.images(step, pictures))
+        self._put_of(step, lambda backend, pictures=dict(pictures): backend.images(step, pictures))
 
     def examples(self, step: int, examples: Sequence[Example]) -> None:
         """Queues images with boxes or with labels of `step`; only W&B shows them."""
         boxed = tuple(example for example in examples if isinstance(example, BoxedImage))
         mistaken = tuple(example for example in examples if isinstance(example, MistakenImage))
         if boxed:
-            self._put(lambda backend: backend.boxed_images(step, boxed))
+            self._put_of(step, lambda backend: backend.boxed_images(step, boxed))
         if mistaken:
-            self._put(lambda backend: backend.mistaken_images(step, mistaken))
+            self._put_of(step, lambda backend: backend.mistaken_images(step, mistaken))
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -171,6 +174,10 @@ class Tracker:
             if self._thread.is_alive():
                 self._fail(f"not done {timeout_s:g} s after the end")
 
+    def _put_of(self, step: int, call: Callable[["_Backend"], None]) -> None:
+        """Queue what belongs to `step`, unless the tracker has that step from a start that was killed."""
+        self._put(lambda backend: call(backend) if step > backend.has_up_to else None)
+
     def _put(self, call: Callable[["_Backend"], None]) -> None:
         self.begin()
         if self._thread is None or not self._thread.is_alive():
@@ -180,9 +187,12 @@ class Tracker:
         else:
             self._fail(f"it hangs, rows from step {self._step} on are left out")
 
-    def _serve(self, start: Callable[[], "_Backend"]) -> None:
+    def _serve(self, start: Callable[[], "_Backend"], rows: Sequence[Mapping[str, Any]]) -> None:
         try:
             backend = start()
+            for row in rows:  # a start that was killed may not have sent them
+                if row["step"] > backend.has_up_to:
+                    backend.log(row["step"], {key: value for key, value in row.items() if key != "step"})
         except Exception as error:  # no failure of a tracker may reach the training
             return self._fail(_one_line(error))
         self._where = backend.where
@@ -205,6 +215,7 @@ class _Backend:
 
     tracker: Any
     where: str
+    has_up_to: int  # the last step that the tracker has whole from earlier starts
 
     def log(self, step: int, metrics: dict) -> None:
         self.tracker.log(metrics, step=step)
@@ -225,8 +236,9 @@ class _Backend:
 class _WandB(_Backend):
     """W&B: online with credentials, offline without them or if the server can't be reached."""
 
-    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "wandb")
+        earlier = sorted(files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-"))
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_DATA_DIR", str(files))  # else pictures of tables would pile up in the home folder
         import wandb
@@ -237,7 +249,7 @@ class _WandB(_Backend):
                 init_timeout=INIT_TIMEOUT_S,
                 finish_timeout=FINISH_TIMEOUT_S - 5,
                 finish_timeout_raises=True,
-                x_transaction_log_flush_interval=1.0,  # a killed run loses at most so many seconds of rows; default 15
+                x_transaction_log_flush_interval=FLUSH_S,
             )
             run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
             run |= {key: config.get(key) or None for key in ("group", "notes")}
@@ -258,14 +270,17 @@ class _WandB(_Backend):
             wandb.teardown()  # its service still holds the run id
             self.tracker = start("offline")
         self.run = self.tracker.tracker
-        # A step column of our own: W&B's step counts rows, and starts again from 0 in an offline resume.
+        # The server says which step comes next; offline, only the files of the earlier start know.
+        self.has_up_to = _last_step_in(earlier[-1]) if self.run.offline and earlier else self.run.starting_step - 1
         self.run.define_metric("*", step_metric="step")
         self.tracker.store_init_configuration(config)
         offline = "" if self.run.disabled else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
         self.where = self.run.url or offline
 
     def log(self, step, metrics):
-        self.tracker.log({"step": step, **metrics})
+        # W&B's own step is that of the run: left to count rows, it would start again from 0 in an offline resume, and
+        # `wandb sync` would give the rows of both starts the same steps.
+        self.tracker.log({"step": step, **metrics}, step=step)
 
     def summary(self, values):
         self.run.summary.update(values)
@@ -303,11 +318,12 @@ class _WandB(_Backend):
 
 
 class _TensorBoard(_Backend):
-    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
         self.files, self.stat = files, files.stat()
-        # purge_step hides what a killed run wrote after the step from which it resumes.
-        self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=sent_up_to + 1)
+        # purge_step hides what a killed run wrote after the step from which it resumes, since some of it may be missing.
+        self.has_up_to = resumed_at
+        self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
         self.tracker.start()
         self.tracker.tracker.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
         self.where = f"{files} (to look: tensorboard --logdir {files})"
@@ -327,7 +343,8 @@ class _TensorBoard(_Backend):
 
 
 class _Trackio(_Backend):
-    def __init__(self, folder, project, name, config, run_id, sent_up_to, say):
+    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
+        self.has_up_to = resumed_at
         files = _writable(folder / "trackio")
         os.environ["TRACKIO_DIR"] = str(files)  # read when the package is imported
         of_group = {"group": config.get("group") or None}
@@ -358,6 +375,15 @@ def _writable(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is read-only")
     return folder
+
+
+def _last_step_in(folder: Path) -> int:
+    """The last step in the files of an earlier start; 0 if they can't be read."""
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
+    try:
+        return json.loads(subprocess.run(inspect, capture_output=True, timeout=60).stdout)["step"]
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return 0
 
 
 def _drop_exit_hook_of_wandb() -> None:

@@ -4,15 +4,20 @@ import functools
 import json
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.harness.dashboard import logged, records, results
 from tests.harness.resumed import read
+from tests.harness.wandb_server import wandb_server
 
 FLAGS = {
     "cls": "--model test_vit --image_size 16 --global_batch_size 32 --layer_decay 0.8 --ema_decay 0.9",
@@ -62,7 +67,7 @@ def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
     assert sent.keys() == rows.keys() == {*range(1, 10)}
     for step, row in rows.items():
         assert row.keys() - {"step"} <= sent[step].keys() | {key for key in row if row[key] is None}, step
-        repeated = 4 < step < LAST  # then only the first start's pace was sent
+        repeated = tracker == "wandb" and 4 < step < LAST  # then only the first start's pace was sent
         for key in row.keys() - {"step"}:
             if not (row[key] is None or (repeated and key.startswith("perf/"))):
                 np.testing.assert_allclose(sent[step][key], row[key], rtol=1e-6 if tracker == "tensorboard" else 0)
@@ -87,3 +92,58 @@ def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
         f"{part}/{key}": value for part in ("best", "last") for key, value in kept[part].items()
     }.items():
         assert value is None or shown[key] == pytest.approx(value, rel=1e-6), key
+
+
+def with_environment(environment: dict[str, str], rank: int) -> None:
+    os.environ.update(environment)
+    draw_at_every_evaluation(rank)
+
+
+def die_with_the_service(environment: dict[str, str], rows: Path, rank: int) -> None:
+    """SIGKILL of the rank and of W&B's service after step `LAST`, as when the machine is lost."""
+    with_environment(environment, rank)
+    from common.run.run import Run
+
+    end_step = Run.end_step
+
+    def end_and_die(run: Run, grad_norm) -> None:
+        end_step(run, grad_norm)
+        if run.step == LAST and rank == 0:
+            run._writer.wait()
+            while not list(rows.parent.glob("wandb/*run-*/*.wandb")):
+                time.sleep(0.01)
+            for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+                process.kill()
+
+    Run.end_step = end_and_die
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_shows_one_run_with_each_step_once_through_a_kill_and_a_longer_run(forks, tmp_path, mode: str) -> None:
+    folder = tmp_path / "run"
+    words = [*FLAGS["cls"].split(), *COMMON.split(), "--output_dir", tmp_path, "--tracker", "wandb"]
+    with wandb_server() as server:
+        environment = server.environment if mode == "online" else {}
+        dies = functools.partial(die_with_the_service, environment, folder / "metrics.jsonl")
+        lives = functools.partial(with_environment, environment)
+        for before, steps in ((dies, 9), (lives, 9), (lives, 12)):
+            longer = [*words, "--max_steps", steps]
+            ends = [rank.end() for rank in forks.start_ranks(2, *longer, before=before, pictures=True)]
+        assert [end.code for end in ends] == [0, 0], ends
+        if mode == "offline":
+            command = re.search(r"wandb sync (\S+)", (folder / "log.txt").read_text())[1].rstrip(")")
+            sync = f"{sys.executable} -m wandb sync {command}"
+            subprocess.run(sync, shell=True, check=True, env=os.environ | server.environment, capture_output=True)
+        (run_id,) = server.runs
+        shown, uploads, kept = server.history(run_id), server.uploads, server.runs[run_id]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, 13)]
+    assert [(row["_step"], row["step"]) for row in shown] == [(step, step) for step in range(1, 13)]
+    for row, here in zip(rows, shown, strict=True):
+        for key, value in row.items():
+            repeated = 4 < row["step"] <= LAST and key.startswith("perf/")
+            assert value is None or repeated or here[key] == pytest.approx(value, rel=1e-12), (row["step"], key)
+    for row in shown[5::3]:  # the pictures of step 3 went with the machine
+        assert row["confusion"]["path"] in uploads and row["mistakes_table"]
+    summary = json.loads(kept["summaryMetrics"])
+    assert summary["last/top1"] == read(folder, "summary.json")["last"]["top1"]

@@ -1,0 +1,118 @@
+"""A W&B server on this machine, which speaks what the client sends: GraphQL, the stream of a run's rows, and uploads."""
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class WandbServer(ThreadingHTTPServer):
+    """Keeps runs as W&B does: a run by its id, a row of history at the place that the client names for it."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.runs: dict[str, dict] = {}
+        self.uploads: set[str] = set()  # names of files
+        self.arrived = threading.Condition()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which a client uses this server."""
+        return {"WANDB_BASE_URL": f"http://127.0.0.1:{self.server_port}", "WANDB_API_KEY": "a" * 40}
+
+    def history(self, run_id: str) -> list[dict]:
+        """The rows of a run, in the order in which W&B keeps them."""
+        return [json.loads(line) for line in self.runs[run_id]["history"]]
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that are killed are part of the tests."""
+
+    def answer(self, operation: str, variables: dict) -> dict:
+        """The data of a GraphQL operation."""
+        project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
+        if operation == "Viewer":
+            return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        if operation == "RunResumeStatus":
+            known = variables["name"] in self.runs
+            return {"model": project | {"bucket": self._bucket(variables["name"]) if known else None}}
+        if operation == "UpsertBucket":
+            inserted = variables["name"] not in self.runs
+            run = self.runs.setdefault(variables["name"], {"history": [], "summaryMetrics": "{}", "config": "{}"})
+            run |= {key: value for key in ("summaryMetrics", "config") if (value := variables.get(key))}
+            bucket = self._bucket(variables["name"]) | {"project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+        if operation == "CreateRunFiles":
+            url = f"http://127.0.0.1:{self.server_port}/upload/"
+            files = [{"name": name, "uploadUrl": url + name} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
+        return {}
+
+    def stream(self, run_id: str, files: dict) -> None:
+        """Take in a part of the stream of a run's files."""
+        run = self.runs[run_id]
+        for line in files.get("wandb-summary.json", {}).get("content", []):
+            run["summaryMetrics"] = line
+        part = files.get("wandb-history.jsonl", {"offset": 0, "content": []})
+        run["history"][part["offset"] : part["offset"] + len(part["content"])] = part["content"]
+
+    def _bucket(self, run_id: str) -> dict:
+        history = self.runs[run_id]["history"]
+        counts = {"historyLineCount": len(history), "logLineCount": 0, "eventsLineCount": 0}
+        tails = {"historyTail": json.dumps(history[-1:]), "eventsTail": "[]"}
+        config = {"wandbConfig": json.dumps({"t": 1})}  # by which the client sees that the run has begun
+        return {"id": run_id, "name": run_id, "displayName": run_id} | self.runs[run_id] | counts | tails | config
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: WandbServer
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body, answer = self._body(), {}
+        with self.server.arrived:
+            if self.path == "/graphql":
+                query = json.loads(body)
+                answer = {"data": self.server.answer(query["operationName"], query.get("variables") or {})}
+            elif self.path.endswith("/file_stream"):
+                self.server.stream(self.path.split("/")[-2], json.loads(body).get("files", {}))
+            self.server.arrived.notify_all()
+        self._reply(answer)
+
+    def do_PUT(self) -> None:
+        self._body()
+        self.server.uploads.add(self.path.removeprefix("/upload/"))
+        self._reply({})
+
+    def do_GET(self) -> None:
+        self._reply({})
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+
+    def _reply(self, answer: dict) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def wandb_server() -> Iterator[WandbServer]:
+    """A server that runs while the block does."""
+    server = WandbServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
