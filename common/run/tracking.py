@@ -13,6 +13,7 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ INIT_TIMEOUT_S = (
     20.0  # then W&B works offline; shorter than the next, so that a short run without network keeps its rows
 )
 FINISH_TIMEOUT_S = 30.0
+LOG_HEADER_BYTES = 7  # at the beginning of W&B's files
 FLUSH_S = 1  # rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s
 
 
@@ -238,7 +240,7 @@ class _WandB(_Backend):
 
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "wandb")
-        earlier = sorted(files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-"))
+        earlier = _earlier_starts(files, run_id)
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_DATA_DIR", str(files))  # else pictures of tables would pile up in the home folder
         import wandb
@@ -375,6 +377,20 @@ def _writable(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is read-only")
     return folder
+
+
+def _earlier_starts(files: Path, run_id: str) -> list[Path]:
+    """W&B's folders of the run's earlier starts, oldest first.
+
+    One that was killed before its first record is removed: `wandb sync` would refuse all of them because of it.
+    """
+    earlier = sorted(files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-"))
+    for folder in earlier[:]:
+        log = folder / f"run-{run_id}.wandb"
+        if not log.exists() or log.stat().st_size <= LOG_HEADER_BYTES:
+            shutil.rmtree(folder, ignore_errors=True)
+            earlier.remove(folder)
+    return earlier
 
 
 def _last_step_in(folder: Path) -> int:

@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Keeps runs as W&B does: a run by its id, a row of history at the place that the client names for it."""
+    """Keeps runs as W&B does: a run by its id, a row of history at the place that the client names for it.
+
+    It takes no artifacts, so tables are not uploaded.
+    """
 
     daemon_threads = True
 
@@ -79,7 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.arrived:
             if self.path == "/graphql":
                 query = json.loads(body)
-                answer = {"data": self.server.answer(query["operationName"], query.get("variables") or {})}
+                data = self.server.answer(query["operationName"], query.get("variables") or {})
+                answer = {"data": data} if data else {"errors": [{"message": "this server does not know that"}]}
             elif self.path.endswith("/file_stream"):
                 self.server.stream(self.path.split("/")[-2], json.loads(body).get("files", {}))
             self.server.arrived.notify_all()
