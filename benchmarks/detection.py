@@ -1,29 +1,25 @@
-"""Measures what `recipes/det.py` adds to the detector's own step, how fast it reads, and the step of every family of detectors.
+"""Measures what `recipes/det.py` adds to the detector's own step, and how fast it reads.
 
-    python benchmarks/detection.py [--quick] [--brief] [--published] [--output FILE]
+    python benchmarks/detection.py [--quick] [--brief] [--output FILE]
 
 First the recipe's own `main` is compared with a loop written by hand around the same detector: the same scenes in the same
 order, resizing, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in
 the training process (workers 0), so that no part of the input pipeline is hidden. `paired.py` explains the comparison. Then the
 CPU time of one data worker per image, from JPEGs of 640 x 480 to batches handed over, is compared with torchvision's pipeline;
-CPU time, so that other work on the machine counts less. Last
-forward, backward and optimizer step of every family on batches in memory, without a loop around them; with --published only
-these, of published models at their sizes. On the CPU torch uses one thread, so that waiting is not hidden by other threads'
-work, and steps are counted in CPU time.
+CPU time, so that other work on the machine counts less. On the CPU torch uses one thread, so that waiting is not hidden by
+other threads' work.
 """
 
 import argparse
 import contextlib
 import gc
-import importlib.util
 import itertools
 import json
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -44,28 +40,16 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.loader import training_loader
 from common.data.stream import Stream
-from common.detection.batches import DetectionBatch, TrainingScenes
+from common.detection.batches import TrainingScenes
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.models import detectors
-from common.detection.models.detectors import Detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 
 LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of the FCOS that the loops train
-BATCHES = 4  # in memory, for the step times
 READ_BATCH, QUALITY = 8, 92  # images per batch when reading; of their JPEGs
 READING = 2.5  # goal of the ratio to torchvision
-WARM_UP = 1  # steps that are not measured
-# Published models and the side of their images in pixels.
-PUBLISHED = (
-    *((family, "resnet50", 800) for family in ("fcos", "retinanet", "faster_rcnn", "mask_rcnn")),
-    *(("rtdetr_v2", "rtdetr_v2_r18vd", 640), ("rtdetr_v2", "rtdetr_v2_r50vd", 640)),
-    *(("dfine", "dfine_n", 640), ("dfine", "dfine_s", 640), ("dfine", "dfine_m", 640)),
-    *(("deimv2", "deimv2_atto", 320), ("deimv2", "deimv2_n", 640), ("deimv2", "deimv2_s", 640)),
-    *(("rf_detr", "rf_detr_nano", 384), ("rf_detr", "rf_detr_small", 512), ("rf_detr", "rf_detr_medium", 576)),
-)
-LEAST, MOST, SECONDS = 3, 20, 6.0  # steps of a family: at least, at most; in between until these seconds have passed
 
 
 # ---- the loops
@@ -244,113 +228,6 @@ def report_reading(count: int, batches: int, turns: int) -> list[dict]:
     return results
 
 
-# ---- the families
-
-
-@dataclass(frozen=True)
-class Size:
-    """What every family is measured on."""
-
-    backbone: str
-    image_size: int
-    batch_size: int
-    precision: str  # fp32 or bf16
-    width: int = 256  # of the feature pyramid, or of the neck
-    options: dict[str, dict] = field(default_factory=dict)  # of a family: its own fields of `DetectorSpec`
-
-    def __str__(self) -> str:
-        return f"{self.backbone}, {self.image_size} px, batch {self.batch_size}, {self.precision}"
-
-
-def batches_of(size: Size, stride: int, masks: bool, square: bool) -> list[DetectionBatch]:
-    """The first scenes, on the device."""
-    train, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=masks))
-    stream = Stream(len(train), size.batch_size, seed=0)
-    resized = BoxAugmentation(0, (size.image_size,), size.image_size, square=square)
-    samples = TrainingScenes(train, stream, resized, stride, (0,) * 3, 0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    positions = np.arange(BATCHES * size.batch_size).reshape(BATCHES, -1)
-    return [samples.__getitems__(row).to(device) for row in positions]
-
-
-def step_time(family: str, size: Size, seconds: float) -> dict:
-    """Milliseconds of forward, backward and optimizer step of one family: median, least and most."""
-    spec = DetectorSpec(family, size.backbone, 10, width=size.width, **size.options.get(family, {}))
-    model: Detector = detectors.build_detector(spec)
-    batches = batches_of(size, model.stride, masks=family == "mask_rcnn", square=family == "rf_detr")
-    device = batches[0].images.device
-    model.to(device).train()
-    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    half = torch.autocast(device.type, torch.bfloat16) if size.precision == "bf16" else contextlib.nullcontext()
-    times = []
-    while len(times) < WARM_UP + LEAST or (len(times) < WARM_UP + MOST and sum(times[WARM_UP:]) < seconds):
-        batch = batches[len(times) % BATCHES]
-        images = batch.images.to(torch.float32).sub_(128).div_(64)
-        _finish(device)
-        began = clock()
-        totals = model.counts(batch.targets, images.shape[2:])
-        with half:
-            losses, _ = model(images, batch.targets, totals)
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        _finish(device)
-        times.append(clock() - began)
-    times = [1e3 * value for value in times[WARM_UP:]]
-    return {
-        "family": family,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "step_ms": statistics.median(times),
-        "least_ms": min(times),
-        "most_ms": max(times),
-        "steps": len(times),
-        "images_per_s": 1e3 * size.batch_size / statistics.median(times),
-    }
-
-
-def report_families(size: Size, seconds: float) -> dict:
-    """Prints and returns the step times of every family whose packages are installed."""
-    print(f"\n{size}: forward, backward and optimizer step")
-    print(f"{'':14}{'parameters':>12}{'step (ms)':>13}{'range':>21}{'steps':>7}{'images/s':>10}")
-    rows = []
-    for family in detectors.FAMILIES | detectors.OF_TRANSFORMERS:
-        if family in detectors.OF_TRANSFORMERS and not importlib.util.find_spec("transformers"):
-            print(f"{family:14}skipped: transformers is not installed")
-            continue
-        gc.collect()
-        own = replace(size, backbone="rf_detr_nano") if family == "rf_detr" else size  # it has its own backbone
-        rows.append(row := step_time(family, own, seconds))
-        print(
-            f"{family:14}{row['parameters'] / 1e6:10.1f} M{row['step_ms']:13.1f}"
-            f"{row['least_ms']:12.1f}-{row['most_ms']:<8.1f}{row['steps']:7}{row['images_per_s']:10.2f}",
-            flush=True,
-        )
-    return {"size": asdict(size), "rows": rows}
-
-
-def report_published() -> list[dict]:
-    """Prints and returns the step times of `PUBLISHED`."""
-    print(f"{'':18}{'pixels':>8}{'parameters':>13}{'batch 1 (s)':>13}{'range':>15}")
-    rows = []
-    for family, model, side in PUBLISHED:
-        gc.collect()
-        # R-CNNs have levels of their own.
-        row = step_time(family, Size(model, side, 1, "fp32", options={family: {"levels": None}}), 0.0)
-        rows.append(row | {"model": model, "side": side})
-        print(
-            f"{family if model == 'resnet50' else model:18}{side:8}{row['parameters'] / 1e6:11.1f} M"
-            f"{row['step_ms'] / 1e3:13.2f}{row['least_ms'] / 1e3:10.2f}-{row['most_ms'] / 1e3:.2f}",
-            flush=True,
-        )
-    return rows
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def table(results: dict) -> list[Row]:
     """Rows for the common table."""
     rows = rows_of_loops("det", results["loops"])
@@ -366,10 +243,7 @@ def table(results: dict) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only check that it works: few steps of tiny models")
-    parser.add_argument(
-        "--brief", action="store_true", help="fewer repetitions, as for `make bench`; leaves the families out"
-    )
-    parser.add_argument("--published", action="store_true", help="only the steps of published models at their sizes")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -380,25 +254,18 @@ def main() -> None:
         Setting("test_resnet", 64, 2, 24),
         Setting("test_resnet", 64, 16, 12),
     )
-    size = Size("resnet50", 800, 8, "bf16") if gpu else Size("resnet18", 256, 1, "fp32")
-    quartets, seconds = (2, 0.0) if arguments.brief else (5, SECONDS)
+    quartets = 2 if arguments.brief else 5
+    count, batches, turns = 64, 40, 3 if arguments.brief else 7
     if arguments.quick:
-        settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
-        narrow = {"faster_rcnn": {"hidden": 32}, "mask_rcnn": {"hidden": 32, "mask_width": 32}}
-        size, quartets, seconds = Size("test_resnet", 64, 2, "fp32", width=32, options=narrow), 1, 0.0
+        settings, quartets = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6)), 1
+        count, batches, turns = 16, 4, 1
 
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
     print(f"{device}; torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}")
-    if arguments.published:
-        results = {"published": report_published()}
-        if arguments.output:
-            arguments.output.write_text(json.dumps(results, indent=2) + "\n")
-        return
-    results = {"loops": report(recipe("det", flags), bare, settings, quartets)}
-    count, batches, turns = (16, 4, 1) if arguments.quick else (64, 40, 3 if arguments.brief else 7)
-    results["reading"] = report_reading(count, batches, turns)
-    if not arguments.brief:
-        results["families"] = report_families(size, seconds)
+    results = {
+        "loops": report(recipe("det", flags), bare, settings, quartets),
+        "reading": report_reading(count, batches, turns),
+    }
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -3,13 +3,12 @@
     python benchmarks/everything.py [--only SCRIPT ...] [--quick]
 
 It takes less than ten minutes: each script makes fewer repetitions than when it is called alone. Results are written to
-benchmarks/results/<machine>.json, with a chart beside it. A ratio above 1 means that ours is better.
+benchmarks/results/<machine>.json. A ratio above 1 means that ours is better.
 """
 
 import argparse
 import importlib
 import json
-import math
 import os
 import platform
 import re
@@ -31,8 +30,6 @@ SCRIPTS = {  # script: its flags; in the order of docs/benchmarks.md
     "loop": ["--brief"],
     "detection": ["--brief"],
     "startup": ["--brief"],
-    "stream": [],
-    "index": ["--brief"],
     "checkpoint": ["--brief"],
 }
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "datasets", "pillow", "simplejpeg")
@@ -77,47 +74,11 @@ def measure(script: str, flags: list[str]) -> dict:
     return {"rows": [asdict(row) for row in rows], "figures": figures, "seconds": time.perf_counter() - began}
 
 
-def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Draws one bar per row: the ratio on a logarithmic axis, with its goal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in rows if row.unit]
-    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows) + 1.4), layout="constrained")
-    places = range(len(rows))
-    least = min(0.5, *(row.ratio for row in rows)) / 1.3
-    colours = ["#b33c2e" if row.goal and row.ratio < row.goal else "#2e6fb3" for row in rows]
-    axes.barh(places, [math.log10(row.ratio / least) for row in rows], color=colours, height=0.62)
-    for place, row in zip(places, rows, strict=True):
-        end, figures = math.log10(row.ratio / least), f"{row.ours:.3g} against {row.theirs:.3g} {row.unit}"
-        ratio = f"{row.ratio:.2f}" if row.ratio < 100 else f"{row.ratio:,.0f}"
-        beside = max(end, math.log10((row.goal or row.ratio) / least))
-        axes.text(beside + 0.03, place, f"{ratio}  ({figures})", va="center", fontsize=8)
-        if row.goal:
-            at = math.log10(row.goal / least)
-            axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=2)
-    axes.axvline(math.log10(1 / least), color="grey", linewidth=1)
-    axes.set_yticks(places, [f"{row.what}\nagainst {row.peer}" for row in rows], fontsize=7)
-    ticks = [
-        tick for tick in (0.5, 1, 2, 5, 10, 100, 1000, 10_000) if least < tick <= 2 * max(row.ratio for row in rows)
-    ]
-    axes.set_xticks([math.log10(tick / least) for tick in ticks], [f"{tick:g}" for tick in ticks])
-    axes.set_ylim(-0.7, len(rows) - 0.3)
-    axes.set_xlim(0, 1.45 * max(math.log10(row.ratio / least) for row in rows))
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("times better than the peer (black: goal)")
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run")
     parser.add_argument("--quick", action="store_true", help="only check that it works")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for results and chart")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for the results")
     arguments = parser.parse_args()
     facts, began, results = machine(), time.perf_counter(), {}
     for script in arguments.only:
@@ -125,8 +86,7 @@ def main() -> None:
         print(f"benchmarks/{script}.py: {results[script]['seconds']:.0f} s", file=sys.stderr, flush=True)
     rows = [Row(**row) for result in results.values() for row in result["rows"]]
     gpus = ", ".join(facts["gpus"]) or "no GPU"
-    title = f"{facts['processor']}, {facts['cores']} cores, {gpus}; torch {facts['packages']['torch']}"
-    print(title)
+    print(f"{facts['processor']}, {facts['cores']} cores, {gpus}; torch {facts['packages']['torch']}")
     show(rows)
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"{name_of(facts)}.json"
@@ -137,8 +97,7 @@ def main() -> None:
         "scripts": results,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
-    draw(rows, title, path.with_suffix(".png"))
-    print(f"{time.perf_counter() - began:.0f} s; {path}, {path.with_suffix('.png')}")
+    print(f"{time.perf_counter() - began:.0f} s; {path}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
+from common.data.source import looked_at
 from common.data.stream import Stream
 from common.distributed import launch
 from common.distributed.collectives import all_or_none, world_size
@@ -207,9 +208,9 @@ def build_samples(config: Config, train: sources.Source, stream: Stream, model, 
     return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode, sizes)
 
 
-def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int):
-    """Batches of the validation set, `size` samples each on any layout."""
-    samples = EvaluationSamples(val, evaluation_transform(data_config))
+def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int, rows=None):
+    """Batches of the validation set, or of `rows` of a set, `size` samples each on any layout."""
+    samples = EvaluationSamples(val, evaluation_transform(data_config), rows)
     return evaluation_loader(samples, size, config.workers)
 
 
@@ -273,18 +274,21 @@ def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> 
     }
 
 
-def draw(run: Run, val: sources.Source, found: Evaluation, train: sources.Source | None = None) -> None:
-    """Pictures of the newest evaluation, and of labels in `train` that are likely wrong."""
-    if train is not None:
-        judged = train, run.suspects()
-        run.table("suspicious", suspects.rows, *judged)
-        run.draw("suspicious", suspects.draw, *judged)
+def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
+    """Pictures of the newest evaluation."""
     if found.counts.confusion is not None:
         run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
     if found.mistakes:
         run.draw("mistakes", plots.mistakes, val, found.mistakes)
     if found.calibration:
         run.draw("reliability", plots.reliability, found.calibration)
+
+
+def audit(run: Run, train: sources.Source, data_config: dict, normalize) -> None:
+    """Training labels that the trained model contradicts: likely wrong, or worth a look."""
+    rows = looked_at(len(train), run.total_steps * run.config.global_batch_size)
+    loader = build_val_loader(run.config, train, data_config, run.plan.max_micro_batch_size, rows)
+    suspects.report(run, train, predict(run.model, loader, run.accelerator, normalize))
 
 
 def main() -> None:
@@ -309,7 +313,6 @@ def main() -> None:
             images, targets = augment(batch)
             with accelerator.autocast():
                 logits = network(images)  # [B, K]
-            run.audit(logits, batch.labels, targets)  # finds labels that are likely wrong
             return loss_fn(logits, targets)
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
@@ -341,7 +344,9 @@ def main() -> None:
             if run.evaluates():
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.draws():
-                    draw(run, val, found, train)
+                    draw(run, val, found)
+                if run.ends():
+                    audit(run, train, data_config, normalize)
             if run.saves():
                 run.save()
 

@@ -33,6 +33,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
+from common.data.source import looked_at
 from common.data.stream import Stream
 from common.detection import balancing, defaults, suspects
 from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
@@ -312,15 +313,14 @@ def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) ->
 
 
 def audit(run: Run, train: Annotated, validate, loader_of) -> None:
-    """Boxes that are likely wrong: the model looks once more at training images, at most at 5,000 with the largest losses.
+    """Boxes that are likely wrong, or worth a look: the model looks at training images once more.
 
-    Early in the run: at its end the model would know wrong boxes by heart, too.
+    It runs early: later the model has memorised wrong boxes.
     """
-    worst = run.suspects(share=1.0)
-    images = suspects.images(train, worst)
-    if images is not None:  # of fresh scenes, none is seen twice
+    if hasattr(train, "part"):  # of fresh scenes, none is seen twice
+        images = train.part(looked_at(len(train), run.total_steps * run.config.global_batch_size))
         _, found = validate(run.model, loader=loader_of(images), val=images)
-        judged = worst, found.judgement.matches, suspects.findings(found.judgement.matches)
+        judged = found.judgement.matches, suspects.findings(found.judgement.matches)
         run.draw("suspicious", suspects.draw, *judged)
         run.table("suspicious", suspects.rows, *judged)  # last: it says that this is done
 

@@ -30,7 +30,7 @@ RECIPES = {path.stem: source for path, source in SOURCES.items() if path.parts[0
 ROOMS = ["errors", "files", "durable", "randomness", "imports", "config", "distributed"]
 ROOMS += ["data", "checkpoints", "training", "run", "classification", "detection"]
 
-MOST_LINES = {"det": 400}  # other recipes: 350
+MOST_LINES = {"cls": 355, "det": 400}  # other recipes: 350
 SHARED = (AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig)
 MOST_LINES_OF_MAIN, MOST_NAMES_IN_MAIN, MOST_FIELDS = 60, 25, 40
 

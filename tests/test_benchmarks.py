@@ -1,12 +1,10 @@
 """Benchmarks: every script runs, and its results have the promised form. How fast it is does not matter to a test."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.harness.launching import Launcher
 
@@ -32,28 +30,6 @@ def run(launch: Launcher, script: str, output: Path) -> tuple[str, list | dict]:
     return done.stdout, json.loads(output.read_text())
 
 
-@pytest.mark.alone
-def test_the_first_batch_of_ten_billion_samples_costs_what_one_of_ten_thousand_costs(
-    launch: Launcher, tmp_path: Path
-) -> None:
-    printed, result = run(launch, "stream.py", tmp_path / "stream.json")
-    assert len(result["rows"]) == 3 and printed.count("\n") == 8
-    many = next(row for row in result["rows"] if row["samples"] == 10**10)
-    assert (many["sampler"], many["processes"]) == ("Stream", 65_536)
-    assert many["first_batch_ms"] < 1000 and many["memory_mib"] < 50  # a list of them: minutes and 80 GB
-    (covered,) = result["coverage"]
-    assert covered["processes"] == 65_536 and covered["exactly_once"]
-
-
-def test_a_later_start_finds_what_the_first_one_found(launch: Launcher, tmp_path: Path) -> None:
-    printed, rows = run(launch, "index.py", tmp_path / "index.json")
-    assert printed.count("\n") == 2 + len(rows)
-    _, first, later = rows
-    assert (first["reader"], later["reader"]) == ("first start", "later start")
-    assert first["fingerprints"] == later["fingerprints"] and first["boxes"] == later["boxes"] > 8000
-    assert all(row["memory_mib"] < 300 and row["worker_mib"] < 30 for row in (first, later))
-
-
 @pytest.mark.long
 def test_starts_are_measured_beside_the_bare_imports(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "startup.py", tmp_path / "startup.json")
@@ -70,18 +46,12 @@ def test_recipe_and_bare_loop_are_both_measured(launch: Launcher, tmp_path: Path
 
 
 @pytest.mark.long
-def test_recipe_bare_loop_and_every_family_of_detectors_are_measured(launch: Launcher, tmp_path: Path) -> None:
+def test_a_detectors_recipe_bare_loop_and_reading_are_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, results = run(launch, "detection.py", tmp_path / "detection.json")
     assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results["loops"], [4, 2, 6])
     assert [row["short_side"] for row in results["reading"]] == [480, 800]
     assert all(min(row["medians"].values()) > 0 and len(row["ratios"]) == 4 for row in results["reading"])
-    families = ["fcos", "retinanet", "faster_rcnn", "mask_rcnn"]
-    families += ["rtdetr_v2", "dfine", "deimv2", "rf_detr"] if importlib.util.find_spec("transformers") else []
-    assert [row["family"] for row in results["families"]["rows"]] == families
-    for row in results["families"]["rows"]:
-        assert 0 < row["least_ms"] <= row["step_ms"] <= row["most_ms"] < 60_000 and row["parameters"] > 0
-        assert math.isclose(row["images_per_s"], 1000 * results["families"]["size"]["batch_size"] / row["step_ms"])
 
 
 @pytest.mark.long
@@ -109,21 +79,8 @@ def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp
 
 
 @pytest.mark.long
-def test_augmentations_of_boxes_cost_time_and_one_size_for_a_step_saves_padding(
-    launch: Launcher, tmp_path: Path
-) -> None:
-    printed, result = run(launch, "box_augmentation.py", tmp_path / "box_augmentation.json")
-    assert printed.count("\n") == sum(map(len, result.values())) == 18
-    cost = {row["way"]: row["ms"] for row in result["costs"]}
-    assert 0 < cost["decoding"] < cost["plain"] < cost["copy_paste"]
-    assert all(row["corners"] < row["ellipse"] < 1 for row in result["fit"])
-    for each, alike in (result["padding"][:2], result["padding"][2:]):
-        assert alike["padding"] < each["padding"] and alike["pixels"] < each["pixels"]
-
-
-@pytest.mark.long
-def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Path) -> None:
-    scripts = ("input_pipeline", "loop", "detection", "startup", "stream", "index", "checkpoint")
+def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
+    scripts = ("input_pipeline", "loop", "detection", "startup", "checkpoint")
     script = launch.start_python("benchmarks/everything.py", "--quick", "--output", tmp_path)
     done = script.finish(900)
     assert done.returncode == 0, done.stderr
@@ -131,9 +88,7 @@ def test_all_scripts_make_one_table_and_one_chart(launch: Launcher, tmp_path: Pa
     result = json.loads(path.read_text())
     assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
     rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows >= 30 and done.stdout.count("\n") == rows + 3
-    with Image.open(path.with_suffix(".png")) as chart:
-        assert chart.height > 500
+    assert rows >= 25 and done.stdout.count("\n") == rows + 3
 
 
 def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> None:
@@ -141,22 +96,6 @@ def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> Non
     assert printed.count("\n") == 7 and "in the background" in printed and "training waits" in printed
     assert [row["beside"] for row in result["rows"]] == [True, False, False, True]
     assert result["ratio"] > 0 and all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])
-
-
-@pytest.mark.long
-def test_what_a_slow_network_carries_is_what_each_hook_needs(launch: Launcher, tmp_path: Path) -> None:
-    """Little more than the gradients, half of them or two thin matrices for each, however many micro-steps there are."""
-    done = launch.start_python("benchmarks/network.py", "--quick", "--output", tmp_path / "network.json").finish(300)
-    assert done.returncode == 0, done.stderr
-    if done.stdout.startswith("not measured: "):
-        pytest.skip(done.stdout.strip())
-    result = json.loads((tmp_path / "network.json").read_text())
-    assert done.stdout.count("\n") == 3 + len(result["rows"])
-    assert {row["comm_hook"] for row in result["rows"]} == {"none", "fp16", "bf16", "powersgd"}
-    for row in result["rows"]:
-        # A burst may still be on its way when the counter is read.
-        assert 0.9 * row["needed"] < row["sent"] < 1.1 * row["needed"] + 20_000, row
-        assert row["step_ms"] > 0.8 * row["cable_ms"], row
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None:
@@ -180,15 +119,3 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
         assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
     assert done.stdout.count("images/s") == len(result["rows"]) and "fp16" in done.stdout
-
-
-def test_the_curves_of_several_runs_are_laid_over_each_other(launch: Launcher, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "eval/AP50": 0.5}\n')
-    runs = [f"{name}={tmp_path / name}" for name in ("a", "b")]
-    path = tmp_path / "curves.png"
-    done = launch.start_python("benchmarks/curves.py", "--key", "eval/AP50", "--output", path, *runs).finish()
-    assert done.returncode == 0, done.stderr
-    with Image.open(path) as picture:
-        assert picture.width > 800

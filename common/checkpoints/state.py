@@ -1,7 +1,7 @@
 """State of a training run, independent of the layout.
 
-It consists of tensors by name and plain numbers: the model, its moving average, the optimizer, the loss scaler, and the sums
-of the data's audit. It has no state of random generators and no data position, since both are pure functions of the step.
+It consists of tensors by name and plain numbers: the model, its moving average, the optimizer and the loss scaler. It has no
+state of random generators and no data position, since both are pure functions of the step.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ class TrainingState:
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()  # empty if only the model is needed
     ema: torch.nn.Module | None = None
     scaler: Any = None  # torch.amp.GradScaler under fp16
-    audit: Any = None  # common.training.audit.Audit
 
     def __post_init__(self):
         self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
@@ -42,8 +41,6 @@ class TrainingState:
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
-        if self.audit and (sums := self.audit.tensors()):
-            files["audit"] = sums
         return files
 
     def numbers(self) -> dict:
@@ -107,8 +104,6 @@ class TrainingState:
         self.model.load_state_dict(files["model"])
         if self.ema is not None:
             self.ema.load_state_dict(files["ema"])
-        if self.audit:
-            self.audit.load(files.get("audit", {}))
         if self.scaler and scaler:
             self.scaler.load_state_dict(scaler)
 

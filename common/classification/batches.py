@@ -151,10 +151,12 @@ class EvaluationSamples(Dataset):
 
     source: Source
     transform: Callable[[Image.Image], torch.Tensor]  # see common.classification.transforms.evaluation_transform
+    rows: np.ndarray | None = None  # int64[n], of the source; None: all
 
     def batches(self, most: int) -> list[np.ndarray]:
-        """The indices of all samples, in order, in batches of up to `most`."""
-        return [np.arange(start, min(start + most, len(self.source))) for start in range(0, len(self.source), most)]
+        """The indices of all samples, or of `rows`, in order, in batches of up to `most`."""
+        rows = np.arange(len(self.source)) if self.rows is None else self.rows
+        return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
         images, broken = [], []

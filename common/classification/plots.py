@@ -93,11 +93,10 @@ def captioned(image: Image.Image, found: Sequence[tuple[str, float]], path: Path
     save(figure, path)
 
 
-def suspicious(source: Source, rows: Sequence[tuple[int, str, str, str]], path: Path) -> None:
-    """Draw a sheet of training images whose labels are likely wrong: `rows` of index, label, suggested label, and a number."""
+def suspicious(source: Source, rows: Sequence[tuple[int, str, str, str]], headline: str, path: Path) -> None:
+    """Draw a sheet of training images whose labels are contradicted: `rows` of index, label, suggested label, and a caption."""
     cells = [_cell(source, index, f"{arrow(*names)}\n{number}") for index, *names, number in rows]
-    found = "labels that are likely wrong (given → suggested)" if rows else "no sample was audited"
-    sheet(cells, f"{run_of(path)}, training: {found}", path)
+    sheet(cells, f"{run_of(path)}, training (given → suggested): {headline}", path)
 
 
 def _cell(source: Source, index: int, caption: str) -> Cell:

@@ -80,9 +80,17 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     )
 
 
-def spread(count: int) -> np.ndarray:
-    """int64[16 or less] indices all over `count` images."""
-    return np.unique(np.linspace(0, count - 1, _TRIED).astype(np.int64))
+def spread(count: int, limit: int = _TRIED) -> np.ndarray:
+    """int64[n] indices all over `count` images: all of them, or `limit`."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).astype(np.int64))
+
+
+def looked_at(count: int, drawn: int) -> np.ndarray:
+    """int64[n] indices of the training images that a run looks at once more, to judge their labels.
+
+    All of `count`, or as many as a tenth of the samples that the run draws, but at least 2,000: little of the run's time.
+    """
+    return spread(count, max(2_000, drawn // 10))
 
 
 def fingerprint_of(

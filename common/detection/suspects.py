@@ -1,8 +1,7 @@
-"""Report of boxes that are likely wrong: missing, moved, or of another class.
+"""Report of boxes that are likely wrong, or worth a look: missing, moved, or of another class.
 
-After a quarter of a run the model looks at its training images once more, at most at those with the largest mean losses
-(`common.training.audit`), and its confident detections are compared with their boxes. Later it would know the wrong boxes by
-heart. Losses alone would not do: a wrong box is one of many in its image.
+After a quarter of a run the model looks at its training images once more, and its confident detections are compared with their
+boxes. Later it would have memorised wrong boxes. Losses would not do: a wrong box is one of many in its image.
 """
 
 from collections.abc import Sequence
@@ -14,23 +13,24 @@ import torch
 from torchvision.ops import box_iou
 
 from common.data.images import BrokenImage
-from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
-from common.distributed.collectives import broadcast_object
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
-from common.training.audit import Suspects
 
-MOST = 5_000  # training images that the model looks at once more: those with the largest mean losses
 SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
-LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is reported
+LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is worth a look
+LIKELY = {
+    "missing": 0.2,
+    "moved": 0.35,
+    "relabelled": 0.4,
+}  # and from which a box is likely wrong: docs/after_training.md
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")
-COLUMNS = ("rank", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))
-COLUMNS += ("score", "overlap", "mean_loss_of_image", "times_seen")
+COLUMNS = ("rank", "verdict", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))
+COLUMNS += ("score", "overlap")
 
 
 class Finding(NamedTuple):
-    """A box that is likely wrong."""
+    """A box that the model contradicts."""
 
     kind: str  # "missing", "moved" or "relabelled"
     image: int
@@ -39,18 +39,14 @@ class Finding(NamedTuple):
     overlap: float  # of both
     weight: float  # the detection's score, less where it and the box nearly agree, or as the box's own class scores too
 
-
-def images(train: Any, suspects: Suspects) -> Annotated | None:
-    """The images of `train` to look at, on every rank: those that the main process's `suspects` name. A collective.
-
-    None if nothing was audited, as with images that are never seen twice.
-    """
-    chosen = broadcast_object(suspects.indices[:MOST].tolist())
-    return train.part(np.array(chosen)) if chosen and hasattr(train, "part") else None
+    @property
+    def is_likely(self) -> bool:
+        """True if the box is likely wrong, not only worth a look."""
+        return self.weight >= LIKELY[self.kind]
 
 
 def findings(matches: Matches) -> list[Finding]:
-    """Boxes that are likely wrong by the good detections of `matches`, most suspicious first, at most one for each object."""
+    """Boxes that the good detections of `matches` contradict, one for each object at most; likely wrong ones first."""
     source, found = matches.source, []
     for image in range(len(source)):
         rows = matches.of_image(image, good=False)
@@ -84,11 +80,11 @@ def findings(matches: Matches) -> list[Finding]:
                 found.append(Finding("relabelled", image, int(objects[place]), row, most, more * most))
                 told.add(place)
     found = [finding for finding in found if finding.weight >= LEAST[finding.kind]]
-    return sorted(found, key=lambda finding: -finding.weight)
+    return sorted(found, key=lambda finding: (not finding.is_likely, -finding.weight))
 
 
-def rows(suspects: Suspects, matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
-    """The rows of `suspicious.csv`. `matches` are of the images that `suspects` names, in their order."""
+def rows(matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
+    """The rows of `suspicious.csv`."""
     source = matches.source
     table: list[Sequence[Any]] = [COLUMNS]
     for place, finding in enumerate(found):
@@ -96,21 +92,17 @@ def rows(suspects: Suspects, matches: Matches, found: Sequence[Finding]) -> list
         given = [""] * 5
         if finding.object >= 0:
             given = [source.classes[source.labels[finding.object]], *_rounded(source.boxes[finding.object].tolist())]
-        numbers: tuple[Any, ...] = (
-            f"{score:.4f}",
-            f"{finding.overlap:.4f}",
-            f"{suspects.losses[finding.image]:.6f}",
-            suspects.seen[finding.image],
-        )
-        names = source.name(finding.image), finding.kind
+        numbers = f"{score:.4f}", f"{finding.overlap:.4f}"
+        names = "likely wrong" if finding.is_likely else "worth a look", source.name(finding.image), finding.kind
         table.append((place + 1, *names, *given, source.classes[int(label)], *_rounded(box), *numbers))
     return table
 
 
-def draw(suspects: Suspects, matches: Matches, found: Sequence[Finding], path: Path) -> None:
+def draw(matches: Matches, found: Sequence[Finding], path: Path) -> None:
     """Draw a sheet of the most suspicious boxes."""
-    looked = f"by the {len(matches.source):,} images with the largest losses of {suspects.audited:,}"
-    headline = f"boxes that are likely wrong, {looked}" if found else f"no box looks wrong, {looked}"
+    likely = sum(finding.is_likely for finding in found)
+    headline = f"{likely:,} boxes are likely wrong" if likely else "no box is likely wrong"
+    headline += f", {len(found) - likely:,} are worth a look, in {len(matches.source):,} images"
     sheet([_cell(matches, finding) for finding in found[:SHOWN]], f"{run_of(path)}, training: {headline}", path)
 
 
@@ -123,11 +115,12 @@ def _cell(matches: Matches, finding: Finding) -> Cell:
     source, (*box, score, label) = matches.source, matches.rows[finding.detection].tolist()
     suggested = source.classes[int(label)]
     boxes = [(box, suggested, BLUE)]
-    caption = f"{finding.kind}\n{short(suggested, 19)} {score:.2f}"
+    kind = finding.kind if finding.is_likely else f"{finding.kind}?"
+    caption = f"{kind}\n{short(suggested, 19)} {score:.2f}"
     if finding.object >= 0:
         name = source.classes[source.labels[finding.object]]
         boxes.insert(0, (source.boxes[finding.object].tolist(), name, ORANGE))
-        caption = f"{finding.kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
+        caption = f"{kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
     try:
         pixels = np.asarray(source.image(finding.image))
     except BrokenImage:

@@ -41,7 +41,6 @@ from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
-from common.training.audit import WORST, Audit, Suspects
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
@@ -186,8 +185,7 @@ class Run:
             watchdog.note("looking for duplicates")
             rows |= duplicates.rows(*data)
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
-        self._audit = Audit(samples.stream, self.plan, data[0])
-        state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler, self._audit)
+        state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler)
         self._start(state, schedule, data, export)
         self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
@@ -280,14 +278,6 @@ class Run:
         self._lap.ready()
         self._training.backward(losses)
 
-    def audit(self, logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> None:
-        """Judge the labels of a micro-batch by its logits [B, K], for `suspicious.csv`; `targets` [B, K] are those of the loss.
-
-        Call it in `losses_of`: it costs some operations on [B, K], and nothing waits for the device. See `training.audit`.
-        """
-        if self._started:
-            self._training.audit(logits, labels, targets)
-
     def clip_gradients(self, limit: float, mode: str = "norm") -> torch.Tensor:
         """Clip in place if `limit` > 0; returns the global L2 norm before that, a scalar on the device.
 
@@ -311,15 +301,12 @@ class Run:
         self._stop_by_flags()
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
-        self._audit.take(step, outcome.losses, outcome.judged, outcome.broken)
         update = self._update_size.end() if self._logs(step) else None
         self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by, update, self._lap)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)
         self._take_in(reports)
-        if self._audit.is_due(step):
-            self._audit.gather()
         self._end(step)
         if self._profile:
             self._profile.after()
@@ -379,16 +366,9 @@ class Run:
     def save(self) -> None:
         """Make a checkpoint. Training continues as soon as the state is copied; a thread of the main process writes."""
         self._settle()
-        self._audit.gather()
         self._log.flush()
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
-
-    def suspects(self, share: float = WORST) -> Suspects:
-        """The `share` of the training samples that are most likely labelled wrong; on the main process. A collective."""
-        self._settle()
-        self._audit.gather()
-        return self._audit.suspects(share)
 
     def audits(self, share: float) -> bool:
         """Whether `suspicious.csv` is due: at the first evaluation after this share of the run, or the last one if none was.
@@ -509,6 +489,5 @@ class Run:
             self._records.take_in(
                 report, self._seconds.pop(report.step), self._due(self.config.eval_every, report.step)
             )
-            self._audit.confirm(report.step)
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by

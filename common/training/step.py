@@ -15,7 +15,7 @@ from common.data.loader import Feed, Movable, training_loader
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
 from common.randomness import key_of, seed_model
-from common.training import audit, batch_norm, drop_path
+from common.training import batch_norm, drop_path
 from common.training.freezing import Freezing
 from common.training.optimizer import clip_gradients
 from common.training.warm_up import check_losses
@@ -37,7 +37,6 @@ class StepOutcome(NamedTuple):
     positions: torch.Tensor  # int64[n], of the stream
     data_wait: float  # seconds that were waited for data
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    judged: torch.Tensor | None = None  # [2, n], see audit.margins
 
 
 class TrainingStep:
@@ -91,7 +90,7 @@ class TrainingStep:
         loader = training_loader(self.samples, plan, *steps, workers)
         self._feed = Feed(loader, self._device)
         self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
-        self._losses, self._positions, self._judged = [], [], {}
+        self._losses, self._positions = [], []
 
     def micro_batches(self, step: int) -> Iterator[Movable]:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
@@ -116,10 +115,6 @@ class TrainingStep:
         self._accelerator.backward(losses.sum() * self.plan.loss_scale)
         self._losses.append(losses.detach())
 
-    def audit(self, logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> None:
-        """Judge the labels of the present micro-batch; see `audit.margins`."""
-        self._judged[len(self._positions)] = audit.margins(logits, labels, targets)
-
     def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
         """Leave out what is frozen, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
         self._freezing.leave_out_gradients()
@@ -133,7 +128,6 @@ class TrainingStep:
             raise RuntimeError(
                 f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
             )
-        judged = torch.cat([*self._judged.values()], 1) if len(self._judged) == len(self._losses) else None
-        outcome = StepOutcome(torch.cat(self._losses), torch.cat(self._positions), *self._feed.take(), judged)
-        self._losses, self._positions, self._judged = [], [], {}
+        outcome = StepOutcome(torch.cat(self._losses), torch.cat(self._positions), *self._feed.take())
+        self._losses, self._positions = [], []
         return outcome

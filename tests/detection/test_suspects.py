@@ -3,11 +3,9 @@
 import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from common.detection import suspects
-from common.training.audit import Suspects
 from tests.detection.evaluation.test_matching import A, B, moved, one_image
 
 DOWN = (10, 60, 50, 95)
@@ -54,29 +52,24 @@ def test_a_class_that_scores_nearly_as_well_as_the_given_one_is_no_finding() -> 
 def test_the_table_names_the_box_and_what_is_suggested(tmp_path: Path) -> None:
     matches = one_image([(moved(A, 15), 0, False), (B, 2, False)], [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)])
     object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
-    worst = Suspects(np.array([7]), None, np.array([2.5]), np.array([4]), None, 30)
-    header, *rows = suspects.rows(worst, matches, suspects.findings(matches))
+    header, *rows = suspects.rows(matches, suspects.findings(matches))
     assert [dict(zip(header, row, strict=True))["kind"] for row in rows] == ["missing", "relabelled", "moved"]
     missing, relabelled, shifted = (dict(zip(header, row, strict=True)) for row in rows)
     assert (missing["label"], missing["left"], missing["suggested"]) == ("", "", "cow")
-    assert (relabelled["label"], relabelled["suggested"], relabelled["mean_loss_of_image"]) == (
-        "cow",
-        "dog",
-        "2.500000",
-    )
+    assert (relabelled["label"], relabelled["suggested"]) == ("cow", "dog")
     assert (shifted["left"], shifted["suggested_left"], shifted["overlap"]) == ("25.00", "10.00", "0.4545")
     with (tmp_path / "suspicious.csv").open("w") as file:
         csv.writer(file).writerows([header, *rows])
 
 
-def test_only_images_with_large_losses_are_looked_at_again() -> None:
-    class Train:
-        def part(self, rows: np.ndarray) -> list:
-            return rows.tolist()
-
-    worst = Suspects(np.array([5, 2]), None, np.zeros(2), np.ones(2), None, 8)
-    assert suspects.images(Train(), worst) == [5, 2]
-    assert suspects.images(Train(), worst._replace(indices=np.zeros(0, np.int64))) is None
+def test_what_is_less_sure_is_only_worth_a_look_and_stands_last() -> None:
+    objects = [(moved(A, 8), 0, False), (moved(B, 10), 1, False)]  # they overlap by 0.67 and 0.33
+    matches = one_image(objects, [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)])
+    object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
+    found = suspects.findings(matches)
+    assert [(finding.object, finding.is_likely) for finding in found] == [(-1, True), (1, True), (0, False)]
+    header, *rows = suspects.rows(matches, found)
+    assert [row[header.index("verdict")] for row in rows] == ["likely wrong", "likely wrong", "worth a look"]
 
 
 @pytest.mark.parametrize("shift, kind", [(0, []), (4, []), (10, ["moved"]), (20, ["moved"]), (35, ["missing"])])

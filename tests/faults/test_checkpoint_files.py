@@ -31,7 +31,7 @@ WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--tracker", "none", "--max_steps", STEPS),
     *("--log_every", 1, "--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
 )
-TENSORS = [f"{name}.safetensors" for name in ("model", "optimizer", "ema", "audit")]
+TENSORS = [f"{name}.safetensors" for name in ("model", "optimizer", "ema")]
 FILES = (*TENSORS, "record.json", "manifest.json")
 
 

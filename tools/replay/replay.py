@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +24,36 @@ from common.files import open_regular
 from common.run.folder import read_json
 from common.run.run import Run
 from common.training import timm_models
-from common.training.audit import margins
 from tools.replay.output import write
 from tools.trained import load_recipe
 
 _QUIET = {"tracker": "none", "patience": 0, "max_hours": 0, "profile": ""}  # settings of a replay that change no step
+
+
+@torch.no_grad()
+def margins(logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[2, B]: the margin of each sample, and its likeliest other class.
+
+    A mixed image counts only if at least half of it is its own, and against classes that neither image shows; else its margin
+    is NaN. For multi-label data the margin is that of the decision that fits worst, and the class is the one it is about.
+
+    Args:
+        logits: [B, K]
+        labels: int64[B], or bool[B, K] for multi-label data: before mixing.
+        targets: [B, K], after mixing and smoothing.
+    """
+    logits = logits.detach().to(targets.dtype)
+    if labels.ndim == 2:
+        apart = (targets - labels.to(targets.dtype)).abs()  # more than by smoothing where mixed images differ
+        right = torch.where(labels, logits, -logits)
+        worst, other = right.masked_fill(apart > apart.amin(1, keepdim=True) + 1e-6, torch.inf).min(1)
+        return torch.stack([worst, other.to(targets.dtype)])
+    own = labels[:, None]
+    shown = targets > targets.amin(1, keepdim=True)
+    best, other = logits.masked_fill(shown.scatter_(1, own, True), -torch.inf).max(1)
+    margin = logits.gather(1, own).squeeze(1) - best  # infinite if no class is left
+    is_own = targets.gather(1, own).squeeze(1) == targets.amax(1)
+    return torch.stack([margin.where(is_own, torch.nan), other.to(targets.dtype)])
 
 
 class Replay(Run):
@@ -62,6 +87,23 @@ class Replay(Run):
         if self._started and self.step + 1 == self.wanted:
             self._seen[name].append(value)
 
+    @staticmethod
+    def observed(build_loss: Callable) -> Callable:
+        """The recipe's `build_loss`, whose function also shows a replay what it is given."""
+
+        def build(*arguments):
+            losses_of = build_loss(*arguments)
+
+            def losses(logits, targets):
+                replay = Replay.made
+                if len(replay._seen["judged"]) < len(replay._seen["batch"]):  # the first call for a micro-batch
+                    replay._keep("judged", (logits.detach(), targets))
+                return losses_of(logits, targets)
+
+            return losses
+
+        return build
+
     def _forward(self, network, *inputs):
         self._keep("input", inputs[0].detach())
         return network(*inputs)
@@ -70,10 +112,6 @@ class Replay(Run):
         for batch in super().micro_batches():
             self._keep("batch", batch)
             yield batch
-
-    def audit(self, logits, labels, targets) -> None:
-        super().audit(logits, labels, targets)
-        self._keep("judged", (logits.detach(), labels, targets))
 
     def backward(self, losses) -> None:
         self._keep("losses", losses.detach())
@@ -104,7 +142,12 @@ class Replay(Run):
         rows = [row for batch in seen["batch"] for row in self._rows_of(batch)]
         for row, loss in zip(rows, losses.tolist(), strict=True):
             row["loss"] = loss
-        judgements = [judgement for judged in seen["judged"] for judgement in self._judgements(*judged)]
+        judged = zip(seen["judged"], seen["batch"], strict=False)
+        judgements = [
+            judgement
+            for (logits, targets), batch in judged
+            for judgement in self._judgements(logits, batch.labels, targets)
+        ]
         for row, judgement in zip(rows, judgements, strict=False):
             row |= judgement
         pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
@@ -175,6 +218,8 @@ def replay(
     recipe = recipe_of(run)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
     vars(recipe)["Run"] = Replay
+    if hasattr(recipe, "build_loss"):
+        vars(recipe)["build_loss"] = Replay.observed(recipe.build_loss)
     torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
     said, own = io.StringIO(), sys.argv
     scratch = broadcast_object(tempfile.mkdtemp(prefix="replay-") if is_main() else None)

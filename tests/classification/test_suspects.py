@@ -1,0 +1,103 @@
+"""Labels that a model contradicts: nobody is accused where its own doubt explains them, and wrong ones are found."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.classification import suspects
+from common.classification.batches import Batch
+
+CLASSES = tuple("abcdefghij")
+
+
+def source_of(labels: np.ndarray):
+    return SimpleNamespace(
+        labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, name=lambda index: f"{index}.png"
+    )
+
+
+def looked_at(labels: np.ndarray, logits: torch.Tensor, broken: tuple[int, ...] = ()) -> suspects.Suspects:
+    """What is found in images with these labels and logits, in batches of 64."""
+    look = suspects.Look(source_of(labels), "cpu")
+    for rows in torch.arange(len(labels)).split(64):
+        readable = torch.tensor([row not in broken for row in rows.tolist()])
+        batch = Batch(torch.zeros(len(rows), 0), torch.from_numpy(labels[rows]), rows, readable=readable)
+        look.update(batch, logits[rows])
+    found = look.suspects()
+    assert found is not None
+    return found
+
+
+def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Labels drawn with the very probabilities that the model gives: classes 0 to 4 are alike, the others are not."""
+    random = np.random.default_rng(seed)
+    true = random.integers(10, size=images)
+    logits = random.normal(size=(images, 10))
+    logits[:, :5] += 2 * (true < 5)[:, None]
+    logits[np.arange(images), true] += 4
+    probabilities = torch.from_numpy(logits).softmax(1).numpy()
+    labels = (probabilities.cumsum(1) > random.random((images, 1))).argmax(1)
+    # A model that has trained on these labels fits them better than its probabilities say.
+    logits[np.arange(images), labels] += 2
+    return labels, torch.from_numpy(logits)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
+    labels, logits = doubting(seed=seed)
+    found = looked_at(labels, logits)
+    assert found.likely == 0 and found.classes == [] and found.looked_at == 4000
+    assert (logits.argmax(1).numpy() != labels).sum() > 20, "it is wrong somewhere, or this proves nothing"
+    assert len(found.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+def test_changed_labels_are_found_and_the_true_ones_are_suggested(share: float) -> None:
+    labels, logits = doubting()
+    changed = np.random.default_rng(1).permutation(4000)[: int(4000 * share)]
+    given = labels.copy()
+    given[changed] = (labels[changed] + 1 + changed % 9) % 10
+    found = looked_at(given, logits)
+    likely = found.indices[: found.likely]
+    right = np.isin(likely, changed)
+    assert right.mean() > 0.5 and right.sum() > 0.8 * len(changed), (right.mean(), right.sum() / len(changed))
+    assert (found.others[: found.likely] == labels[likely])[right].mean() > 0.8
+    assert (np.diff(found.probabilities) >= 0).all(), "the least probable label first"
+
+
+def test_a_class_that_was_not_learnt_gets_a_line_of_its_own_and_no_verdict() -> None:
+    labels, logits = doubting()
+    rare = np.flatnonzero(labels == 9)
+    logits[rare, 9] -= 12  # what is left of the class looks like others
+    labels[rare[20:]] = logits[rare[20:], :9].argmax(1).numpy()
+    found = looked_at(labels, logits)
+    assert found.likely == 0 and not np.isin(found.indices, rare[:20]).any()
+    ((number, _, wrong, images),) = found.classes
+    assert (number, wrong, images) == (9, 20, 20)
+    header, first, *others = suspects.rows(source_of(labels), found)
+    row = dict(zip(header, first, strict=True))
+    assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
+    assert {dict(zip(header, other, strict=True))["verdict"] for other in others} == {"worth a look"}
+    assert "no label is likely wrong; class j: 20 of 20 images look like others" in suspects.headline(
+        source_of(labels), found
+    )
+
+
+def test_images_that_cannot_be_read_are_left_out() -> None:
+    labels, logits = doubting()
+    worst = int(looked_at(labels, logits).indices[0])
+    found = looked_at(labels, logits, broken=(worst,))
+    assert found.looked_at == 3999 and worst not in found.indices
+
+
+def test_of_several_labels_the_decision_that_fits_worst_counts_and_is_only_worth_a_look() -> None:
+    labels = np.zeros((3, 10), bool)
+    labels[0, 1] = labels[1, 2] = labels[2, 3] = True
+    logits = torch.where(torch.from_numpy(labels), 5.0, -5.0).double()
+    logits[0, 4], logits[1, 2] = 3.0, -3.0
+    found = looked_at(labels, logits)
+    assert found.likely == 0
+    table = suspects.rows(source_of(labels), found)
+    assert [row[2:5] for row in table[1:]] == [("0.png", "b", "+e")], "6 % of three images: one row"
