@@ -20,7 +20,7 @@ def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
         "classes": _names(classes),
         "trained on": train.origin,
         "evaluated": val.origin,
-        "fingerprint": f"{fingerprint(train, val)}, the same on all ranks",
+        "fingerprint": f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; pixels are not compared",
     }
     if counts is not None:
         fewest, most = int(counts.argmin()), int(counts.argmax())

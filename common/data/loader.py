@@ -6,6 +6,7 @@ Training can start at any step at once, and its workers run until the last step.
 
 import atexit
 import contextlib
+import multiprocessing
 import multiprocessing.queues
 import os
 import sys
@@ -25,8 +26,10 @@ from common.data.stream import Stream
 from common.distributed import watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
+from common.errors import Refused
 
 _SMALL = 2**16  # bytes
+_LOCKS = 11  # of a data worker and its loader, at most
 
 
 class Movable:
@@ -89,6 +92,9 @@ class _Positions:
             for span in spans:
                 yield self.stream.positions(step, span)
 
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.plan.micro_steps
+
 
 def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order, split already: not for Accelerate's `prepare`."""
@@ -104,7 +110,23 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
     return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
 
 
-class _EvaluationLoader(DataLoader):
+class _Loader(DataLoader):
+    """Refuses to start data workers that could not: their locks lie in /dev/shm, and each takes some open files."""
+
+    def __iter__(self) -> Iterator:
+        try:  # first as many locks as torch will make, which prints tracebacks if it fails in the middle
+            locks = [(self.multiprocessing_context or multiprocessing).Lock() for _ in range(_LOCKS * self.num_workers)]
+            del locks
+            return super().__iter__()
+        except OSError as error:
+            raise Refused(
+                f"{self.num_workers} data workers can't be started ({error.strerror or error}): they need some MiB of "
+                "/dev/shm that can be written to (docker run --shm-size 1g), memory, and open files (ulimit -n); or take "
+                "--workers 0"
+            ) from error
+
+
+class _EvaluationLoader(_Loader):
     """Tells the watchdog of each batch that the evaluation makes progress."""
 
     def __iter__(self) -> Iterator:
@@ -158,8 +180,10 @@ def worker_count(asked: int) -> int:
     return max(0, min(16, cores() // local_world_size() - 1))
 
 
-def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = DataLoader) -> DataLoader:
-    workers = worker_count(workers)
+def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = _Loader) -> DataLoader:
+    # A worker that is never asked for a batch prints tracebacks at the end: torch first writes to its queue while Python's
+    # garbage collector is closing that.
+    workers = min(worker_count(workers), len(batches))
     if workers:
         # Runs before multiprocessing sends SIGTERM, which workers ignore, and waits for them.
         atexit.unregister(data_workers.end)

@@ -1,6 +1,7 @@
 """Batches leave a worker unchanged, and none of their memory has a name by which it could stay behind."""
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -81,3 +82,28 @@ def test_no_listening_socket_and_no_named_memory(monkeypatch, tmp_path) -> None:
     mapped = open(f"/proc/{os.getpid()}/maps").read() + open(f"/proc/{worker}/maps").read()
     assert kept and "/memfd:batch" in mapped and "/dev/shm/torch_" not in mapped
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_would_never_be_asked_for_a_batch_is_not_started() -> None:
+    """Python's garbage collector would close its queue while torch writes to it, with tracebacks at the end of a run."""
+    assert _loader(Batches(), [[0], [1]], 4).num_workers == 2 and _loader(Batches(), [], 4).num_workers == 0
+
+
+READ = """
+from common.errors import Refused
+from tests.data.test_handover import Batches, _loader
+try:
+    print(len([*_loader(Batches(), [[number] for number in range(8)], 2)]), "batches")
+except Refused as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("options, said", [("size=64k", "No space"), ("ro", "Read-only"), ("size=1m", "8 batches")])
+def test_shared_memory_that_has_no_room_for_locks_is_refused_in_one_line(options: str, said: str) -> None:
+    inside = f'mount --make-rprivate / && mount -t tmpfs -o {options} none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", inside, "sh", sys.executable, "-c", READ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr and done.stdout.count("\n") == 1, done.stdout + done.stderr
+    assert said in done.stdout and (("/dev/shm" in done.stdout) == ("batches" not in done.stdout))

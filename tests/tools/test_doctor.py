@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.errors import Refused
@@ -15,12 +18,10 @@ from tools.doctor.table import HERE, ON_MACHINE, fold, show
 
 FAULTY = """
 import os, sys, time
-import torch, torch.distributed as dist
 sys.path.insert(0, os.getcwd())
-from tools.doctor import checks
-from tools.doctor.examination import Check
-from tools.doctor.__main__ import arguments
+from tools.doctor import session
 from tools.doctor.finding import Finding
+from tools.doctor.session import Check
 
 def fails_alone(world):
     if world.rank == 1:
@@ -32,32 +33,25 @@ def fails_in_exchange(world):
         raise OSError("lost in exchange")
     world.exchange(world.rank)
 
-def fails_in_collective(world):
-    if world.rank == 1:
-        raise OSError("lost in collective")
-    dist.all_reduce(torch.ones(3))
-
 def adds(world):
-    dist.all_reduce(total := torch.ones(1))
-    return [Finding("adds", "ok", f"sum {total.item():.0f}")]
+    return [Finding("adds", "ok", f"sum {sum(world.exchange(1))}")]
 
 def hangs(world):
     if world.rank == 1:
         time.sleep(1000)
-    dist.all_reduce(torch.ones(3))
+    world.exchange(0)
 
 def dies(world):
     if world.rank == 1:
         os._exit(9)
-    dist.all_reduce(torch.ones(3))
+    world.exchange(0)
 
-checks.CHECKS[:] = [
-    Check("alone", fails_alone),
-    Check("exchange", fails_in_exchange, "store"),
-    Check("collective", fails_in_collective, "group"),
-    Check("adds", adds, "group"),
-    Check("hangs", hangs, "group", limit=2.0) if sys.argv.pop() == "hangs" else Check("dies", dies, "group"),
-    Check("adds later", adds, "group"),
+session.CHECKS[:] = [
+    Check("alone", fails_alone, exchanges=False),
+    Check("exchange", fails_in_exchange),
+    Check("adds", adds),
+    Check("hangs", hangs, limit=2.0) if sys.argv.pop() == "hangs" else Check("dies", dies),
+    Check("adds later", adds),
 ]
 from tools.doctor.__main__ import main
 main()
@@ -98,7 +92,7 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
         rows = rows_of(file)
         failed = {check: row["way_out"] for (check, _), row in rows.items() if row["status"] == "failed"}
         assert "OSError: no such disk" in failed["alone"]
-        assert "lost in exchange" in failed["exchange"] and "lost in collective" in failed["collective"]
+        assert "lost in exchange" in failed["exchange"]
         assert [row["measured"] for (check, _), row in rows.items() if check == "adds"] == ["sum 2"]
         host = rows[("adds", "all")] and json.loads(file.read_text())["hosts"][1]
         assert rows["alone", f"rank 1 ({host})"]["status"] == "failed"
@@ -107,8 +101,8 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
     assert rows_of(hung)["hangs", f"rank 0 ({host})"]["measured"] == "waited 2 s for other ranks"
     assert rows_of(dead)["dies", f"rank 1 ({host})"]["measured"] == "no answer"
     table = done[0].stdout
-    assert re.search(r"^failed +collective +rank 1 .*: raised\n +-> OSError: lost in collective", table, re.M), table
-    assert table.count("OSError: lost in collective") == 1 and "a run will fail here" in table
+    assert re.search(r"^failed +exchange +rank 1 .*: raised\n +-> OSError: lost in exchange", table, re.M), table
+    assert table.count("OSError: lost in exchange") == 1 and "a run will fail here" in table
     assert max(map(len, table.splitlines())) <= 100 and "\033" not in table
 
 
@@ -123,6 +117,19 @@ def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(launch) -> None:
     for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
         with pytest.raises(Refused, match=text):
             examine(arguments().parse_args(words), {})
+
+
+def test_a_plan_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
+    words = ["--plan", "recipes/cls.py", "--output_dir", tmp_path, "--workers", "0"]
+    started = launch.start_python("-m", "tools.doctor", *words)
+    until = time.monotonic() + 120
+    while not (trials := psutil.Process(started.process.pid).children(recursive=True)) and time.monotonic() < until:
+        time.sleep(0.1)
+    started.process.send_signal(signal.SIGINT)
+    done = started.finish()
+    assert done.returncode == 1 and re.search(r"^not run +plan +stopped by SIGINT$", done.stdout, re.M), done.stdout
+    assert "not everything was checked: " in done.stdout and "will work" not in done.stdout
+    assert trials and not psutil.wait_procs(trials, 5)[1] and not [*tmp_path.iterdir()]
 
 
 # --- the table
@@ -159,5 +166,7 @@ def test_the_table_is_in_one_order_coloured_on_request_and_short() -> None:
     assert "\033[33mwarning" in show(found, coloured=True)
     many = [Finding("net", "ok", f"10.0.0.{number}", place=f"node{number}") for number in range(60)]
     assert len(show(many, coloured=False).splitlines()) < 10
+    assert show([Finding("limits", "ok", "8")], False, partly=True).endswith("what was checked is well: 1 ok")
     idle = [Finding(name, "not run", "needs a process group") for name in ("speed", "clock")]
     assert show(idle, coloured=False).count("needs a process group: speed, clock") == 1
+    assert "not everything was checked: " in show(idle, coloured=False)

@@ -12,29 +12,13 @@ from tests.tools.test_doctor import exported, rows_of
 
 PORT = 20500  # below those that the system chooses
 # All but the rehearsal and the data path, which have tests of their own and need machines that are well.
-ONLY = ["--only", "launch,limits,gpu,network,W&B,versions,clock,speed"]
-# Another package, a clock that is 90 s ahead, and three busy neighbours on the core on which the rank is timed.
+ONLY = ["--only", "launch,limits,gpu,network,versions"]
+# Another package, and a clock that is 90 s ahead.
 SICK = f"""
-import dataclasses, os, subprocess, sys, time
+import os, sys, time
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), "packages"), {str(ROOT)!r}]
 true_time = time.time
 time.time = lambda: true_time() + 90
-from tools.doctor import checks, speed
-
-def crowded(world):
-    os.sched_setaffinity(0, {{0}})
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
-    os.nice(5)
-    try:
-        return speed.speed(world)
-    finally:
-        for each in busy:
-            each.kill()
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
-
-checks.CHECKS[:] = [
-    dataclasses.replace(each, function=crowded) if each.name == "speed" else each for each in checks.CHECKS
-]
 from tools.doctor.__main__ import main
 main()
 """
@@ -97,7 +81,7 @@ def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., 
     run("ip", "-n", sick.space, "link", "set", "eth0", "mtu", 1400)
     slow = "root tbf rate 300mbit burst 256kb latency 50ms".split()
     run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
-    inside = 'ulimit -n 200 && mount -t tmpfs -o size=32m none /dev/shm && exec "$@"'
+    inside = 'ulimit -n 200 && mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
     started = [
         well.start_python("-m", "tools.doctor", *ONLY, "--json", file, env=exported(0, 2, PORT, well.address)),
         Launcher(tmp_path, [*sick.before, "sh", "-c", inside, "sh"]).start_python(
@@ -109,16 +93,17 @@ def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., 
     rows = rows_of(file)
     failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
     assert failed == {
-        "limits: open files": "node1: 200, less than 1024",
-        "limits: /dev/shm": "node1: 32 MiB of 32 MiB free",
+        "limits: /dev/shm": "node1: 1 MiB of 1 MiB free",
         "versions: packages": failed["versions: packages"],
     }
     assert failed["versions: packages"].startswith("node1: timm 0.9.0 instead of ")
     assert warned["network: MTU"] == "node1: MTU 1400, node0 has 1500"
-    assert warned["clock"] == "node1: 90000 ms ahead of node0"
-    assert warned["speed"].startswith("rank 1 (node1): ") and rows["speed", "rank 1 (node1)"]["figures"]["ratio"] > 1.25
-    link = rows["network: between", "all"]
-    assert link["status"] == "warning" and link["way_out"].startswith("less than 2 Gbit/s")
+    assert warned["limits: open files"] == "node1: 200, less than 1024"
+    assert warned["network: clock"] == "node1: 90000 ms ahead of node0"
+    links = [row for row in json.loads(file.read_text())["findings"] if row["check"] == "network: between"]
+    # A busy machine has another such row, on latency.
+    (link,) = [row for row in links if row["way_out"].startswith("less than 2 Gbit/s")]
+    assert link["status"] == "warning"
     assert 0.1 < link["figures"]["all-reduce"][-1]["gbit"] < 0.33  # of the link's 0.3
     # What is well is not blamed.
     assert good["network: ports"] == "all: 4 system-chosen ports open between all machines, both ways"
@@ -147,8 +132,8 @@ def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[
         "node0 -> node1 (10.77.0.2): 4 of 4 ports filtered (no answer), such as "
     )
     assert rows["network: ports", "all"]["way_out"].startswith("firewall: ")
-    assert rows["network: bandwidth", "all"]["status"] == rows["speed", "all"]["status"] == "not run"
-    assert rows["clock", "all"]["status"] == "ok"  # which needs the one port that is open
+    assert rows["network: bandwidth", "all"]["status"] == "not run"
+    assert rows["network: clock", "all"]["status"] == "ok"  # which needs the one port that is open
     assert done[0].stdout.count("-> firewall: ") == 1 and not done[1].stdout  # one table for both
 
 

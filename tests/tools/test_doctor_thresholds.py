@@ -1,16 +1,12 @@
 """Each check of the doctor tells good from bad by its threshold, and names the odd one."""
 
-import json
 import resource
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.harness.launching import inherited
-from tools.doctor import bandwidth, gpus, interfaces, limits, tracker, versions
+from tools.doctor import bandwidth, gpus, interfaces, limits, versions
 from tools.doctor.world import World
 
 
@@ -29,8 +25,12 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
     given.update({resource.RLIMIT_NOFILE: 1000, resource.RLIMIT_NPROC: 50, resource.RLIMIT_CPU: 3600})
     assert found()["open files"][0] == found()["processes"][0] == found()["CPU seconds"][0] == "warning"
     assert found(World(world_size=1000, local_world_size=1))["open files"] == ("warning", "1000, less than 8000")
-    given[resource.RLIMIT_NOFILE] = 255
-    assert found()["open files"][0] == "failed"
+    assert found()["/dev/shm"][0] == "ok"
+    gpus_here = World(world_size=2, local_world_size=2, device=torch.device("cuda", 0))
+    for size, alone, joined in ((64, "ok", "warning"), (1, "failed", "failed"), (8192, "ok", "ok")):
+        disk = SimpleNamespace(f_blocks=size, f_bavail=size, f_frsize=2**20)
+        monkeypatch.setattr(limits.os, "statvfs", lambda _, disk=disk: disk)
+        assert (found()["/dev/shm"][0], found(gpus_here)["/dev/shm"][0]) == (alone, joined), size
     given[resource.RLIMIT_MEMLOCK] = 2**16
     assert "locked memory" not in found()
     (tmp_path / "mlx5_0").mkdir()
@@ -53,8 +53,15 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert found()["cores"][0] == "ok"
     assert found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "4102444800")
-    assert "SLURM ends the job in" in found()["time"][1]
+
+
+def test_other_work_is_named_with_its_share(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "used_by_others", lambda: 0.03)
+    (row,) = limits.other_work(World())
+    assert (row.status, row.measured) == ("ok", "other programs use at most 3% of the cores")
+    monkeypatch.setattr(limits, "used_by_others", lambda: 0.97)
+    (row,) = limits.other_work(World())
+    assert row.status == "warning" and row.measured.startswith("other programs use 97% of the cores (load ")
 
 
 def test_slow_links_and_long_ways_are_told_from_good_ones(monkeypatch) -> None:
@@ -128,7 +135,7 @@ def test_interfaces_are_chosen_as_the_libraries_do(variable: str, value: str, ta
 def test_an_interface_that_is_absent_down_or_slower_than_another_is_named(monkeypatch, tmp_path) -> None:
     links = {"eth0": (True, 1000), "ib0": (True, 100000), "eth1": (False, 1000)}
     monkeypatch.setattr(interfaces, "addresses", lambda: {name: ["10.0.0.1"] for name in links})
-    monkeypatch.setattr(interfaces, "speed", lambda name: links[name][1])
+    monkeypatch.setattr(interfaces, "link_speed", lambda name: links[name][1])
     stats = {name: SimpleNamespace(isup=up, mtu=1500) for name, (up, mbit) in links.items()}
     monkeypatch.setattr(interfaces.psutil, "net_if_stats", lambda: stats)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -167,41 +174,3 @@ def test_a_host_name_that_others_can_not_use_is_named_unless_an_interface_is_cho
 
     monkeypatch.setattr(interfaces.socket, "gethostbyname", unknown)
     assert interfaces.host_name(world)[0].status == "warning"
-
-
-def test_the_tracker_is_reachable_logged_in_refused_silent_or_offline(monkeypatch, tmp_path) -> None:
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            authorization = self.headers.get("Authorization", "")
-            body = {"data": {"viewer": {"username": "ada"} if authorization else None}}
-            self.send_response(401 if authorization.endswith("d3Jvbmc=") else 200)  # "...wrong"
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in [name for name in inherited() if name.lower().endswith("_proxy")] + ["WANDB_API_KEY", "WANDB_MODE"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-
-    def found() -> str:
-        (row,) = tracker.tracker(World())
-        return f"{row.status}: {row.measured}"
-
-    assert found().endswith("is reachable, but nobody is logged in") and found().startswith("warning")
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password right\n")
-    assert found() == "ok: reachable, logged in as ada"
-    monkeypatch.setenv("WANDB_API_KEY", "a wrong")
-    assert "refuses the key (HTTP 401)" in found()
-    server.shutdown()
-    server.server_close()
-    assert found().startswith("warning") and "can't be reached" in found()
-    monkeypatch.setattr(tracker, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(tracker, "_ask", lambda *_: threading.Event().wait())
-    assert "no answer within 0 s" in found()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert found() == "ok: offline (WANDB_MODE)"

@@ -38,7 +38,7 @@ def logged(run: Path, step: int) -> dict:
     return next(row for row in rows(run / "metrics.jsonl") if row["step"] == step)
 
 
-def test_a_step_of_two_processes_is_replayed_on_one_to_the_bit(trained_classifier, tmp_path) -> None:
+def test_a_step_of_two_processes_is_replayed_on_one_and_on_two_to_the_bit(trained_classifier, launch, tmp_path) -> None:
     before = content(trained_classifier)
     done = replay(trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
     assert done.returncode == 0 and "the same bits" in done.stdout, done.stderr
@@ -50,14 +50,18 @@ def test_a_step_of_two_processes_is_replayed_on_one_to_the_bit(trained_classifie
     assert np.mean([sample["loss"] for sample in samples]) == pytest.approx(numbers["train/loss"]["logged"], rel=1e-6)
     assert all((sample["predicted"] == sample["label"]) == (sample["margin"] > 0) for sample in samples)
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
-    assert content(trained_classifier) == before
+    two = launch("multi_cpu", "-m", "tools.replay", trained_classifier, "--step", 100, "-o", tmp_path / "two")
+    assert two.returncode == 0 and "the same bits" in two.stdout, two.stdout + two.stderr
+    assert rows(tmp_path / "two/samples.jsonl") == samples
+    assert content(trained_classifier) == before and not [*tmp_path.glob(".*")]
     again = replay(trained_classifier, "--step", 100, "-o", tmp_path / "out")
     assert again.returncode == 2 and "--overwrite" in again.stderr
     early = replay(trained_classifier, "--step", 5, cwd=tmp_path)
     assert (
         early.returncode == 2 and early.stderr.count("\n") == 1 and "needs a checkpoint from before it" in early.stderr
     )
-    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert "--from_start makes all steps again" in early.stderr and "--keep_checkpoints" in early.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "two"}
 
 
 def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, tmp_path) -> None:

@@ -1,14 +1,16 @@
-"""Bandwidth and latency of all-reduce and broadcast by size, within a machine and between machines, against the link."""
+"""Speed of all-reduce and broadcast within a machine and between machines, against the link."""
 
 import time
+from datetime import timedelta
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
-from common.distributed.collectives import gather_objects, subgroup
+from common.distributed.collectives import give_up_after, leave_process_group, subgroup
 from tools.doctor.finding import Finding
-from tools.doctor.interfaces import addresses, chosen, infiniband, speed
+from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
 from tools.doctor.world import World
 
 SIZES = (4 << 10, 256 << 10, 4 << 20, 25 << 20)  # bytes; DDP sums gradients in buckets of 25 MiB
@@ -18,10 +20,27 @@ SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20
 # Gbit/s, so more than 10 Gbit/s is not expected of it.
 FAIR, GLOO_GBIT = {"nccl": 0.5, "gloo": 0.2}, 10.0
+GROUP = timedelta(
+    seconds=45
+)  # timeout of collectives: longer than the check may take, whose own limit names the culprit
 
 
 def bandwidth(world: World) -> list[Finding]:
-    """Rows within a machine and between machines; measured by all ranks, reported by rank 0."""
+    """Form torch's process group; rows within a machine and between machines, measured by all ranks, reported by rank 0."""
+    if world.store is None:
+        return []
+    if any(world.exchange(world.is_cut)):
+        return [Finding("network: bandwidth", "not run", "needs a process group")] if world.is_main else []
+    give_up_after(GROUP)
+    backend, store = "nccl" if world.device.type == "cuda" else "gloo", PrefixStore("group", world.store)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=GROUP)
+    try:
+        return _of_groups(world)
+    finally:
+        leave_process_group()
+
+
+def _of_groups(world: World) -> list[Finding]:
     machines = world.machines
     rows = []
     fullest = max(machines, key=len)
@@ -41,7 +60,7 @@ def bandwidth(world: World) -> list[Finding]:
 def _compare(world: World, where: str, ranks: tuple[int, ...] | None, group) -> list[Finding]:
     times = _measure(world, ranks, group) if ranks else None
     link = _link(world) if where == "between machines" else None
-    of_ranks = [(rank, *found) for rank, found in enumerate(gather_objects([times, link])) if found[0]]
+    of_ranks = [(rank, *found) for rank, found in enumerate(world.exchange([times, link])) if found[0]]
     if not world.is_main:
         return []
     backend = dist.get_backend()
@@ -123,7 +142,7 @@ def _link(world: World) -> float | None:
     if world.device.type == "cuda" and (devices := infiniband()):
         return float(max(devices.values()))
     variable = "NCCL_SOCKET_IFNAME" if world.device.type == "cuda" else "GLOO_SOCKET_IFNAME"
-    mbit = speed(chosen(variable, addresses()) or "")
+    mbit = link_speed(chosen(variable, addresses()) or "")
     return mbit / 1000 if mbit else None
 
 

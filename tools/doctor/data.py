@@ -1,13 +1,11 @@
-"""Data: whether all machines see the run folder and the same data, and how fast their disks are."""
+"""Data: whether all machines see the run folder and the same data, and how fast the run folder's disk is."""
 
 import contextlib
 import hashlib
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import psutil
 
 from common.files import walk
 from tools.doctor.finding import Finding
+from tools.doctor.trial import config_of
 from tools.doctor.world import World
-from tools.trained import RECIPES
 
 LIMIT_S = 60.0
 MOST_FILES, LISTED_S = 200_000, 5.0  # what is compared of a data folder
-READ_BYTES, READ_S, READERS = 64 * 2**20, 1.5, 4
 WRITTEN = 16 * 2**20  # bytes
 SLOW_WRITE = 20e6  # bytes per second
 SLOW_SYNC_S = 0.2
@@ -31,18 +28,9 @@ _GIB = 2**30
 
 def folders(world: World) -> list[Finding]:
     """Rows for the run folder and the data folder of the recipe, as all machines see them; on rank 0."""
-    output_dir, data = settings(world)
-    return [*run_folder(world, Path(output_dir)), *(data_folder(world, data) if data else [])]
-
-
-def settings(world: World) -> tuple[str, str]:
-    """--output_dir and --data of the recipe with its flags; raises `Refused` for flags that it does not take."""
-    from common.config.parsing import parse
-    from tools.trained import load_recipe
-
-    recipe = world.recipe or RECIPES / "cls.py"
-    config = parse(load_recipe(recipe).Config, [*world.words], recipe.name)
-    return config.output_dir, getattr(config, "data", "")
+    config = config_of(world)
+    data = getattr(config, "data", "")
+    return [*run_folder(world, Path(config.output_dir)), *(data_folder(world, data) if data else [])]
 
 
 # --- the run folder
@@ -129,7 +117,7 @@ def judged_run_folder(folder: Path, found: Sequence[tuple[str, dict]]) -> Findin
 
 
 def data_folder(world: World, data: str) -> list[Finding]:
-    """Compare the folder on all machines, and read from it with the cache dropped, on all at the same time."""
+    """Compare the folder on all machines."""
     path = Path(data)
     mine: dict[str, Any] = {}
     if world.is_local_main:
@@ -138,13 +126,7 @@ def data_folder(world: World, data: str) -> list[Finding]:
     if all("missing" in one for _, one in found) and not path.is_absolute():
         note = Finding("data: files", "ok", f"{data}: no folder, the recipe finds it by its name")
         return [note] if world.is_main else []
-    rows, speeds = [judged_files(path, found)], {}
-    if rows[0].status != "failed":
-        if world.is_local_main:
-            speeds = attempt(lambda: reading(path, READERS))
-        told = [(world.name(rank), one) for rank, one in enumerate(world.exchange(speeds)) if one]
-        rows += [judged_reading(name, one, len(told) > 1) for name, one in told]
-    return rows if world.is_main else []
+    return [judged_files(path, found)] if world.is_main else []
 
 
 def listed(path: Path) -> dict:
@@ -187,68 +169,6 @@ def judged_files(path: Path, found: Sequence[tuple[str, dict]]) -> Finding:
         return Finding(check, "failed", f"{path}: {counts}", way_out, figures=figures)
     text += f", the same on {len(found)} machines" if len(found) > 1 else ""
     return Finding(check, "ok", text, figures=figures)
-
-
-def reading(path: Path, readers: int) -> dict:
-    """Bytes and files per second with one reader and with several, each of files of its own, which the cache has dropped."""
-    files = []
-    for file in files_of(path):
-        files.append(file)
-        if len(files) == 20_000:
-            break
-    step = max(1, len(files) // 2000)
-    files = files[::step]  # all over the folder
-    alone, together = files[::2], files[1::2] or files
-    return {"1": read_all(alone, 1), str(readers): read_all(together, readers)}
-
-
-def read_all(files: Sequence[str], readers: int) -> dict:
-    """Read the files until time or enough bytes are over."""
-    lock, todo, total = threading.Lock(), iter(files), {"bytes": 0, "files": 0}
-    began = time.perf_counter()
-
-    def read() -> None:
-        while time.perf_counter() - began < READ_S:
-            with lock:
-                file = next(todo, None)
-                if file is None or total["bytes"] > READ_BYTES:
-                    return
-            size = read_cold(file, READ_BYTES)
-            with lock:
-                total["bytes"] += size
-                total["files"] += 1
-
-    with ThreadPoolExecutor(readers) as pool:
-        for done in [pool.submit(read) for _ in range(readers)]:
-            done.result()
-    seconds = time.perf_counter() - began
-    return {"bytes_per_s": total["bytes"] / seconds, "files_per_s": total["files"] / seconds}
-
-
-def read_cold(file: str, most: int) -> int:
-    """Read at most `most` bytes of a file, after asking the system to forget what it has cached of it."""
-    size = 0
-    with open(file, "rb", buffering=0) as opened:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while size < most and (part := opened.read(2**20)):
-            size += len(part)
-    return size
-
-
-def judged_reading(name: str, found: dict, is_one_of_several: bool) -> Finding:
-    """The row of the read speed of one machine."""
-    place = name if is_one_of_several else "all"
-    if "error" in found:
-        return Finding(
-            "data: reading", "failed", found["error"], "mount the data again, or name others by --data", place
-        )
-    words = []
-    for readers, speed in found.items():
-        by = f"{readers} reader{'s' * (readers != '1')}"
-        words.append(f"{speed['bytes_per_s'] / 1e6:,.0f} MB/s ({speed['files_per_s']:,.0f} files/s) by {by}")
-    text = ", ".join(words)
-    return Finding("data: reading", "ok", f"{text}, page cache dropped", place=place, figures=found)
 
 
 def attempt(function: Callable[[], dict]) -> dict:

@@ -1,17 +1,22 @@
 """GPUs: name, memory and who uses it, peer access, clocks under load and what throttles them, ECC, MIG and the PCIe link."""
 
+import csv
+import io
 import os
+import shutil
+import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
 
 from tools.doctor.finding import Finding
-from tools.doctor.nvidia import number, query
 from tools.doctor.world import World
 
 GIB = 2**30
+PATIENCE_S = 8.0  # a healthy nvidia-smi takes 0.1 to 2 s; one that hangs is a sign of a lost GPU
 TAKEN = 0.1  # of a GPU's memory by other processes: the micro-batch that fits gets smaller
 SLOW_CLOCK = 0.7  # of the highest clock, under load; a power limit alone costs up to 30 %
 # Bits of clocks_throttle_reasons.active that mean trouble (NVML, nvmlClocksEventReasons); a power cap (4) is usual under load.
@@ -112,15 +117,8 @@ def _neighbours(taken: list[dict[str, str]], uuid: str, total: int) -> list[Find
         return []
     named = ", ".join(f"process {row['pid']} ({_process(row)})" for row in others[:3])
     way_out = "end it, or leave this GPU out with CUDA_VISIBLE_DEVICES"
-    return [
-        Finding(
-            "gpu: memory",
-            "warning",
-            f"{named} holds {_gib(held)} of {_gib(total)} GiB",
-            way_out,
-            figures={"held": held},
-        )
-    ]
+    measured = f"{named} holds {_gib(held)} of {_gib(total)} GiB"
+    return [Finding("gpu: memory", "warning", measured, way_out, figures={"held": held})]
 
 
 def _clocks(state: dict[str, str]) -> Finding:
@@ -143,18 +141,14 @@ def _health(state: dict[str, str], world: World) -> list[Finding]:
     rows = []
     if errors := number(state["ecc.errors.uncorrected.volatile.total"]):
         way_out = "its memory returns wrong values: drain this machine, reset the GPU, replace it if they come back"
-        rows.append(
-            Finding("gpu: ECC", "failed", f"{errors:.0f} uncorrected errors", way_out, figures={"errors": errors})
-        )
+        rows.append(Finding("gpu: ECC", "failed", f"{errors:.0f} uncorrected errors", way_out))
     if state["mig.mode.current"] == "Enabled" and world.world_size > 1:
         way_out = "NCCL can't join slices of a GPU: train in one process, or turn it off with nvidia-smi -mig 0"
         rows.append(Finding("gpu: MIG", "failed", "enabled", way_out))
     width, widest = number(state["pcie.link.width.current"]), number(state["pcie.link.width.max"])
     if width and widest and width < widest:
         way_out = "images and, without NVLink, gradients travel over it: reseat the card or check the slot"
-        rows.append(
-            Finding("gpu: PCIe", "warning", f"{width:.0f} of {widest:.0f} lanes", way_out, figures={"lanes": width})
-        )
+        rows.append(Finding("gpu: PCIe", "warning", f"{width:.0f} of {widest:.0f} lanes", way_out))
     return rows
 
 
@@ -181,3 +175,31 @@ def _process(row: dict[str, str]) -> str:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.1f}"
+
+
+def query(fields: Sequence[str], what: str = "gpu") -> list[dict[str, str]]:
+    """`nvidia-smi --query-<what>=<fields>`: a dict per row. Empty if there is no nvidia-smi, or it refuses the fields.
+
+    Raises TimeoutError if it does not answer.
+    """
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(
+            f"nvidia-smi does not answer within {PATIENCE_S:.0f} s: a GPU may be lost, see dmesg"
+        ) from None
+    if done.returncode:
+        return []
+    rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+
+
+def number(text: str) -> float | None:
+    """A figure of nvidia-smi; None for "[N/A]" and its like."""
+    try:
+        return float(int(text, 16)) if text.startswith("0x") else float(text)
+    except ValueError:
+        return None

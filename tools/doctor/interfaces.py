@@ -16,46 +16,34 @@ PORTS = 4  # system-chosen ports that each machine tries at each other
 CONNECT_S = 2.0  # longer than any connection takes: SYN is repeated after 1 s
 PARTNERS = 16  # machines that each one tries
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def interfaces(world: World) -> list[Finding]:
     """What gloo and NCCL take on this machine; on a single machine that is the loopback."""
     if world.world_size == 1:
         return []
-    present = addresses()
-    taken = chosen("GLOO_SOCKET_IFNAME", present)
-    shown = "; ".join(f"{name} {', '.join(of) or 'without address'}" for name, of in present.items())
-    figures = {"interfaces": {name: _describe(name) | {"addresses": of} for name, of in present.items()}}
-    rows = []
+    name, present = "network: interfaces", addresses()
+    shown = "; ".join(f"{each} {', '.join(of) or 'without address'}" for each, of in present.items())
+    figures = {"interfaces": {each: _describe(each) | {"addresses": of} for each, of in present.items()}}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        if value and not chosen(variable, present):
-            measured = f"{variable}={value}: this machine has {shown}"
-            rows.append(
-                Finding("network: interfaces", "failed", measured, "unset it or name one of these", figures=figures)
-            )
-    if not taken or rows:
-        return rows or [
-            Finding("network: interfaces", "warning", f"unknown which is taken of {shown}", figures=figures)
-        ]
+        if os.environ.get(variable) and not chosen(variable, present):
+            measured = f"{variable}={os.environ[variable]}: this machine has {shown}"
+            return [Finding(name, "failed", measured, "unset it or name one of these", figures=figures)]
+    taken = chosen("GLOO_SOCKET_IFNAME", present)
+    if not taken:
+        return [Finding(name, "warning", f"unknown which is taken of {shown}", figures=figures)]
     link = _describe(taken)
-    measured = f"{taken} ({', '.join(present[taken]) or 'no address'}{_said(link)})"
-    others = chosen("NCCL_SOCKET_IFNAME", present)
-    if world.device.type == "cuda" and others and others != taken:
-        measured += f"; NCCL takes {others}"
-    if devices := infiniband():
-        measured += f"; InfiniBand {', '.join(f'{name} {rate} Gbit/s' for name, rate in devices.items())}"
-    faster = [name for name in present if not is_single(world) and (speed(name) or 0) > (speed(taken) or 10**9)]
     if not link["up"]:
-        rows.append(Finding("network: interfaces", "failed", f"{taken} is down", f"ip link set {taken} up"))
-    if faster:
-        best = max(faster, key=lambda name: speed(name) or 0)
+        return [Finding(name, "failed", f"{taken} is down", f"ip link set {taken} up", figures=figures)]
+    speed = f", {_speed(link)}" if link["mbit"] else ""
+    measured = f"{taken} ({', '.join(present[taken]) or 'no address'}{speed}, MTU {link['mtu']})"
+    if devices := infiniband():
+        measured += f"; InfiniBand {', '.join(f'{each} {rate} Gbit/s' for each, rate in devices.items())}"
+    best = max(present, key=lambda each: link_speed(each) or 0)
+    if not is_single(world) and (link_speed(best) or 0) > (link["mbit"] or 10**9):
         way_out = f"{best} has {_speed(_describe(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
-        rows.append(
-            Finding("network: interfaces", "warning", measured, f"{way_out} if it joins the machines", figures=figures)
-        )
-    return rows or [Finding("network: interfaces", "ok", measured, figures=figures | {"taken": taken})]
+        return [Finding(name, "warning", measured, f"{way_out} if it joins the machines", figures=figures)]
+    return [Finding(name, "ok", measured, figures=figures)]
 
 
 def host_name(world: World) -> list[Finding]:
@@ -121,7 +109,6 @@ def ports(world: World) -> list[Finding]:
     if not world.is_main:
         return []
     rows = []
-    low, high = _ephemeral()
     for rank, failed in enumerate(of_ranks):
         for other in dict.fromkeys(to for to, *_ in failed):
             tried = [(port, why) for to, port, why in failed if to == other]
@@ -130,23 +117,18 @@ def ports(world: World) -> list[Finding]:
                 f"{world.hosts[rank]} -> {world.hosts[other]} ({offers[other][0]}): {len(tried)} of {PORTS} ports {whys}, "
                 f"such as {tried[0][0]}"
             )
-            rows.append(
-                Finding(
-                    "network: ports",
-                    "failed",
-                    measured,
-                    "firewall: let all TCP ports between the machines through, both ways; torch takes any of "
-                    f"{low} to {high}",
-                    figures={"from": world.hosts[rank], "to": world.hosts[other], "failed": tried},
-                )
+            way_out = (
+                "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
             )
+            figures = {"from": world.hosts[rank], "to": world.hosts[other], "failed": tried}
+            rows.append(Finding("network: ports", "failed", measured, way_out, figures=figures))
     return rows or [
         Finding("network: ports", "ok", f"{PORTS} system-chosen ports open between all machines, both ways")
     ]
 
 
 def connect(host: str, port: int) -> str:
-    """Why a connection fails: "filtered" (no answer), "refused", "unrouted" or "rejected"; "" if it is made."""
+    """Why a connection fails, as "filtered (no answer)", "refused" or the system's words; "" if it is made."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
         return ""
@@ -154,10 +136,8 @@ def connect(host: str, port: int) -> str:
         return "filtered (no answer)"
     except ConnectionRefusedError:
         return "refused"
-    except PermissionError:
-        return "forbidden by this machine's own firewall"
     except OSError as error:
-        return f"unrouted ({error.strerror or error})"
+        return error.strerror or str(error)
 
 
 def addresses() -> dict[str, list[str]]:
@@ -184,7 +164,7 @@ def chosen(variable: str, present: dict[str, list[str]]) -> str | None:
     return next(iter(fits), None)
 
 
-def speed(name: str) -> int | None:
+def link_speed(name: str) -> int | None:
     """Nominal speed of an interface in Mbit/s; None if it has none, as the loopback, or does not tell."""
     try:
         mbit = int((_NET / name / "speed").read_text())
@@ -221,20 +201,8 @@ def _outward() -> str:
 
 def _describe(name: str) -> dict:
     stats = psutil.net_if_stats().get(name)
-    return {"up": bool(stats and stats.isup), "mtu": stats.mtu if stats else None, "mbit": speed(name)}
-
-
-def _said(link: dict) -> str:
-    return f", {_speed(link)}, MTU {link['mtu']}" if link["mbit"] else f", MTU {link['mtu']}"
+    return {"up": bool(stats and stats.isup), "mtu": stats.mtu if stats else None, "mbit": link_speed(name)}
 
 
 def _speed(link: dict) -> str:
     return f"{link['mbit'] / 1000:g} Gbit/s" if link.get("mbit") else "unknown speed"
-
-
-def _ephemeral() -> tuple[str, str]:
-    try:
-        low, high = _EPHEMERAL.read_text().split()
-        return low, high
-    except (OSError, ValueError):
-        return "32768", "60999"

@@ -1,8 +1,7 @@
-"""Limits: CPU cores and threads, memory, ulimits and /dev/shm of this machine or container."""
+"""Limits: CPU cores and threads, other work, memory, ulimits and /dev/shm of this machine or container."""
 
 import os
 import resource
-import time
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,10 @@ from tools.doctor.world import World
 
 GIB = 2**30
 MEMORY_PER_PROCESS = 2 * GIB  # Python and torch take 0.5 to 1 GiB, its data workers as much again
-FEW_FILES, NO_FILES = 1024, 256  # pipes of data workers, sockets to other ranks, files of the data set
-SMALL_SHM, NO_SHM = GIB, 64 * 2**20  # Docker's default is 64 MiB, which a few batches of photographs fill
+FEW_FILES = 1024  # pipes of data workers, sockets to other ranks, files of the data set; a small run needs some 60
+NO_SHM = 4 * 2**20  # locks of data workers take 4 KiB each, some 10 of them a worker
+SMALL_SHM = GIB  # NCCL joins the GPUs of a machine there; Docker's default is 64 MiB
+BUSY = 0.25  # share of the cores that other programs use
 THREADS_PER_PROCESS = 300  # torch's, gloo's and W&B's threads, and data workers with theirs
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
@@ -24,7 +25,36 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 def limits(world: World) -> list[Finding]:
     """Rows about this machine."""
-    return [_cores(world), _memory(world), *_ulimits(world), _shm(), *_end_of_job()]
+    return [_cores(world), _memory(world), *_ulimits(world), _shm(world)]
+
+
+def other_work(world: World) -> list[Finding]:
+    """A row for each machine on which other programs keep the cores busy, while the ranks wait here."""
+    world.exchange(None)
+    of_ranks = world.exchange(used_by_others() if world.is_local_main else None)
+    shares = {world.hosts[rank] if world.hosts else "all": one for rank, one in enumerate(of_ranks) if one is not None}
+    if not world.is_main:
+        return []
+    way_out = "what is measured here, and each step, is slower by that: end them, or take another machine"
+    name = "limits: other work"
+    rows = [
+        Finding(name, "warning", said_busy(share), way_out, host, {"share": share})
+        for host, share in shares.items()
+        if share > BUSY
+    ]
+    return rows or [Finding(name, "ok", f"other programs use at most {max(shares.values()):.0%} of the cores")]
+
+
+def used_by_others() -> float:
+    """The share of this process's cores that is in use now, while it waits."""
+    shares = psutil.cpu_percent(0.5, percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(shares))
+    return sum(shares[core] for core in mine if core < len(shares)) / len(mine) / 100
+
+
+def said_busy(share: float) -> str:
+    """In words: what other programs use."""
+    return f"other programs use {share:.0%} of the cores (load {os.getloadavg()[0]:.0f})"
 
 
 def _cores(world: World) -> Finding:
@@ -75,9 +105,8 @@ def _ulimits(world: World) -> list[Finding]:
     few = max(FEW_FILES, 8 * world.world_size)
     shown, figures = [f"{_amount(files)} open files"], {"open files": files}
     if _less(files, few):
-        status: Status = "failed" if files < NO_FILES else "warning"
-        way_out = f"data workers and connections need more: ulimit -n {max(4096, few)}"
-        rows.append(Finding("limits: open files", status, f"{files}, less than {few}", way_out, figures=figures))
+        way_out = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"
+        rows.append(Finding("limits: open files", "warning", f"{files}, less than {few}", way_out, figures=figures))
     processes = _free_processes()
     figures["processes"] = processes
     shown.append(f"{_amount(processes)} more processes")
@@ -102,28 +131,21 @@ def _ulimits(world: World) -> list[Finding]:
     return rows or [Finding("limits: ulimits", "ok", ", ".join(shown), figures=figures)]
 
 
-def _shm() -> Finding:
-    if not _SHM.is_dir():
-        return Finding("limits: /dev/shm", "warning", "absent", "data workers hand over batches there: mount a tmpfs")
+def _shm(world: World) -> Finding:
+    way_out = "docker run --shm-size 8g, or mount -o remount,rw,size=8G /dev/shm"
+    if not _SHM.is_dir() or not os.access(_SHM, os.W_OK):
+        measured = "read-only" if _SHM.is_dir() else "absent"
+        return Finding("limits: /dev/shm", "failed", measured, f"data workers keep their locks there: {way_out}")
     disk = os.statvfs(_SHM)
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    measured = f"{_size(free)} of {_size(total)} free"
-    status: Status = "failed" if free <= NO_SHM else "warning" if free < SMALL_SHM else "ok"
-    way_out = (
-        "data workers hand over batches there and die of a bus error when it is full: docker run --shm-size 8g, "
-        "mount -o remount,size=8G /dev/shm, or --workers 0"
-    )
-    return Finding(
-        "limits: /dev/shm", status, measured, way_out if status != "ok" else "", figures={"total": total, "free": free}
-    )
-
-
-def _end_of_job() -> list[Finding]:
-    """The time that SLURM leaves this job, if it says so."""
-    if "SLURM_JOB_END_TIME" not in os.environ:
-        return []
-    hours = (int(os.environ["SLURM_JOB_END_TIME"]) - time.time()) / 3600
-    return [Finding("limits: time", "ok", f"SLURM ends the job in {hours:.1f} h", figures={"hours": hours})]
+    measured, figures = f"{_size(free)} of {_size(total)} free", {"total": total, "free": free}
+    if free < NO_SHM:
+        way_out = f"data workers keep their locks there: {way_out}, or --workers 0"
+        return Finding("limits: /dev/shm", "failed", measured, way_out, figures=figures)
+    if free < SMALL_SHM and world.device.type == "cuda" and world.local_world_size > 1:
+        way_out = f"NCCL joins the GPUs of a machine there: {way_out}"
+        return Finding("limits: /dev/shm", "warning", measured, way_out, figures=figures)
+    return Finding("limits: /dev/shm", "ok", measured, figures=figures)
 
 
 def _free_processes() -> int:
@@ -148,7 +170,7 @@ def _amount(value: int) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.3g} MiB"
 
 
 def _number(file: Path) -> int | None:

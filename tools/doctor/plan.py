@@ -1,72 +1,131 @@
-"""Plan: predicts images per second and memory of each layout of the hardware there is, and names the fastest.
+"""Plan and rehearsal: the recipe trains for some seconds in the launched layout, or in each that this hardware allows."""
 
-For each number of processes, these really make some steps of the recipe at the same time, so that they share cores, memory
-and network as they will in a run. `plan_model` says what follows for every cut of the global batch into micro-batches.
-"""
-
-import dataclasses
 import os
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
-from common.config.parsing import parse
-from common.data.batch_plan import BatchPlan
 from common.distributed.environment import cores
 from common.errors import Refused
-from tools.doctor.finding import Finding
-from tools.doctor.plan_layouts import Layout, counts, folder_for, precision, try_layout
-from tools.doctor.plan_model import Pace, Prediction
+from tools.doctor.finding import Finding, Status
+from tools.doctor.limits import BUSY, said_busy
+from tools.doctor.trial import Layout, config_of, precision, try_layout
 from tools.doctor.world import World
-from tools.trained import load_recipe
 
-LIMIT_S = 3600.0  # of the whole plan
-_LAYOUT_S = 600.0  # of one layout
-_USUAL_S = 25.0  # that a layout takes if its data are soon opened
-_PHASE_S, _ROUNDS, _CUTS = 1.0, 2, 3
-_SAME = 1.03  # layouts whose speeds differ by less are equally fast: fewer processes and micro-steps are simpler
+REHEARSAL_S, PLAN_S = 150.0, 3600.0  # limits
+_LAYOUT_S, _MEASURED_S, _USUAL_S = (
+    600.0,
+    6.0,
+    20.0,
+)  # the limit of a layout, the seconds it trains, what it usually takes
+_SAME = 1.03  # layouts whose speeds differ by less are equally fast: fewer processes are simpler
+_IMPOSSIBLE = 1.25  # times as many images per process as with fewer processes: one of the two was disturbed
+_LAGS = 0.15  # share of the time that the slowest rank is behind the average one
+_WAITS = 0.2  # share of the time that a process waits for data
+_MOST_MEMORY = 0.9  # share of the memory that one should not exceed
+_CHECKPOINTS = 3  # two that are kept (--keep_checkpoints) and the one that is being written
 _GIB = 2**30
 
 
-def predict(world: World) -> list[Finding]:
+def rehearse(world: World) -> list[Finding]:
+    """Rows for some steps in the launched layout, with their memory and a checkpoint; on rank 0."""
+    layout = Layout(world.world_size, world.world_size // world.local_world_size, world.node)
+    found = try_layout(world, layout, 1.5, REHEARSAL_S - 75, log_every=1)
+    if not world.is_main:
+        return []
+    if found.get("late"):  # which a busy machine may be
+        return [Finding("rehearsal", "not run", "the recipe did not come to its fourth step", found["failed"])]
+    if "failed" in found:
+        return [Finding("rehearsal", "failed", "the recipe made no step", found["failed"])]
+    there = Path(config_of(world).output_dir).resolve()
+    free = shutil.disk_usage(next(path for path in [there, *there.parents] if path.exists())).free
+    on_cuda = world.device.type == "cuda"
+    total = torch.cuda.mem_get_info(world.device)[1] if on_cuda else psutil.virtual_memory().total
+    room = total if on_cuda else total / world.local_world_size
+    return [steps(found), *slowest(found, world), memory(found, room), checkpoint(found, free)]
+
+
+def steps(found: dict) -> Finding:
+    """Speed, and whether data workers keep up."""
+    text = (
+        f"{found['samples'] / found['images_per_second']:.3g} s per step of {found['samples']} samples, "
+        f"{described(found)}, {found['start_s']:.2g} s to the first step"
+    )
+    if found["data_wait"] <= _WAITS:
+        return Finding("rehearsal: steps", "ok", text, figures=found)
+    way_out = "raise --workers, store smaller images, decode fewer times (--cache), or take a machine with more cores"
+    return Finding("rehearsal: steps", "warning", text, way_out, figures=found)
+
+
+def slowest(found: dict, world: World) -> list[Finding]:
+    """A row if one rank keeps the others waiting."""
+    if found["lag"] < _LAGS:
+        return []
+    text = f"is the slowest rank: it takes {found['lag']:.0%} of the time longer than the others on average"
+    way_out = "every step waits for it: look there for other processes (top, nvidia-smi), throttling, and a CPU quota"
+    return [Finding("rehearsal: slowest", "warning", text, way_out, world.name(found["slowest"]))]
+
+
+def memory(found: dict, room: float) -> Finding:
+    """The peak of the process that took the most, against what there is for each."""
+    text = f"{found['memory'] / _GIB:.2f} GiB of {room / _GIB:.3g} GiB per process at the peak"
+    status: Status = "ok" if found["memory"] <= _MOST_MEMORY * room else "warning"
+    way_out = "take a smaller --max_micro_batch_size, which does not change the result, or fewer processes per machine"
+    return Finding("rehearsal: memory", status, text, way_out if status != "ok" else "", figures={"room_bytes": room})
+
+
+def checkpoint(found: dict, free: int) -> Finding:
+    """Whether a checkpoint can be read again, and the disk has room for those that a run keeps."""
+    if not (size := found.get("checkpoint_bytes")):
+        return Finding("rehearsal: checkpoint", "failed", "none was written", "see the recipe: it must call run.save")
+    text = f"{size / 2**20:,.1f} MiB, verified in {found['verify_s']:.2g} s; {free / _GIB:,.1f} GiB are free"
+    if free >= _CHECKPOINTS * size:
+        return Finding("rehearsal: checkpoint", "ok", text)
+    room = f"{_CHECKPOINTS * size / _GIB:.1f} GiB"
+    way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {room}, or take another --output_dir"
+    return Finding("rehearsal: checkpoint", "failed", text, way_out)
+
+
+def described(found: dict) -> str:
+    """Speed and waiting in words."""
+    return f"{found['images_per_second']:,.0f} images/s, {found['data_wait']:.0%} of the time waiting for data"
+
+
+# --- --plan
+
+
+def plan(world: World) -> list[Finding]:
     """A row for each number of processes, and the fastest layout with its command; on rank 0. Raises `Refused`."""
     if world.recipe is None:
         raise Refused("--plan needs a recipe and its flags: --plan recipes/cls.py --data FOLDER")
-    output_dir = output_dir_of(world.recipe, world.words)
+    config_of(world)
     layouts = layouts_of(world)
-    if world.is_main:
-        print(
-            f"{len(layouts)} layouts will be tried, usually {_USUAL_S:.0f} s each: about {len(layouts) * _USUAL_S:.0f} s. "
-            "Other work on these machines makes the numbers wrong.",
-            file=sys.stderr,
-            flush=True,
-        )
-    rows, predictions, inexact = [], [], {}
+    _say(world, f"{len(layouts)} layouts, usually {_USUAL_S:.0f} s each. Other work on these machines makes it wrong.")
+    rows, tried = [], []
     for layout in layouts:
-        found = try_everywhere(world, layout, output_dir, _LAYOUT_S, seconds=_PHASE_S, phases=_CUTS, rounds=_ROUNDS)
-        name = f"plan: {layout}"
-        if failed := [result for result in found if "failed" in result]:
-            rows.append(Finding(name, "warning", "can't be had", failed[0]["failed"]))
+        found = try_layout(world, layout, _MEASURED_S, _LAYOUT_S, log_every=5)
+        if "failed" in found:
+            rows.append(Finding(f"plan: {layout}", "warning", "can't be had", found["failed"]))
             continue
-        pace, inexact = Pace(found), found[0]["inexact"]
-        cuts = [pace.predict(plan) for plan in cuts_of(BatchPlan(**found[0]["plan"]))]
-        predictions += [(layout, cut) for cut in cuts]
-        rows.append(Finding(name, "ok", "; ".join(map(described, cuts)), figures=figures_of(layout, cuts)))
-        if world.is_main:
-            print(f"{layout}: {described(max(cuts, key=speed))}", file=sys.stderr, flush=True)
-    if not predictions:
+        tried.append((layout, found))
+        text = f"{described(found)}, {found.get('memory', 0) / _GIB:.2f} GiB per process"
+        rows.append(Finding(f"plan: {layout}", "ok", text, figures=found | {"processes": layout.processes}))
+        _say(world, f"{layout}: {text}")
+    if not tried:
         raise Refused(f"no layout could be tried: {rows[0].way_out}")
-    return [*rows, *named(world, predictions, inexact)] if world.is_main else []
-
-
-def output_dir_of(recipe: Path, words: Sequence[str]) -> str:
-    """Where the recipe with these flags keeps its runs. Raises `Refused` for flags that it does not take."""
-    return parse(load_recipe(recipe).Config, [*words], recipe.name).output_dir
+    if not world.is_main:
+        return []
+    rows.append(fastest(world, tried))
+    if inexact := tried[-1][1]["inexact"]:
+        text = "layouts change the results of this recipe"
+        return [*rows, Finding("plan: results", "warning", text, "; ".join(inexact))]
+    text = "a run can change to it at any checkpoint: layouts don't change results"
+    return [*rows, Finding("plan: results", "ok", text)]
 
 
 def layouts_of(world: World) -> list[Layout]:
@@ -74,100 +133,32 @@ def layouts_of(world: World) -> list[Layout]:
     here, machines = world.local_world_size, world.world_size // world.local_world_size
     if world.world_size == 1:
         here = {"cpu": cores(), "cuda": torch.cuda.device_count()}.get(world.device.type, 1)
-    layouts = [Layout(count, node=world.node) for count in counts(here)]
+    counts = sorted({1, 2, 3, 4, *(2**power for power in range(3, 12)), here} & {*range(1, here + 1)})
+    layouts = [Layout(count, node=world.node) for count in counts]
     return layouts + [Layout(here * count, count, world.node) for count in range(2, machines + 1)]
 
 
-def try_everywhere(world: World, layout: Layout, output_dir: str, limit: float, **job) -> list[dict]:
-    """`try_layout` on each machine of the layout at the same time: what all its processes found, on every rank."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.machines > 1 else "127.0.0.1"
-    chosen = (str(folder_for(output_dir)), free_port()) if world.is_main else None
-    folder, port = world.exchange(chosen)[0]
-    layout, found = dataclasses.replace(layout, address=address, port=port), []
-    try:
-        if world.is_local_main and world.node < layout.machines:
-            on_cpu = world.device.type == "cpu"
-            assert world.recipe  # the command line asks for one
-            found = try_layout(layout, world.recipe, world.words, Path(folder), on_cpu, limit, **job)
-        return [result for theirs in world.exchange(found, limit + 60) for result in theirs]
-    finally:
-        if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+def fastest(world: World, tried: Sequence[tuple[Layout, dict]]) -> Finding:
+    """The row of the fastest layout, with its command; of none if the figures can't be believed."""
+    speeds = {layout: found["images_per_second"] for layout, found in tried}
+    busy = max(found.get("others", 0.0) for _, found in tried)
+    again = "plan again on machines that do nothing else"
+    if busy > BUSY:
+        return Finding("plan: fastest", "warning", f"none is named: {said_busy(busy)} meanwhile", again)
+    for more, speed in speeds.items():
+        for fewer, other in speeds.items():
+            ratio, processes = speed / other, more.processes / fewer.processes
+            if processes > 1 and ratio > _IMPOSSIBLE * processes:
+                text = f"none is named: {more} made {ratio:.2g} times the images of {fewer}, which is impossible"
+                return Finding("plan: fastest", "warning", text, f"one of the two was disturbed: {again}")
+    best = next(layout for layout, speed in speeds.items() if speed * _SAME >= max(speeds.values()))
+    alone = next((speed for layout, speed in speeds.items() if layout.processes == 1), None)
+    times = f", {speeds[best] / alone:.2g} times as many as 1 process" if alone and best.processes > 1 else ""
+    text = f"{best}, {speeds[best]:,.0f} images/s{times}"
+    return Finding("plan: fastest", "ok", text, figures={"command": command(world, best)})
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
-
-
-def cuts_of(plan: BatchPlan) -> list[BatchPlan]:
-    """`plan`, with the largest micro-batches that fit, and the next ones with more micro-steps."""
-    found = [plan]
-    for micro_steps in [] if plan.whole else [factor * plan.micro_steps for factor in (2, 4)]:
-        parts = plan.world_size * micro_steps
-        if plan.units >= parts:
-            found.append(dataclasses.replace(plan, max_micro_batch_size=plan.unit * -(-plan.units // parts)))
-    return found
-
-
-def speed(prediction: Prediction) -> float:
-    return prediction.images_per_second
-
-
-def described(cut: Prediction) -> str:
-    """A prediction in words."""
-    sizes, steps = " or ".join(map(str, cut.plan.micro_batch_sizes)), cut.plan.micro_steps
-    waits = ", waits for data" if cut.waits else ""
-    return f"{steps} micro-step{'s' * (steps > 1)} of {sizes}: {speed(cut):,.0f} images/s, {cut.memory / _GIB:.2f} GiB{waits}"
-
-
-def figures_of(layout: Layout, cuts: Sequence[Prediction]) -> dict:
-    """For --json: what is predicted for each cut."""
-    return {
-        "processes": layout.processes,
-        "machines": layout.machines,
-        "cuts": [
-            {
-                "micro_steps": cut.plan.micro_steps,
-                "micro_batch_sizes": list(cut.plan.micro_batch_sizes),
-                "max_micro_batch_size": cut.plan.max_micro_batch_size,
-                "images_per_second": speed(cut),
-                "step_s": cut.step_s,
-                "all_reduce_s": cut.all_reduce_s,
-                "memory_bytes": cut.memory,
-                "waits_for_data": cut.waits,
-            }
-            for cut in cuts
-        ],
-    }
-
-
-def named(world: World, predictions: Sequence[tuple[Layout, Prediction]], inexact: dict[str, str]) -> list[Finding]:
-    """Rows for the fastest layout and its command, and for what a change of the layout would change."""
-    best = max(speed(cut) for _, cut in predictions)
-    layout, cut = next((layout, cut) for layout, cut in predictions if speed(cut) * _SAME >= best)
-    alone = max((speed(cut) for other, cut in predictions if other.processes == 1), default=0.0)
-    times = f", {speed(cut) / alone:.2g} times as many as 1 process" if alone and layout.processes > 1 else ""
-    rows = [
-        Finding(
-            "plan: fastest",
-            "ok",
-            f"{layout}, {described(cut)}{times}",
-            figures={"command": command(world, layout, cut, predictions)},
-        )
-    ]
-    if not inexact:
-        same = "a run can change to it at any checkpoint: layouts don't change results"
-        return [*rows, Finding("plan: results", "ok", same)]
-    causes = "; ".join(f"{name}: {text}" for name, text in inexact.items())
-    return [*rows, Finding("plan: results", "warning", "layouts change the results of this recipe", causes)]
-
-
-def command(
-    world: World, layout: Layout, cut: Prediction, predictions: Sequence[tuple[Layout, Prediction]] = ()
-) -> str:
+def command(world: World, layout: Layout) -> str:
     """What starts the recipe in this layout."""
     kind, suffix = precision(os.environ), ""
     flags: list[object] = []
@@ -183,20 +174,10 @@ def command(
         flags += [os.environ.get("MASTER_ADDR", "HOST")]
     elif layout.processes != usual:
         flags += ["--num_processes", layout.processes]
-    words: list[object] = [*world.words]
-    if any(
-        other == layout and speed(least) != speed(cut) and least.plan.micro_steps < cut.plan.micro_steps
-        for other, least in predictions
-    ):  # smaller micro-batches than the run would take itself
-        words = without(words, "--max_micro_batch_size") + ["--max_micro_batch_size", cut.plan.max_micro_batch_size]
     file = f"accelerate_configs/{name}{suffix}.yaml"
-    return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *words]))
+    return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *world.words]))
 
 
-def without(words: Sequence[object], flag: str) -> list[object]:
-    """`words` less a flag and its value."""
-    return [
-        word
-        for place, word in enumerate(words)
-        if not (word == flag or str(word).startswith(f"{flag}=") or (place and words[place - 1] == flag))
-    ]
+def _say(world: World, text: str) -> None:
+    if world.is_main:
+        print(text, file=sys.stderr, flush=True)

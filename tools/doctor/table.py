@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from tools.doctor.finding import Finding
 from tools.doctor.world import NAMED, places
@@ -51,8 +51,11 @@ def _word(finding: Finding) -> str:
     return finding.check.partition(":")[0]
 
 
-def show(findings: Sequence[Finding], coloured: bool) -> str:
-    """The table: a line per finding, with the way out below it, and a last line that counts them."""
+def show(findings: Sequence[Finding], coloured: bool, partly: bool = False) -> str:
+    """The table: a line per finding, with the way out below it, and a last line that counts them.
+
+    `partly`: only some checks were asked for.
+    """
     findings = _shorten(findings)
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     first = max([len(finding.check) for finding in findings] + [5])
@@ -69,7 +72,13 @@ def show(findings: Sequence[Finding], coloured: bool) -> str:
         lines += [f"{'':7}  {'':{first}}  {line}" for line in text[1:]]
     counts = {status: sum(finding.status == status for finding in findings) for status in _COLOURS}
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    verdict = "a run will fail here" if counts["failed"] else "a run will work here"
+    verdict = "a run will work here"
+    if counts["failed"]:
+        verdict = "a run will fail here"
+    elif counts["not run"]:
+        verdict = "not everything was checked"
+    elif partly:
+        verdict = "what was checked is well" if not counts["warning"] else "what was checked will work"
     return "\n".join([*lines, "", f"{verdict}: {said}"])
 
 
@@ -90,8 +99,3 @@ def _shorten(findings: Sequence[Finding]) -> list[Finding]:
             rest = len(good) - NAMED
             shown.append(Finding(finding.check, "ok", f"and {rest} more like these, see --json"))
     return shown + left_out
-
-
-def as_json(findings: Sequence[Finding], about: dict) -> dict:
-    """What --json writes: `about` the world, then the findings with their figures."""
-    return about | {"findings": [asdict(finding) for finding in findings]}

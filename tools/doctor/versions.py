@@ -11,7 +11,7 @@ import torch
 from common.distributed.agreement import facts
 from common.distributed.environment import _commit, packages
 from tools.doctor.finding import Finding
-from tools.doctor.nvidia import query
+from tools.doctor.gpus import query
 from tools.doctor.world import World
 
 NAMED = 4  # differences that a row names

@@ -13,15 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from common.distributed.collectives import give_up_after, leave_process_group
 from common.distributed.launch_checks import wants_cpu
 from common.distributed.launchers import EXPORTED, Launch, complete
 
 NAMED = 4  # ranks or hosts that a row names
 ANSWER_S = 30.0  # how long a process waits for the others in one exchange
-GROUP = timedelta(
-    seconds=45
-)  # timeout of collectives: longer than any check may take, so that its own limit names the culprit
 
 
 class LostPeer(Exception):
@@ -45,11 +41,9 @@ class World:
     hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
     store: Store | None = None
     is_met: bool = False  # all processes have reached the store
-    is_cut: bool = False  # this process knows why a process group could not be formed, such as a firewall
-    has_group: bool = False  # they have formed torch's process group
+    is_cut: bool = False  # this process knows why no process group can be formed, such as a firewall
     check: str = ""  # the one that runs
     _exchanges: int = 0
-    _groups: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -116,23 +110,6 @@ class World:
         """Tell the others that this rank has failed in the current check, so that they don't wait for it."""
         if self.store is not None:
             self.store.set(f"raised/{self.check}", str(self.rank))
-
-    def form_group(self) -> None:
-        """Form torch's process group over the store, unless a rank knows that this can't work. A collective."""
-        if self.store is None or any(self.exchange(self.is_cut)):
-            return
-        self._groups += 1
-        give_up_after(GROUP)
-        store = PrefixStore(f"group/{self._groups}", self.store)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=GROUP)
-        self.has_group = True
-
-    def leave_group(self) -> None:
-        """Close the connections of the process group: ranks that wait in a collective of it fail at once."""
-        if self.has_group:
-            self.has_group = False
-            leave_process_group()
 
 
 def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str]) -> str:

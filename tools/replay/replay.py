@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import io
 import json
-import shutil
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 
 from common.checkpoints.store import Checkpoints
 from common.config.recipe_source import FOLDER
-from common.distributed.collectives import broadcast_object, gather_objects, gather_to_main, is_main, world_size
+from common.distributed.collectives import gather_objects, gather_to_main, is_main, world_size
+from common.durable import remove
 from common.errors import Refused
 from common.files import open_regular
 from common.run.folder import read_json
@@ -222,7 +222,10 @@ def replay(
         vars(recipe)["build_loss"] = Replay.observed(recipe.build_loss)
     torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
     said, own = io.StringIO(), sys.argv
-    scratch = broadcast_object(tempfile.mkdtemp(prefix="replay-") if is_main() else None)
+    # Beside the output, where all ranks find it before they have met.
+    scratch = output.with_name(f".{output.name}.run")
+    if not int(os.environ.get("RANK", 0)):
+        remove(scratch)  # of a replay that was killed; the others look there once they have met the first one
     given = {"config": run / "config.yaml", "output_dir": scratch, "name": run.resolve().name, "resume": checkpoint}
     sys.argv = [str(recipe.__file__), *(f"--{name}={value}" for name, value in (given | _QUIET).items()), *flags]
     try:
@@ -231,7 +234,7 @@ def replay(
     finally:
         sys.argv = own
         if is_main():
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove(scratch)
     if is_main():
         write(Replay.made, logged(run), run, output, most)
 
@@ -249,7 +252,10 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
     if before := [number for number in steps if number < step]:
         return str((run / "checkpoints" / f"step_{before[-1]:08d}").resolve())
     there = f"those of {run} allow {steps[0] + 1} to {last}" if steps and steps[0] < last else f"{run} has none"
-    raise Refused(f"--step {step}: needs a checkpoint from before it, {there}; --from_start makes all steps again")
+    raise Refused(
+        f"--step {step}: needs a checkpoint from before it, {there}; --from_start makes all steps again, and "
+        "--keep_checkpoints with --checkpoint_every keeps more of them in the next run"
+    )
 
 
 def logged(run: Path) -> list[dict]:

@@ -1,0 +1,255 @@
+"""Trial: the recipe itself, started on some processes for some seconds; what it measures is read from its run folder.
+
+The processes get the variables that a launcher would set. Once there are enough rows in metrics.jsonl they are asked to stop
+(SIGTERM), which saves a checkpoint. The run folder is temporary.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from common.checkpoints.store import Checkpoints, verify
+from common.config.parsing import parse
+from common.distributed.exit_codes import RESUMABLE
+from common.errors import printable
+from tools.doctor.limits import used_by_others
+from tools.doctor.world import World
+from tools.trained import RECIPES, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = (
+    "--name trial --resume never --tracker none --patience 0 --max_hours 0 --profile= --max_steps 1000000 "
+    "--eval_every 1000000 --checkpoint_every 1000000"
+).split()
+_INEXACT = re.compile("depends? on the layout|layouts agree|not measured")  # in the start table
+FEWEST_ROWS = 4  # the first half is warm-up
+# A launcher's variables, which describe another world than that of a trial.
+_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`processes` on `machines`, as equally many on each; `node` is this machine."""
+
+    processes: int
+    machines: int = 1
+    node: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def here(self) -> int:
+        """Processes of each machine."""
+        return self.processes // self.machines
+
+    def __str__(self) -> str:
+        text = f"{self.processes} process{'es' * (self.processes > 1)}"
+        return text + (f" on {self.machines} machines" if self.machines > 1 else "")
+
+
+def config_of(world: World):
+    """The recipe's configuration, with its flags. Raises `Refused` for flags that it does not take."""
+    recipe = world.recipe or RECIPES / "cls.py"
+    return parse(load_recipe(recipe).Config, [*world.words], recipe.name)
+
+
+def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_every: int) -> dict:
+    """Run the recipe in `layout` until it has trained for `seconds`; `limit` includes the start. A collective.
+
+    What rank 0 gets: `failed` with the cause, or images_per_second, data_wait (a share of the time), start_s, samples (per
+    step), micro_steps, the `slowest` rank and its `lag` (a share of the time), checkpoint_bytes, verify_s; `memory` (bytes,
+    of the process that took the most), `others`, the largest share of a machine's cores that other programs used at the
+    start, and `inexact`, lines of the start table on what depends on the layout.
+    """
+    folder = _folder(Path(config_of(world).output_dir)) if world.is_main else ""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.machines > 1 else "127.0.0.1"
+    runs, port = world.exchange([folder, _free_port()])[0]
+    layout = dataclasses.replace(layout, address=address, port=port)
+    try:
+        found: dict = {}
+        if world.is_local_main and world.node < layout.machines:
+            found = {"others": used_by_others()}
+            found |= _run_here(world, layout, Path(runs), seconds, limit, log_every)
+        of_ranks = [one for one in world.exchange(found, limit + 60) if one]
+        failed = sorted((one for one in of_ranks if "failed" in one), key=lambda one: one["lost"])
+        most = {name: max(one.get(name, 0) for one in of_ranks) for name in ("memory", "others")}
+        return failed[0] if failed else of_ranks[0] | most
+    finally:
+        end_trials()
+
+
+def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: float, log_every: int) -> dict:
+    recipe, run = world.recipe or RECIPES / "cls.py", runs / "trial"
+    command = [sys.executable, str(recipe.resolve()), *world.words, *QUIET]
+    command += ["--output_dir", str(runs), "--log_every", str(log_every)]
+    with contextlib.ExitStack() as stack:
+        errors = []
+        for number in range(layout.here):
+            variables = launch_variables(layout, number, world.device.type == "cpu", os.environ)
+            errors.append(stack.enter_context(tempfile.TemporaryFile()))
+            _started.append(
+                subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=errors[-1], stderr=errors[-1])
+            )
+        started = [*_started]
+        began, memory, asked = time.monotonic(), 0, False
+        until = began + limit
+        while any(process.poll() is None for process in started) and time.monotonic() < until:
+            if world.device.type == "cpu":  # rank 0's rows have that of a GPU
+                memory = max([memory, *(_peak(process.pid) for process in started)])
+            rows = _rows(run) if world.is_main else []
+            if not asked and len(rows) >= FEWEST_ROWS and rows[-1]["read_at"] - rows[0]["read_at"] >= seconds:
+                asked = True
+                for process in started:
+                    process.terminate()
+            if any(process.poll() not in (None, 0, RESUMABLE) for process in started):
+                until = min(until, time.monotonic() + 3.0)  # the others have lost a peer
+            time.sleep(0.05)
+        codes = [process.poll() for process in started]
+        wrong = [number for number, code in enumerate(codes) if code not in (0, RESUMABLE)]
+        if wrong:  # who has refused or was killed knows the cause, the others have only lost a peer
+            first = min(wrong, key=lambda number: (codes[number] is None, (codes[number] or 0) not in (2, -9)))
+            code = codes[first]
+            errors[first].seek(0)
+            said = errors[first].read().decode(errors="replace")
+            cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, said)
+            return {"failed": cause, "lost": code != 2, "late": code is None}
+        errors[0].seek(0)
+        table = errors[0].read().decode(errors="replace")
+        found = {"memory": memory} | (measured(_rows(run), run, began) if world.is_main else {})
+        inexact = [" ".join(line.split()) for line in table.splitlines() if _INEXACT.search(line)]
+        return found | {"inexact": inexact}
+
+
+def measured(rows: Sequence[dict], run: Path, began: float) -> dict:
+    """What the second half of a run's rows say, and its checkpoint."""
+    if not rows:
+        return {"failed": "it ended before it made a step", "lost": False}
+    last = rows[len(rows) // 2 :]
+    seconds = sum(1 / row["perf/images_per_second"] for row in last)  # for one sample per row
+    record = json.loads((run / "environment.json").read_text())
+    found = {
+        "images_per_second": len(last) / seconds,
+        "data_wait": statistics.fmean(row["perf/data_wait"] for row in last),
+        "samples": rows[-1]["samples"] // rows[-1]["step"],
+        "micro_steps": record.get("micro_steps", 1),
+        "start_s": rows[0]["read_at"] - began,
+        "slowest": statistics.mode(row.get("perf/slowest_rank", 0) for row in last),
+        "lag": statistics.fmean(row.get("perf/slowest_rank_lag", 0) for row in last),
+    }
+    if gpu := max(row.get("perf/gpu_memory_gb", 0) for row in rows):
+        found["memory"] = int(gpu * 2**30)
+    for path in Checkpoints(run / "checkpoints").paths()[:1]:
+        found["checkpoint_bytes"] = sum(file.stat().st_size for file in path.iterdir())
+        since = time.monotonic()
+        verify(path).tensors()
+        found["verify_s"] = time.monotonic() - since
+    return found
+
+
+def launch_variables(layout: Layout, local_rank: int, on_cpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process of the layout, as a launcher would make it.
+
+    OMP_NUM_THREADS is left out unless a person has set it: the run then divides the cores itself.
+    """
+    found = {name: value for name, value in environ.items() if name not in _WORLD and not name.startswith(_LAUNCHERS)}
+    found |= {"ACCELERATE_MIXED_PRECISION": precision(environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    found |= {"CUDA_VISIBLE_DEVICES": "-1"} if on_cpu else {}
+    if (
+        "LOCAL_RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ
+    ):  # a launcher has set the threads of this layout
+        found.pop("OMP_NUM_THREADS", None)
+        with contextlib.suppress(psutil.Error):  # what a person has set stands in the launcher's own environment
+            said = psutil.Process(os.getppid()).environ()
+            found |= {name: said[name] for name in ("OMP_NUM_THREADS",) if name in said}
+    if layout.processes == 1:
+        return found
+    world = {
+        "RANK": layout.node * layout.here + local_rank,
+        "WORLD_SIZE": layout.processes,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": layout.here,
+        "GROUP_RANK": layout.node,
+        "GROUP_WORLD_SIZE": layout.machines,
+        "MASTER_PORT": layout.port,
+    }
+    return found | {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": layout.address}
+
+
+def precision(environ: Mapping[str, str]) -> str:
+    """no, bf16 or fp16, as launched."""
+    return environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def cause_of(code: int, output: str) -> str:
+    """Why a process ended with `code`, in one line, from what it has printed."""
+    if code < 0:
+        out_of_memory = ": was it killed for want of memory?" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{out_of_memory}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"exit code {code}"]
+    named = [line for line in lines if re.match(r"[\w.]+: ", line)]
+    return printable((named or lines)[-1])[:400]
+
+
+_started: list[subprocess.Popen] = []
+_folders: list[str] = []
+_read_at: dict[tuple[str, int], float] = {}  # when a step's row was first seen
+
+
+def end_trials() -> None:
+    """End the processes of a trial and remove its folders, also from another thread when the doctor is stopped."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+
+
+def _rows(run: Path) -> list[dict]:
+    """The whole rows of the run's metrics.jsonl, each with the time at which it was first read."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if "perf/images_per_second" in row:
+                rows.append(row | {"read_at": _read_at.setdefault((str(run), row["step"]), time.monotonic())})
+    return rows
+
+
+def _peak(process: int) -> int:
+    """Bytes of main memory that a process has had at most; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    return 0
+
+
+def _folder(output_dir: Path) -> str:
+    """A new folder for the runs of trials, on the disk where runs are kept if one can write there."""
+    for place in (output_dir, None):
+        with contextlib.suppress(OSError):
+            _folders.append(tempfile.mkdtemp(prefix=".doctor-", dir=place))
+            return _folders[-1]
+    raise OSError(f"no folder can be made in {output_dir} or {tempfile.gettempdir()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
