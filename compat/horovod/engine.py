@@ -280,13 +280,13 @@ class Lane(threading.Thread):
                 assert operation.ready
                 self.stream.wait_event(operation.ready)
             outputs = collectives.run(requests[0], inputs, shapes, splits, self.group, owned)
-            for operation, output in zip(operations, outputs, strict=True):
-                if operation:
-                    operation.succeed(output)
-                    for tensor in operation.tensors:
+            for asked, output in zip(operations, outputs, strict=True):
+                if asked:
+                    asked.succeed(output)
+                    for tensor in asked.tensors:
                         tensor.record_stream(self.stream)
-                    operation.finished = torch.cuda.Event()
-                    operation.finished.record(self.stream)
+                    asked.finished = torch.cuda.Event()
+                    asked.finished.record(self.stream)
         return outputs
 
 

@@ -168,8 +168,9 @@ class GradientReduction:
 
     def reset(self) -> None:
         """Forget the step that has begun, once its buckets in flight have come back, for they are filled again."""
-        for bucket in self.plan.buckets if self.plan else ():
-            if bucket.handle is not None and self.plan.world is engine.current():
+        plan = self.plan
+        for bucket in plan.buckets if plan else ():
+            if plan and bucket.handle is not None and plan.world is engine.current():
                 with contextlib.suppress(HorovodInternalError):
                     synchronize(bucket.handle)
             bucket.filled, bucket.handle = {}, None

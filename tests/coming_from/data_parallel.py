@@ -1,3 +1,5 @@
+"""A script of one process with torch's DataParallel, as it is before it becomes a recipe."""
+
 import torch
 import torch.nn.functional as F
 from mine import Digits, Net

@@ -1,3 +1,5 @@
+"""A script of torchrun and DistributedDataParallel, as it is before it becomes a recipe."""
+
 import os
 
 import torch

@@ -313,7 +313,9 @@ class _Training:
                 at = [begin + one for one in adoption[f"{place}.milestones"] if end is None or begin + one < end]
                 epochs = falls((self._epochs(one, by_epoch) for one in at), 2 * self.length or 10**6)
                 factor = adoption[f"{place}.gamma"]
-                flags = {"step_epochs": epochs, "step_factor": 0.1 if factor is None else factor} if at else {}
+                flags: dict[str, Any] = (
+                    {"step_epochs": epochs, "step_factor": 0.1 if factor is None else factor} if at else {}
+                )
                 adoption.carry(place, schedule="step" if at else "constant", **flags)
             elif kind == "CosineAnnealingLR" and not schedule and self._whole(place, warmup):
                 schedule, peak = "cosine", adoption["optim_wrapper.optimizer.lr"] or 1
@@ -403,7 +405,8 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
         _flip(adoption, place, probability, directions or "horizontal")
     elif kind in ("Expand", "Mosaic", "MixUp"):
         flag, usual = {"Expand": ("zoom_out", 0.5), "Mosaic": ("mosaic", 1.0), "MixUp": ("mixup", 1.0)}[kind]
-        adoption.carry(place, **{flag: usual if probability is None else probability})
+        share: Any = usual if probability is None else probability
+        adoption.carry(place, **{flag: share})
     elif kind in ("PhotoMetricDistortion", "MinIoURandomCrop", "CopyPaste"):
         flags = {"PhotoMetricDistortion": {"photometric": 0.5}, "MinIoURandomCrop": {"iou_crop": 1.0}}
         adoption.carry(place, **flags.get(kind, {"copy_paste": 1.0}))

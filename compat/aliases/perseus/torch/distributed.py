@@ -11,6 +11,6 @@ def __getattr__(name: str) -> Any:
     return getattr(dist, name)
 
 
-def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:  # type: ignore[no-redef]
     """torch's; the backend "perseus" is NCCL and gloo."""
     dist.init_process_group(None if backend == "perseus" else backend, *args, **options)
