@@ -18,7 +18,7 @@ import numpy as np
 from common.durable import make_folder, replace_file
 from common.files import open_regular
 from common.run import fonts
-from common.run.progress import display_name
+from common.run.progress import display_name, is_share
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
     from matplotlib.axes import Axes
@@ -55,9 +55,7 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
     draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
-    values = [finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
-    values = [value for value in values if value is not None]
-    scale, unit = (100, " (%)") if values and 0 <= min(values) <= max(values) <= 1 else (1, "")
+    scale, unit = (100, " (%)") if is_share(metric) else (1, "")
     if metric == "AP":
         for part, label, colour in kinds:
             draw_line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")

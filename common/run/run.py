@@ -34,6 +34,7 @@ from common.errors import Refused
 from common.run import micro_batch, plots, profiling
 from common.run.folder import RunFolder
 from common.run.profiling import Profile
+from common.run.progress import direction_of
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
@@ -340,20 +341,30 @@ class Run:
         """Whether an evaluation is due now: by the cadence, or because the run ends here."""
         return self._due(self.config.eval_every, self.step)
 
-    def evaluate(self, evaluate: Callable[[torch.nn.Module], tuple], leading: str) -> list:
+    def evaluate(
+        self, evaluate: Callable[[torch.nn.Module], tuple], leading: str, larger_is_better: bool | None = None
+    ) -> list:
         """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
 
-        `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The larger
-        `results[leading]`, of the average if there is one, the better: the best model so far goes to `best/`, at the next
-        checkpoint.
+        `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The model with the best
+        `results[leading]` so far, of the average if there is one, goes to `best/`, at the next checkpoint. Whether larger is
+        better is known of usual names, such as top1, AP and loss; for another, `larger_is_better` has to say it, else
+        `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
+        larger = direction_of(leading) if larger_is_better is None else larger_is_better
+        if larger is None:
+            raise Refused(
+                f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
+            )
         results, *rest = evaluate(self.model)
+        if leading not in results:
+            raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
         if self._ema:
             of_ema, *rest = evaluate(self._ema.module)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
-        if self._records.evaluation(self.step, results, leading):
+        if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
         self._stop_by_flags()
