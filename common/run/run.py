@@ -3,6 +3,7 @@
 Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
+import hashlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -175,6 +177,7 @@ class Run:
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
+        TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
         self.model, self._ema = model, ema
         freezing = Freezing(self.config, model, samples.stream)
         self._training = TrainingStep(self.accelerator, model, samples, losses_of, totals_of, freezing)
@@ -209,6 +212,8 @@ class Run:
         with batch_norm.alone(model):  # a rank that is out of memory leaves no other waiting
             self.plan, peak = micro_batch.fit(plan, try_step, model, self.say)
             with all_or_none("looking for what depends on the layout"):
+                if self.config.dry_run:
+                    self._training.check_draws(self.plan)
                 inexact = exactness.describe(self.config, model, partial(attempt, model, self.plan))
         return {"memory": peak} | inexact
 
@@ -364,6 +369,7 @@ class Run:
             of_ema, *rest = evaluate(self._ema.module)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
+        _check_alike(results)
         if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
@@ -502,3 +508,24 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
+
+
+def _check_alike(results: Mapping) -> None:
+    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
+    numbers = {
+        name: np.ravel(np.array(value, float)).tolist() for name, value in results.items() if not isinstance(value, str)
+    }
+    if len(set(gather_objects(hashlib.blake2b(repr(numbers).encode()).hexdigest()))) == 1:
+        return
+    of_ranks = gather_objects(numbers)
+    for name in sorted({name for theirs in of_ranks for name in theirs}):
+        values = [theirs.get(name, []) for theirs in of_ranks]
+        # Machines of different kinds may differ in the last bits.
+        if any(
+            len(other) != len(values[0]) or not np.allclose(other, values[0], 1e-5, equal_nan=True) for other in values
+        ):
+            first, second = (f"{value[0]:.5g}" if value else "missing" for value in (values[0], values[-1]))
+            raise Refused(
+                f"run.evaluate: {name} differs between processes ({first} on the first, {second} on the last): sum over the "
+                "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+            )

@@ -142,7 +142,7 @@ def test_the_best_evaluation_is_the_lowest_of_a_loss_and_never_one_that_is_not_f
 
 
 @pytest.mark.parametrize(
-    ("name", "direction"),
+    "name, direction",
     [
         ("loss", False),
         ("ece", False),
