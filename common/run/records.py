@@ -199,7 +199,8 @@ class Records:
                 self.log.pictures(self.progress.step, {name: path}, examples)
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
-            self._drawing += time.perf_counter() - began
+            if self.progress.step:  # before that, data workers are starting
+                self._drawing += time.perf_counter() - began
 
     def table(self, name: str, function: Callable, *arguments) -> None:
         """See `Run.table`; on the main process."""

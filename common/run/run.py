@@ -50,6 +50,7 @@ from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import is_out_of_memory, warm_up
 
+FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -195,6 +196,10 @@ class Run:
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
         model.train()
+        if not self.step and not self.config.dry_run:
+            parts = self._training.first_batch(self.plan, FIRST_SHOWN)
+            batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
+            self.draw("first_batch", plots.first_batch, parts, *batch)
         return network, wrapped[0] if single else wrapped
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping

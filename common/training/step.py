@@ -30,6 +30,9 @@ class Samples(Protocol):
     def blank(self, count: int) -> Movable:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
 
+    def shown(self, batch: Movable) -> list[tuple[str, str, list]]:
+        """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in pixels, class name)."""
+
 
 class _Enough(Exception):
     """The model's input is known, and its output not needed."""
@@ -93,10 +96,10 @@ class TrainingStep:
         middle, end = first + units // 2 * plan.unit, first + units * plan.unit
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for seed in (1, 2):
-            warm_up(self.model, self.model, lambda seed=seed: made.update({seed: self._made(seed, (first, end))}))
+            warm_up(self.model, self.model, lambda seed=seed: made.update({seed: self._made(seed, (first, end))[1:]}))
         (images, losses), (again, losses_again) = made.values()
         spans = [span for span in ((first, middle), (middle, end)) if span[0] < span[1]]
-        parts = torch.cat([self._made(3, span, only_images=True)[0] for span in spans])
+        parts = torch.cat([self._made(3, span, only_images=True)[1] for span in spans])
         pairs = {
             "images": (images, again),
             "images in smaller batches": (images, parts),
@@ -110,8 +113,24 @@ class TrainingStep:
                     "positions of the samples, as common.randomness does (docs/change_it.md)"
                 )
 
-    def _made(self, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model gets of these samples of the first step, and their losses, with `seed` in all global generators."""
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def first_batch(self, plan: BatchPlan, most: int) -> Iterator[tuple[torch.Tensor, list[tuple[str, str, list]]]]:
+        """Up to `most` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
+
+        Made in parts no larger than a micro-batch. No communication: each process can make any sample.
+        """
+        size = plan.micro_batch_sizes[0]
+        end = min(plan.global_batch_size, -(-most // plan.unit) * plan.unit)
+        for start in range(0, end, size):
+            batch, images, _ = self._made(0, (start, min(start + size, end)), only_images=True)
+            yield images, self.samples.shown(batch)
+
+    def _made(self, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple:
+        """These samples of the first step as a batch, as the model gets them, and their losses.
+
+        `seed` is that of all global generators.
+        """
         seen = []
 
         def reseed(number: int) -> None:
@@ -125,7 +144,7 @@ class TrainingStep:
             reseed(0)  # of the masks of dropout
 
         hooks = [
-            self.model.register_forward_pre_hook(before),
+            self.model.register_forward_pre_hook(before, prepend=True),  # before what shards the model waits for others
             self.model.register_forward_hook(lambda *_: reseed(seed)),
         ]
         reseed(seed)
@@ -142,7 +161,7 @@ class TrainingStep:
         finally:
             for hook in hooks:
                 hook.remove()
-        return seen[0].double(), losses
+        return batch, seen[0].double(), losses
 
     def begin(
         self,
