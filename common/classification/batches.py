@@ -114,7 +114,7 @@ class TrainingSamples(Dataset):
             shares = sorted(
                 ((round(100 * share), name) for share, name in zip(row, classes, strict=True)), reverse=True
             )
-            parts = [name + f" {share} %" * (share < 100) for share, name in shares if share]
+            parts = [name + f": {share} %" * (share < 100) for share, name in shares if share]
             found.append(("\n".join(parts[:3]), self.source.name(index), []))
         return found
 
