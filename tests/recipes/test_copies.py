@@ -230,7 +230,9 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
     assert coloured.column("train/loss")[0] != pytest.approx(boxes.column("train/loss")[0], rel=1e-4)
     summary = json.loads((boxes.folder / "summary.json").read_text())
-    assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == summary["best"]["eval/AP"]
+    assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
+        summary["best"]["eval/AP"]
+    )
 
 
 def brier(model: Path, images: Path) -> float:
