@@ -61,7 +61,7 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
     image_size: int = option(32, low=0, high=8192, photographs=0)
     """Side of the square that the model sees, in pixels (0 and photographs: the model's own)."""
-    image_sizes: str = option("", added=True)
+    image_sizes: str = option("")
     """Multi-scale training: sides such as 160,192,224, one of which is drawn for each step; evaluations keep --image_size.
     --compile makes graphs for each."""
     crop_pct: float = option(1.0, low=0, high=1, photographs=0.0)
@@ -101,7 +101,6 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     warmup_epochs: float = option(0.0, photographs=1.0)
-    freeze_stages: str = option("0", formerly=("freeze_backbone", {"0": False, "all": True}))
     crop_scale: float = option(0.7, photographs=0.35)
     hflip: float = option(0.0, photographs=0.5)
 

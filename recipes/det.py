@@ -85,18 +85,18 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     """Channels of the feature pyramid, a multiple of 32 (photographs: 128; COCO: 256)."""
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
-    variant: Literal["own", "torchvision", "torchvision_v2"] = option("own", added=True)
+    variant: Literal["own", "torchvision", "torchvision_v2"] = option("own")
     """fcos, retinanet, R-CNNs: details as here, as of torchvision's trained weights, or as of their second versions."""
     short_sides: str = option("128", photographs="480")
     """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
     800, or 640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
-    sync_short_sides: bool = option(False, added=True)
+    sync_short_sides: bool = option(False)
     """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
     long_side: int = option(128, low=1, high=8192, photographs=800)
     """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Families of transformers: not used."""
     eval_short_side: int = option(0, low=0, high=8192)
     """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
-    eval_sizes: str = option("", check=wrong_with_sizes, added=True, of_evaluation=True)
+    eval_sizes: str = option("", check=wrong_with_sizes, of_evaluation=True)
     """With --eval_only: show each image at each of these short sides (480,640,800), and merge the detections."""
     repeat_threshold: float = option(0.0, low=0, high=1)
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
@@ -117,7 +117,7 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     init: str = path_option("")
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
     .pth of torchvision, D-FINE or RT-DETR, a folder or owner/name of transformers. It decides on --detector, --model, ..."""
-    init_classes: str = option("", added=True)
+    init_classes: str = option("")
     """Classes that the weights of --init or --eval_only call otherwise than the data: mug=cup,pedestrian=person."""
     eval_only: str = path_option("")
     """Only evaluate this checkpoint, or detector as --init takes it, and print the results."""
@@ -131,8 +131,8 @@ class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     warmup_epochs: float = option(0.0, photographs=1.0)
-    cache: int = option(0, added=True)
-    decode: Literal["worker", "device"] = option("worker", added=True)
+    cache: int = option(0)
+    decode: Literal["worker", "device"] = option("worker")
 
 
 def build_data(config: Config, weights=None):

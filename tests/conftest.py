@@ -105,7 +105,8 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         scratch = tmp_path_factory.mktemp("several")
         commands, folders = [], []
         for name, words in cases.items():
-            words = [*map(str, words if as_typed else as_digits(words, Path(recipe).stem))]
+            of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
+            words = [*map(str, words if as_typed else as_digits(words, Path(of_case).stem))]
             defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]

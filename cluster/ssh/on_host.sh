@@ -13,7 +13,8 @@ train() {
     # shellcheck source=/dev/null
     [ ! -e "$activate" ] || . "$activate"
     # An earlier start on this host, whose connection was lost, has to end first: its launcher holds the lock.
-    lock=/tmp/recipes-$HOSTNAME-$run.lock
+    mkdir -p ~/.cache/recipes || exit 2  # not in /tmp, where the name could be another user's FIFO
+    lock=~/.cache/recipes/$HOSTNAME-$run.lock
     exec 8> "$lock"
     until flock -n 8; do
         read -r -t 60 order && [ -z "$order" ] || exit 75

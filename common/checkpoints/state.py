@@ -20,7 +20,7 @@ _NAMED = 5  # differing keys that an error names
 class TrainingState:
     """The state that a checkpoint saves. `model` is the plain module, not its DDP wrapper.
 
-    Several optimizers must not share parameters.
+    Several optimizers must not share parameters. Raises `Refused` if one has a parameter that is not the model's.
     """
 
     model: torch.nn.Module
@@ -30,6 +30,8 @@ class TrainingState:
 
     def __post_init__(self):
         self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
+        for optimizer in self._optimizers:
+            self._optimizer_names(optimizer)
 
     @property
     def exported(self) -> torch.nn.Module:
@@ -111,9 +113,16 @@ class TrainingState:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Index of a parameter in the optimizer's state dict -> its name in the model."""
+        """Index of a parameter in the optimizer's state dict -> its name in the model. Raises `Refused` if one has none."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [list(parameter.shape) for parameter in parameters if id(parameter) not in names]
+        if others:
+            raise Refused(
+                f"the optimizer has a parameter of shape {others[0]} that the model has not, so that no checkpoint, moving "
+                "average or export would have it: make it the model's before the optimizer is built, as in "
+                "model.scale = torch.nn.Parameter(...)"
+            )
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
 
     def _optimizer_states(self):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -99,6 +100,23 @@ class TrainingSamples(Dataset):
             images = list(torch.randint(256, (count, 3, *transform.size), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
         return self._batch(transform, images, ["noise"] * count, labels, np.arange(count))
+
+    def shown(self, batch: Batch) -> list[tuple[str, str, list]]:
+        """Of each image: its labels, with their shares where images are mixed; its name; and no boxes."""
+        classes, labels = self.source.classes, batch.labels
+        targets = labels.float() if labels.ndim == 2 else F.one_hot(labels, len(classes)).float()
+        images = batch.images.float()
+        for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
+            images, targets = augmentation.apply(images, targets, draws)
+        found = []
+        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        for index, row in zip(indices, targets.tolist(), strict=True):
+            shares = sorted(
+                ((round(100 * share), name) for share, name in zip(row, classes, strict=True)), reverse=True
+            )
+            parts = [name + f": {share} %" * (share < 100) for share, name in shares if share]
+            found.append(("\n".join(parts[:3]), self.source.name(index), []))
+        return found
 
     def _transform(self, size: Sequence[int]) -> TrainingTransform:
         """To images of `size`. No policy depends on it: timm's translate by shares of the image."""

@@ -22,8 +22,6 @@ def option(
     may_change=False,
     check=None,
     photographs=None,
-    added=False,
-    formerly=None,
     of_evaluation=False,
 ):
     """A field of a configuration.
@@ -33,13 +31,10 @@ def option(
         may_change: a resumed run may have another value.
         check: check(value) returns what is wrong with a text, or "" if nothing is.
         photographs: the default for data other than digits (`common.training.defaults`).
-        added: the field is newer than some runs; these resume only with its default.
         of_evaluation: only --eval_only takes it: a run measures the model as it exports it.
-        formerly: the name that the field had in older runs, and their values by present ones; these resume.
     """
     limits = {"low": low, "high": high, "check": check}
-    others = {"may_change": may_change, "photographs": photographs, "added": added, "formerly": formerly}
-    others |= {"of_evaluation": of_evaluation}
+    others = {"may_change": may_change, "photographs": photographs, "of_evaluation": of_evaluation}
     return dataclasses.field(default=default, metadata=limits | others)
 
 
@@ -151,10 +146,10 @@ class RunConfig(SharedFields):
 
     val_share: float = option(0.2, low=0, high=1)
     """Share of the images that is held out for evaluation if the data has no validation split."""
-    split: str = option("", added=True)
+    split: str = option("")
     """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
     train, or all for data without splits. Default: val, or the held-out share if there is none."""
-    eval_flip: bool = option(False, added=True, of_evaluation=True)
+    eval_flip: bool = option(False, of_evaluation=True)
     """With --eval_only: show each image also mirrored left to right. Probabilities are averaged, detections are merged."""
     image_column: str = ""
     """Tables: column of the images (default: found by its type)."""
@@ -166,7 +161,7 @@ class RunConfig(SharedFields):
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, high=10**9, may_change=True)
     """Length of the run in steps, instead of --epochs (0: use --epochs)."""
-    min_epoch_steps: int = option(0, low=0, high=10**6, added=True)
+    min_epoch_steps: int = option(0, low=0, high=10**6)
     """Steps that an epoch counts as at least, for little data: wherever a length or cadence is in epochs (0: no minimum)."""
     patience: int = option(0, low=0, may_change=True)
     """Evaluations without a better result after which the run ends (0: off)."""
@@ -252,13 +247,13 @@ class OptimizationConfig(SharedFields):
     """Layer-wise learning rate decay for fine-tuning: factor per layer, from the head down (1: off)."""
     backbone_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the backbone's learning rate (1: off). Of a classifier, all but the head is backbone."""
-    neck_lr_factor: float = option(1.0, low=0, high=10**6, added=True)
+    neck_lr_factor: float = option(1.0, low=0, high=10**6)
     """Detectors: factor of the learning rate of the feature pyramid, or of a DETR's projections and encoder."""
-    head_lr_factor: float = option(1.0, low=0, high=10**6, added=True)
+    head_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the head's learning rate; of a DETR, all behind the encoder is head."""
-    freeze_stages: str = option("0", check=_wrong_with_stages, added=True)
+    freeze_stages: str = option("0", check=_wrong_with_stages)
     """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first stage), stem, or all."""
-    unfreeze_epochs: str = option("", check=_wrong_with_unfreezing, added=True)
+    unfreeze_epochs: str = option("", check=_wrong_with_unfreezing)
     """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to the first (4 stages and
     1,2: two after epoch 1, two and the stem after epoch 2). Default: never."""
     clip: float = option(0.0, low=0)
@@ -311,11 +306,11 @@ class BoxAugmentationConfig(SharedFields):
     """Probability of showing parts of four images around a point, as in YOLOX."""
     mixup: float = option(0.0, low=0, high=1)
     """Probability of blending with another image in equal parts, with the objects of both, as in YOLOX."""
-    copy_paste: float = option(0.0, low=0, high=1, added=True)
+    copy_paste: float = option(0.0, low=0, high=1)
     """Probability of pasting some objects of another image over an image (Simple Copy-Paste); needs data with outlines."""
-    rotate: float = option(0.0, low=0, high=180, added=True)
+    rotate: float = option(0.0, low=0, high=180)
     """Largest rotation in degrees, drawn uniformly from both directions."""
-    translate: float = option(0.0, low=0, high=1, added=True)
+    translate: float = option(0.0, low=0, high=1)
     """Largest shift as a share of the image's width and height, drawn uniformly from both directions."""
     strong_epochs: float = option(0.0, low=0, high=MOST_EPOCHS)
     """Epochs after which photometric, iou_crop, zoom_out, mosaic, mixup and copy_paste end (0: never)."""

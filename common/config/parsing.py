@@ -105,29 +105,8 @@ def save(config, path: Path) -> None:
 
 def identity(config) -> dict:
     """The fields that define the run: all except those that may change when it resumes."""
-    fields = {field.name: field for field in dataclasses.fields(config) if not field.metadata.get("may_change")}
-    told = {}
-    for name, value in dataclasses.asdict(config).items():
-        if name not in fields:
-            continue
-        former, values = fields[name].metadata.get("formerly") or ("", {})
-        if value in values:  # as older runs recorded it
-            told[former] = values[value]
-        elif not (fields[name].metadata.get("added") and value == fields[name].default):
-            told[name] = value
-    return told
-
-
-def renewed(values: dict, config_class: type) -> dict:
-    """The `values` of an older run's configuration under the present names of their fields."""
-    known = dict(values)
-    for field in dataclasses.fields(config_class):
-        former, present = field.metadata.get("formerly") or ("", {})
-        for now, then in present.items():
-            if former in known and known[former] == then:
-                known[field.name] = now
-                del known[former]
-    return known
+    may_change = {field.name for field in dataclasses.fields(config) if field.metadata.get("may_change")}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in may_change}
 
 
 def short_hash(values: dict) -> str:
@@ -176,7 +155,7 @@ def _read(path: Path) -> dict:
 def _flags(content: dict, config_class, where: str) -> list[str]:
     """YAML content as flags: {'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']."""
     fields, recipe = {field.name: field.type for field in dataclasses.fields(config_class)}, _file_of(config_class)
-    flags, content = [], renewed(content, config_class)
+    flags = []
     for key, value in content.items():
         if key not in fields:
             if others := [other for other in content if other not in fields and other_recipe(str(other), recipe)]:
@@ -207,7 +186,6 @@ def _for_evaluation(
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
     weights = origin.path
-    origin = dataclasses.replace(origin, config=renewed(origin.config, config_class))
     fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
     unknown = [name for name in origin.config if name not in fixed]
     if origin.run and unknown and fixed & config_class.__annotations__.keys() - origin.config.keys():

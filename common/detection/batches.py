@@ -125,6 +125,16 @@ class TrainingScenes(Dataset):
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
+    def shown(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
+        """Of each image: how many objects it has, its name, and their boxes."""
+        found = []
+        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        for index, target in zip(indices, batch.targets, strict=True):
+            names = [self.source.classes[label] for label in target["labels"].tolist()]
+            boxes = list(zip(target["boxes"].tolist(), names, strict=True))
+            found.append((f"{len(boxes)} object" + "s" * (len(boxes) != 1), self.source.name(index), boxes))
+        return found
+
     def _most_boxes(self, count: int) -> np.ndarray:
         """int64[count]: numbers of boxes, of the images that have the most; sums if positions may show several images."""
         ways = self.augmentation

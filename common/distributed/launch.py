@@ -6,7 +6,6 @@ import ctypes
 import os
 import socket
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, MutableMapping
@@ -41,7 +40,9 @@ from common.distributed.launch_checks import (
 )
 from common.distributed.launchers import EXPORTED, Launch, complete
 from common.distributed.meeting import meet
+from common.durable import replace_file
 from common.errors import Again, Refused, printable
+from common.files import SMALL, read_text
 
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
@@ -288,21 +289,24 @@ def _print_once_per_machine(text: str) -> None:
     """Print `text` if this is the first process of its machine, or if the first one does not print the same in time.
 
     Until then, this process waits: most launchers end all processes as soon as one has ended, and the first one may have
-    to remove what it began. It tells the others by a file, since MPICH and srun do not end them.
+    to remove what it began. It tells the others by a file, since MPICH and srun do not end them. The file is not in a folder
+    that users share: there, its name could be another user's FIFO.
     """
-    said, text_of_job = Path(tempfile.gettempdir(), f"recipes-refusal-{os.getuid()}"), f"{os.getppid()} {text}"
+    folder = Path(os.path.expanduser("~"), ".cache", "recipes")
+    said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"
     started, until = psutil.Process().create_time(), time.monotonic() + REFUSAL_DELAY_S
     local_rank = launchers.local_rank(os.environ)
     while local_rank not in (None, "0") and time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            if said.stat().st_mtime > started and said.read_text() == text_of_job:
+        with contextlib.suppress(OSError, ValueError):
+            written, _, note = read_text(said, SMALL).partition(" ")
+            if float(written) > started and note == text_of_job:
                 return
         time.sleep(0.1)
     print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
-        if local_rank == "0":  # not through a link that another user may have laid there
-            with open(said, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
-                file.write(text_of_job)
+        if local_rank == "0":
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(said, f"{time.time()} {text_of_job}".encode())
 
 
 def _whereabouts() -> str:

@@ -16,7 +16,7 @@ from common.errors import Refused
 from common.files import MEDIUM, SMALL, open_regular, read_yaml
 from common.run.folder import read_json
 from common.run.plots import finite, read_rows
-from common.run.progress import Progress, of_exported
+from common.run.progress import Progress, metric_of, of_exported
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _ROW = re.compile(r"  (\S.*?) {2,}(.*)")  # of a table in the log
@@ -84,6 +84,8 @@ class PastRun:
     def leading(self) -> str:
         """The result that decides which model is the best, such as `top1`; "" before the first evaluation."""
         best = self.evaluation("best") or self.evaluation("last")
+        if (said := metric_of(str(self.summary.get("leading")))) in best:
+            return said
         return next((key for key in (*LEADING, *best) if key in best), "")
 
     @property

@@ -9,7 +9,7 @@ import json
 import math
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +18,12 @@ import numpy as np
 from common.durable import make_folder, replace_file
 from common.files import open_regular
 from common.run import fonts
-from common.run.progress import display_name
+from common.run.progress import display_name, is_share
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 
 # Okabe and Ito, "Color Universal Design" (2008): distinguishable with any kind of colour vision.
@@ -55,9 +56,7 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
     draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
-    values = [finite(row.get(f"{part}{metric}")) for row in rows for part, _, _ in kinds]
-    values = [value for value in values if value is not None]
-    scale, unit = (100, " (%)") if values and 0 <= min(values) <= max(values) <= 1 else (1, "")
+    scale, unit = (100, " (%)") if is_share(metric) else (1, "")
     if metric == "AP":
         for part, label, colour in kinds:
             draw_line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
@@ -200,6 +199,31 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         footnote(axes, cell.footnote, 32)
     title(figure.suptitle, headline)
     save(figure, path)
+
+
+def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path) -> None:
+    """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
+
+    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; `normalization` has their mean and std, or nothing: then
+    each channel is stretched to what can be seen. The title has the mean and the spread of the model's input, which are
+    around 0 and 1 if it is normalised.
+    """
+    cells, values = [], []
+    for images, shown in parts:
+        array = images.cpu().numpy()
+        values.append(array.ravel())
+        mean, std = (np.reshape(normalization.get(key, ()), (-1, 1, 1)) for key in ("mean", "std"))
+        if not mean.size:
+            low, high = (edge(array, (0, 2, 3))[:, None, None] for edge in (np.min, np.max))
+            std = 1 / np.maximum(high - low, 1e-9)
+            mean = -low * std
+        pixels = (255 * (array * std + mean)).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
+        for image, (caption, name, boxes) in zip(pixels, shown, strict=True):
+            caption = "\n".join(short(line, 21) for line in caption.splitlines())
+            cells.append(Cell(image, caption, name, [(corners, label, ORANGE) for corners, label in boxes]))
+    flat = np.concatenate(values)
+    spread = f"mean {flat.mean():.2f}, standard deviation {flat.std():.2f}"
+    sheet(cells, f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them ({spread})", path)
 
 
 def arrow(name: str, other: str) -> str:

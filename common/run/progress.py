@@ -1,5 +1,6 @@
 """Progress of a run: totals over all starts, and its best and last evaluation."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +17,32 @@ _NAMES = {
     "f1_macro": "macro F1",
     "mean_class_accuracy": "mean class accuracy",
 }
+_SHARES = re.compile(r"top\d+|f1(_macro)?|mean_class_accuracy|exact_match|accuracy|precision|recall|ece|m?AP.*|AR.*")
+_LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}  # are better if they are lower
 
 MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images
 
 
 def display_name(key: str) -> str:
     """The display name of a result: eval/top1 -> top-1, eval/ema_AP -> AP (EMA), raw_AP -> AP (without EMA)."""
-    name = key.removeprefix("eval/")
-    metric = name.removeprefix("ema_").removeprefix("raw_")
+    name, metric = key.removeprefix("eval/"), metric_of(key)
     weights = "" if metric == name else " (EMA)" if name.startswith("ema_") else " (without EMA)"
     return _NAMES.get(metric, metric) + weights
+
+
+def metric_of(key: str) -> str:
+    """A result's own name, whichever weights it is of: eval/ema_AP -> AP, raw_AP -> AP."""
+    return key.removeprefix("eval/").removeprefix("ema_").removeprefix("raw_")
+
+
+def is_share(key: str) -> bool:
+    """Whether a result is a share of 1, which people read in per cent: eval/top1, but not eval/loss, which may be 0.5, too."""
+    return bool(_SHARES.fullmatch(metric_of(key)))
+
+
+def direction_of(key: str) -> bool | None:
+    """Whether a larger value of the result `key` is better; None for a name that is not known."""
+    return False if metric_of(key) in _LOWER else is_share(key) or None
 
 
 def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +70,7 @@ class Progress:
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
     leading: str = ""  # the result that decides which evaluation is the best
+    larger_is_better: bool = True  # of that result
     since_best: int = 0  # evaluations since the best one
     ended_by: str = ""  # why the run ended early, if it did: by the recipe's word or by a flag
 
@@ -88,14 +106,21 @@ class Progress:
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         return pace
 
-    def judge(self, step: int, results: dict[str, float], leading: str) -> bool:
-        """Record the results of an evaluation. Returns whether `results[leading]` (larger is better) is the best so far."""
-        self.last, self.leading = {"step": step} | results, leading
-        better = not self.best or (results[leading] or 0) > (self.best.get(leading) or 0)
+    def judge(self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True) -> bool:
+        """Record the results of an evaluation. Returns whether `results[leading]` is the best so far."""
+        self.last, self.leading, self.larger_is_better = {"step": step} | results, leading, larger_is_better
+        better = not self.best or self._worth(results) > self._worth(self.best)
         self.since_best = 0 if better else self.since_best + 1
         if better:
             self.best = self.last
         return better
+
+    def _worth(self, results: dict[str, float]) -> float:
+        """The leading result, larger if it is better; the least if it is unknown or not finite."""
+        value = results.get(self.leading)
+        if value is None or not math.isfinite(value):
+            return -math.inf
+        return value if self.larger_is_better else -value
 
     @property
     def broken_files(self) -> int | None:
@@ -119,6 +144,8 @@ class Progress:
         return ""
 
     def headline(self, results: dict[str, float]) -> str:
-        """The leading result as text, such as `top-1 99.72 %`."""
+        """The leading result as text, such as `top-1 99.72 %` or `loss 0.0312`."""
         value = results[self.leading]
-        return display_name(self.leading) + (" unknown" if value is None else f" {value:.2%}".replace("%", " %"))
+        if value is None:
+            return f"{display_name(self.leading)} unknown"
+        return f"{display_name(self.leading)} " + (f"{100 * value:.2f} %" if is_share(self.leading) else f"{value:.5g}")

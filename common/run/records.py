@@ -168,8 +168,8 @@ class Records:
         if report.step % self._config.log_every == 0 or evaluated:
             self.log.note(report.step, self._row(report))
 
-    def evaluation(self, step: int, results: dict, leading: str) -> bool:
-        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the largest so far."""
+    def evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
+        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the best so far."""
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
@@ -177,7 +177,7 @@ class Records:
                 raise Refused(text)
             self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
         self.log.note(step, numbers)
-        better = self.progress.judge(step, numbers, f"eval/{leading}")
+        better = self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
         self.log.results({"best": self.progress.best, "last": self.progress.last})
         return better
 
@@ -199,7 +199,8 @@ class Records:
                 self.log.pictures(self.progress.step, {name: path}, examples)
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
-            self._drawing += time.perf_counter() - began
+            if self.progress.step:  # before that, data workers are starting
+                self._drawing += time.perf_counter() - began
 
     def table(self, name: str, function: Callable, *arguments) -> None:
         """See `Run.table`; on the main process."""
@@ -239,6 +240,7 @@ class Records:
             "exported_weights": "ema" if progress.leading.startswith("eval/ema_") else "model",
             "best": progress.best,
             "last": progress.last,
+            "leading": progress.leading,
             "train_seconds": round(progress.seconds, 3),
             "images_per_second": round(samples / progress.seconds, 1) if progress.seconds else None,
             "broken_files": progress.broken_files,

@@ -13,9 +13,9 @@ from common.config.recipe_source import FOLDER
 from common.durable import replace_file
 from common.run.line_chart import chart
 from common.run.page import Html, duration, element, facts, in_words, join, listed, page, picture, section, table
-from common.run.past_run import LEADING, PastRun
+from common.run.past_run import PastRun
 from common.run.plots import finite
-from common.run.progress import display_name
+from common.run.progress import display_name, is_share
 
 FILE = "report.html"
 _CAPTIONS = {
@@ -70,7 +70,8 @@ def _head(run: PastRun) -> Html:
     for which in ("best", "last"):
         value = run.evaluation(which).get(run.leading)
         if value is not None:
-            tiles.append((in_words(value), f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
+            figure = in_words(value, is_share(run.leading))
+            tiles.append((figure, f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"))
     seconds, pace = (finite(run.summary.get(key)) for key in ("train_seconds", "images_per_second"))
     step, epoch = finite(run.summary.get("step")), finite(run.summary.get("epoch"))
     if step is not None:
@@ -104,7 +105,7 @@ def _curves(run: PastRun) -> Html:
     names |= {display_name(f"raw_{name}"): f"eval/{name}" for name in metrics if averaged}
     losses = {"training": "train/loss", "evaluation": f"{run.part}loss"}
     losses |= {"evaluation, without EMA": "eval/loss"} if averaged else {}
-    share = metric in LEADING
+    share = is_share(metric)
     parts = {
         key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")
     }
@@ -129,7 +130,7 @@ def _numbers(run: PastRun) -> Html:
 def _results(run: PastRun) -> Html:
     best, last = run.evaluation("best"), run.evaluation("last")
     keys = [key for key in dict.fromkeys((*best, *last)) if "AP_class/" not in key]
-    rows = [(display_name(key), *(in_words(side.get(key), "loss" not in key) for side in (best, last))) for key in keys]
+    rows = [(display_name(key), *(in_words(side.get(key), is_share(key)) for side in (best, last))) for key in keys]
     if not rows:
         return Html("")
     head = ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))]

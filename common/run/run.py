@@ -3,6 +3,7 @@
 Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
+import hashlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -34,6 +36,7 @@ from common.errors import Refused
 from common.run import micro_batch, plots, profiling
 from common.run.folder import RunFolder
 from common.run.profiling import Profile
+from common.run.progress import direction_of
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
@@ -47,6 +50,7 @@ from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import is_out_of_memory, warm_up
 
+FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -174,6 +178,7 @@ class Run:
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
+        TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
         self.model, self._ema = model, ema
         freezing = Freezing(self.config, model, samples.stream)
         self._training = TrainingStep(self.accelerator, model, samples, losses_of, totals_of, freezing)
@@ -191,6 +196,10 @@ class Run:
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
         model.train()
+        if not self.step and not self.config.dry_run:
+            parts = self._training.first_batch(self.plan, FIRST_SHOWN)
+            batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
+            self.draw("first_batch", plots.first_batch, parts, *batch)
         return network, wrapped[0] if single else wrapped
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
@@ -208,6 +217,8 @@ class Run:
         with batch_norm.alone(model):  # a rank that is out of memory leaves no other waiting
             self.plan, peak = micro_batch.fit(plan, try_step, model, self.say)
             with all_or_none("looking for what depends on the layout"):
+                if self.config.dry_run:
+                    self._training.check_draws(self.plan)
                 inexact = exactness.describe(self.config, model, partial(attempt, model, self.plan))
         return {"memory": peak} | inexact
 
@@ -340,20 +351,31 @@ class Run:
         """Whether an evaluation is due now: by the cadence, or because the run ends here."""
         return self._due(self.config.eval_every, self.step)
 
-    def evaluate(self, evaluate: Callable[[torch.nn.Module], tuple], leading: str) -> list:
+    def evaluate(
+        self, evaluate: Callable[[torch.nn.Module], tuple], leading: str, larger_is_better: bool | None = None
+    ) -> list:
         """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
 
-        `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The larger
-        `results[leading]`, of the average if there is one, the better: the best model so far goes to `best/`, at the next
-        checkpoint.
+        `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The model with the best
+        `results[leading]` so far, of the average if there is one, goes to `best/`, at the next checkpoint. Whether larger is
+        better is known of usual names, such as top1, AP and loss; for another, `larger_is_better` has to say it, else
+        `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
+        larger = direction_of(leading) if larger_is_better is None else larger_is_better
+        if larger is None:
+            raise Refused(
+                f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
+            )
         results, *rest = evaluate(self.model)
+        if leading not in results:
+            raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
         if self._ema:
             of_ema, *rest = evaluate(self._ema.module)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
-        if self._records.evaluation(self.step, results, leading):
+        _check_alike(results)
+        if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
         self._stop_by_flags()
@@ -491,3 +513,24 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
+
+
+def _check_alike(results: Mapping) -> None:
+    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
+    numbers = {
+        name: np.ravel(np.array(value, float)).tolist() for name, value in results.items() if not isinstance(value, str)
+    }
+    if len(set(gather_objects(hashlib.blake2b(repr(numbers).encode()).hexdigest()))) == 1:
+        return
+    of_ranks = gather_objects(numbers)
+    for name in sorted({name for theirs in of_ranks for name in theirs}):
+        values = [theirs.get(name, []) for theirs in of_ranks]
+        # Machines of different kinds may differ in the last bits.
+        if any(
+            len(other) != len(values[0]) or not np.allclose(other, values[0], 1e-5, equal_nan=True) for other in values
+        ):
+            first, second = (f"{value[0]:.5g}" if value else "missing" for value in (values[0], values[-1]))
+            raise Refused(
+                f"run.evaluate: {name} differs between processes ({first} on the first, {second} on the last): sum over the "
+                "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+            )

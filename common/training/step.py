@@ -14,11 +14,12 @@ from common.data.batch_plan import BatchPlan
 from common.data.loader import Feed, Movable, training_loader
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
-from common.randomness import key_of, seed_model
+from common.errors import Refused
+from common.randomness import key_of, seed_generators, seed_model
 from common.training import batch_norm, drop_path
 from common.training.freezing import Freezing
 from common.training.optimizer import clip_gradients
-from common.training.warm_up import check_losses
+from common.training.warm_up import check_losses, warm_up
 
 
 class Samples(Protocol):
@@ -28,6 +29,13 @@ class Samples(Protocol):
 
     def blank(self, count: int) -> Movable:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
+
+    def shown(self, batch: Movable) -> list[tuple[str, str, list]]:
+        """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in pixels, class name)."""
+
+
+class _Enough(Exception):
+    """The model's input is known, and its output not needed."""
 
 
 class StepOutcome(NamedTuple):
@@ -75,6 +83,85 @@ class TrainingStep:
         losses = self._losses_of(network, batches[0])
         check_losses(losses, plan.micro_batch_sizes[0])
         (losses.sum() * scale).backward()
+
+    @torch.no_grad()
+    def check_draws(self, plan: BatchPlan) -> None:
+        """Make up to 32 samples of the first step twice, and once more in two parts; raise `Refused` if they then differ.
+
+        They would be drawn from the state of a global generator, which depends on the layout. Masks of dropout, which are, too,
+        are kept the same.
+        """
+        first, end = plan.span(rank(), 0)
+        units = min((end - first) // plan.unit, max(2, 32 // plan.unit))
+        middle, end = first + units // 2 * plan.unit, first + units * plan.unit
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for seed in (1, 2):
+            warm_up(self.model, self.model, lambda seed=seed: made.update({seed: self._made(seed, (first, end))[1:]}))
+        (images, losses), (again, losses_again) = made.values()
+        spans = [span for span in ((first, middle), (middle, end)) if span[0] < span[1]]
+        parts = torch.cat([self._made(3, span, only_images=True)[1] for span in spans])
+        pairs = {
+            "images": (images, again),
+            "images in smaller batches": (images, parts),
+            "losses": (losses, losses_again),
+        }
+        for what, (one, other) in pairs.items():
+            if not torch.allclose(one, other, 1e-4, 1e-4, equal_nan=True):
+                raise Refused(
+                    f"the same samples, made again, have other {what}: an augmentation, the data set or the loss draws random "
+                    "numbers from the state of a global generator, so that they depend on the layout; draw them from the "
+                    "positions of the samples, as common.randomness does (docs/change_it.md)"
+                )
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def first_batch(self, plan: BatchPlan, most: int) -> Iterator[tuple[torch.Tensor, list[tuple[str, str, list]]]]:
+        """Up to `most` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
+
+        Made in parts no larger than a micro-batch. No communication: each process can make any sample.
+        """
+        size = plan.micro_batch_sizes[0]
+        end = min(plan.global_batch_size, -(-most // plan.unit) * plan.unit)
+        for start in range(0, end, size):
+            batch, images, _ = self._made(0, (start, min(start + size, end)), only_images=True)
+            yield images, self.samples.shown(batch)
+
+    def _made(self, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple:
+        """These samples of the first step as a batch, as the model gets them, and their losses.
+
+        `seed` is that of all global generators.
+        """
+        seen = []
+
+        def reseed(number: int) -> None:
+            seed_generators(number)
+            seed_model(number, self._device)
+
+        def before(_, arguments: tuple) -> None:
+            seen.extend(arguments[:1])
+            if only_images:
+                raise _Enough
+            reseed(0)  # of the masks of dropout
+
+        hooks = [
+            self.model.register_forward_pre_hook(before, prepend=True),  # before what shards the model waits for others
+            self.model.register_forward_hook(lambda *_: reseed(seed)),
+        ]
+        reseed(seed)
+        batch = next(Feed([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
+        reseed(seed)  # reading images has left the generators in a state of its own
+        if self._totals_of:
+            batch.totals = self._totals_of(batch)
+        drop_path.set_draws(self.model, batch.drop_path)
+        losses = batch.positions
+        try:
+            losses = self._losses_of(self.model, batch)
+        except _Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return batch, seen[0].double(), losses
 
     def begin(
         self,

@@ -115,7 +115,7 @@ def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequ
     theirs = [place for place in places if place is not None]
     with torch.no_grad():
         for name, tensor in head.items():
-            tensor[mine] = trained[name][theirs]
+            tensor[mine] = trained[name][theirs].to(tensor)  # float64 of such a run: a model is built in float32
     return [row for row, place in enumerate(places) if place is None]
 
 

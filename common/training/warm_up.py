@@ -21,9 +21,9 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
 def check_losses(losses: torch.Tensor, samples: int) -> None:
-    """Raise `Refused` unless there is one loss per sample, [samples]: a mean would train with too small gradients.
+    """Raise `Refused` unless there is one loss per sample, [samples], with gradients: a mean would have too small ones.
 
-    It looks at the shape alone, so that the device is not waited for.
+    It looks at no value, so that the device is not waited for.
     """
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
     if shape != [samples]:
@@ -31,6 +31,8 @@ def check_losses(losses: torch.Tensor, samples: int) -> None:
             f"the losses of {samples} samples are {shape}, not [{samples}]: one loss per sample; take reduction='none', and "
             "the mean over what else a sample has"
         )
+    if not losses.requires_grad:
+        raise Refused("the losses carry no gradients: compute them from the model's outputs, without detach or no_grad")
 
 
 def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[], None]) -> None:

@@ -1,6 +1,10 @@
 """A launch that would not do what was asked for is refused in one line, before a process group is formed."""
 
 import errno
+import os
+import socket
+import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -256,3 +260,21 @@ def test_collectives_time_out_long_after_the_watchdog(patience):
     assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(2 * patience + 60)}
     last_resort(patience, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
     assert own == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
+
+
+def test_a_refusal_is_printed_once_and_waits_for_no_fifo_of_another_user(tmp_path, monkeypatch, capsys) -> None:
+    """Neither where its note lies now nor in the shared temporary folder, where the name could be laid by anybody."""
+    notes = tmp_path / f".cache/recipes/refusal-{socket.gethostname()}"
+    notes.parent.mkdir(parents=True)
+    for path in (notes, tmp_path / f"recipes-refusal-{os.getuid()}"):
+        os.mkfifo(path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "REFUSAL_DELAY_S", 2.0)
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        said = threading.Thread(target=launch._print_once_per_machine, args=("no",), daemon=True)
+        said.start()
+        said.join(30)
+        assert not said.is_alive(), "it waits for a reader"
+    assert capsys.readouterr().err == "no\n"

@@ -63,8 +63,8 @@ def improve(rank: int) -> None:
     from common.run.run import Run
 
     judge, draw = Progress.judge, Run.draw
-    Progress.judge = lambda progress, step, results, leading: judge(
-        progress, step, results | {leading: step / 1000}, leading
+    Progress.judge = lambda progress, step, results, leading, larger: judge(
+        progress, step, results | {leading: step / 1000}, leading, larger
     )
     Run.draw = lambda run, name, *rest: draw(run, name, *rest) if name == "curves" else None
 

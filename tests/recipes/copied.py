@@ -18,6 +18,11 @@ CHANGES = {
 }  # by anchor of the page
 
 
+def recipe_of(change: str) -> str:
+    """The recipe that a change of the page is a diff of."""
+    return "det" if change.startswith("detection-") else "cls"
+
+
 def apply(diff: str, source: str) -> str:
     """`source` with a change."""
     for place, part in re.findall(r"^@@ ?(.*)\n((?:(?!@@).*\n)+)", diff, re.M):

@@ -107,9 +107,9 @@ def test_a_run_records_the_same_results_on_any_layout(name: str, count: int, pro
 
 
 @pytest.mark.parametrize("processes", PROCESSES[1:])
-@pytest.mark.parametrize("picture", ["confusion", "mistakes"])
-def test_the_confusion_matrix_and_the_mistakes_are_the_same_on_any_layout(picture: str, processes: int, runs) -> None:
-    """The pictures show every count of the matrix and every mistake as a number: they are equal to the byte."""
+@pytest.mark.parametrize("picture", ["confusion", "mistakes", "first_batch"])
+def test_pictures_are_the_same_on_any_layout(picture: str, processes: int, runs) -> None:
+    """Every count of the matrix, every mistake, and the first samples with their augmentation: they are equal to the byte."""
     one, other = (runs[number]["digits"].folder / "pictures" / f"{picture}.png" for number in (1, processes))
     assert one.read_bytes() == other.read_bytes()
 

@@ -5,6 +5,7 @@ run in a folder with the files of `a_desk`, on one process. Each ends with exit 
 say, and files that are made to do harm, are in test_cls_bad_input.py and test_det_bad_input.py.
 """
 
+import json
 import os
 import re
 import shlex
@@ -15,9 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.harness import several
 from tests.harness.drawings import draw_stripes
-from tests.harness.forked import Fork, Forks
-from tests.harness.launching import ROOT
+from tests.harness.forked import Forks
+from tests.harness.launching import ROOT, as_digits
 
 FIRST = "cls --data pets --name first --global_batch_size 8 --max_steps 2 --tracker none --workers 0"
 
@@ -250,14 +252,17 @@ def a_desk(forks, tmp_path_factory) -> Path:
     (folder / "list.yaml").write_text("[]\n")
     (folder / "mmdet.py").write_text("model = dict(type='FCOS')\n")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    ended = start(forks, folder, FIRST).end()
+    recipe, *words = FIRST.split()
+    ended = forks.start(*words, recipe=recipe, before=partial(os.chdir, folder)).end()
     assert ended.code == 0, ended
     return folder
 
 
-def start(forks: Forks, folder: Path, command: str) -> Fork:
+def words_of(command: str, scratch: Path) -> list[str]:
+    """A row's command for `several`; reports of evaluations go to `scratch`."""
     recipe, *words = shlex.split(command.replace(";", r"\;"))
-    return forks.start(*words, recipe=recipe, before=partial(os.chdir, folder))
+    words = [*map(str, as_digits(words, recipe))]
+    return [f"recipes/{recipe}.py", *words, *(["--output_dir", str(scratch)] if "--eval_only" in words else [])]
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -274,18 +279,24 @@ def test_there_are_more_than_fifty_and_the_table_can_fail() -> None:
     assert matches("a ... c", "a b c") and not matches("a ... c", "a b d") and not matches("a", "a b")
 
 
-def test_each_mistake_is_answered_by_one_line_and_leaves_nothing_behind(forks, a_desk) -> None:
-    before, wrong, waiting = snapshot(a_desk), [], [*rows().items()]
-    running: list[tuple[str, str, Fork]] = []
-    while waiting or running:
-        while waiting and len(running) < 2:  # neighbours of the table name two run folders
-            command, line = waiting.pop(0)
-            running.append((command, line, start(forks, a_desk, command)))
-        command, line, fork = running.pop(0)
-        ended, recipe = fork.end(), command.split()[0]
-        if ended.code != 2 or not matches(f"{recipe}.py: {line}\n", ended.stderr):
-            wrong.append(f"{command}\n    {line}\n    [{ended.code}] {ended.stderr}")
+def test_each_mistake_is_answered_by_one_line_and_leaves_nothing_behind(forks, a_desk, tmp_path) -> None:
+    """All in one process; what a command prints and how it ends is looked at once before and once after the parser."""
+    before, cases = snapshot(a_desk), tmp_path / "CASES.json"
+    cases.write_text(json.dumps([words_of(command, tmp_path) for command in rows()]))
+    recipes = partial(several.main, Path("recipes/cls.py"), cases, "without_pictures")
+    ended = forks._start(recipes, partial(os.chdir, a_desk), None, (), False).end()
+    assert ended.code == 0, ended
+    outcomes = json.loads((tmp_path / "OUTCOMES.json").read_text())
+    wrong = [
+        f"{command}\n    {line}\n    [{found['outcome']}] {found['text']}"
+        for (command, line), found in zip(rows().items(), outcomes, strict=True)
+        if found["outcome"] != "refused" or not matches(line, found["text"])
+    ]
     assert not wrong, "\n".join(wrong)
+    for command in ("cls --lr 0,001", f"{FIRST} --lr 0.5"):
+        recipe, *words = command.split()
+        ended = forks.start(*words, recipe=recipe, before=partial(os.chdir, a_desk)).end()
+        assert ended.code == 2 and matches(f"cls.py: {rows()[command]}\n", ended.stderr), ended
     assert snapshot(a_desk) == before
 
 

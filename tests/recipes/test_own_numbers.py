@@ -1,4 +1,8 @@
-"""A copied recipe can log its own numbers and draw in mid-run: they are the same on any layout, and in every tracker."""
+"""A copied recipe can log its own numbers and draw in mid-run: they are the same on any layout, and in every tracker.
+
+What would make its results depend on the layout without a word is refused by name: a metric of one rank's samples, random
+numbers from a global generator, a parameter that no checkpoint has.
+"""
 
 import re
 from pathlib import Path
@@ -9,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.harness.launching import ROOT
 from tests.harness.outcomes import Outcome
+from tests.recipes.copied import copy
 
 CHANGES = {
     "            return loss_fn(logits, targets)\n\n        # Finds": """
@@ -25,24 +30,73 @@ CHANGES = {
     "                if run.draws():\n": "                if run.ends() or True:\n",  # pictures at each evaluation
 }
 FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
+NOISE = """Random numbers of each place that a copy may draw them in.
+@@
++class Noise(Normalize):
++    def draw(self, positions):
++        return DRAW
++
++    def apply(self, images, targets, draws):
++        return images + draws.to(images)[:, None, None, None], targets
++
++
+ def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
+@@ build_augmentation
+     augmentations.append(normalize)
++    augmentations.append(Noise(data_config, dtype, device))
+"""
+OF_LOSS = """Noise in the targets.
+@@
+-            return loss_fn(logits, targets)
++            return loss_fn(logits, targets + 0.1 * torch.rand_like(targets))
+"""
+MISTAKES = {
+    "a worker's generator": NOISE.replace("DRAW", "torch.rand(len(positions)).numpy()"),
+    "the generator of the last image": NOISE.replace("DRAW", "torch.rand(len(positions)).numpy() + 0 * positions"),
+    "the device's generator": NOISE.replace("DRAW", "positions").replace("draws.to", "torch.rand(len(images)).to"),
+    "the loss": OF_LOSS,
+    "another parameter": """A parameter beside the model.
+@@ main
+         optimizer, ema = build_optimizer(config, model), build_ema(config, model)
++        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+""",
+    "no direction": """A result of one's own that leads.
+@@ evaluate
+     results = found.results()
++    results["regret"] = 1 - results["top1"]
+@@ main
+-                (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
++                (found,) = run.evaluate(validate, leading="regret")
+""",
+}
+OF_ONE_RANK = """A metric that is not reduced.
+@@ evaluate
+     results = found.results()
++    results["first"] = float(accelerator.process_index)
+"""
 OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
 
 
 @pytest.fixture(scope="module")
 def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     """The copy on one process and on three with unequal shares; a dry run at a learning rate that is much too high."""
-    copy = tmp_path_factory.mktemp("copy") / "mine.py"
+    folder = tmp_path_factory.mktemp("copy")
+    mine = folder / "mine.py"
     source = (ROOT / "recipes" / "cls.py").read_text()
     for old, new in CHANGES.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new.lstrip("\n"))
-    copy.write_text(source)
+    mine.write_text(source)
     cases = {
         "one": f"{FLAGS} --tracker tensorboard --workers 2 --max_micro_batch_size 20".split(),
         "dry": "--lr 1e3 --dry_run".split(),
     }
+    for name, diff in MISTAKES.items():
+        cases[name] = [copy(folder / f"{name}.py", diff), "--dry_run"]
+    cases["dropout is none"] = "--drop 0.5 --drop_path 0.2 --mixup 0.2 --random_erasing 0.3 --dry_run".split()
     three = {"three": f"{FLAGS} --max_micro_batch_size 9".split()}
-    return run_several(1, cases, recipe=copy, pictures=True) | run_several(3, three, recipe=copy)
+    three["of one rank"] = [copy(folder / "of_one_rank.py", OF_ONE_RANK), *"--max_steps 2 --model test_vit".split()]
+    return run_several(1, cases, recipe=mine, pictures=True) | run_several(3, three, recipe=mine)
 
 
 def test_numbers_of_ones_own_stand_in_the_rows_and_are_the_same_on_any_layout(outcomes) -> None:
@@ -73,6 +127,27 @@ def test_the_tracker_has_them_and_each_picture_at_its_step_and_what_the_start_ta
     assert {name: told[f"run/{name}"] for name in wanted} == wanted
     assert int(told["run/parameters"]) > 1e5 and float(told["run/peak_learning_rate"]) > 0
     assert re.search(rf"fingerprint +{told['run/fingerprint']},", one.stdout)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a worker's generator", "the same samples, made again, have other images in smaller batches: "),
+        ("the generator of the last image", "the same samples, made again, have other images in smaller batches: "),
+        ("the device's generator", "the same samples, made again, have other images: "),
+        ("the loss", "the same samples, made again, have other losses: "),
+        ("another parameter", "the optimizer has a parameter of shape [3] that the model has not, "),
+        (
+            "no direction",
+            "run.evaluate: whether a larger regret is better is not known; add larger_is_better=True, or False",
+        ),
+        ("of one rank", "run.evaluate: first differs between processes ("),
+    ],
+)
+def test_what_would_depend_on_the_layout_or_be_lost_is_refused_by_name(outcomes, name: str, text: str) -> None:
+    assert outcomes[name].outcome == "refused" and outcomes[name].text.startswith(text), outcomes[name].text
+    assert "\n" not in outcomes[name].text
+    assert outcomes["dropout is none"].outcome == "ok", outcomes["dropout is none"].text
 
 
 def test_a_dry_run_whose_loss_explodes_is_refused(outcomes) -> None:

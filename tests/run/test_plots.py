@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
+import torch
 
 from common.run import plots
 from tests.harness.pictures import drawn, has, texts
@@ -85,6 +86,25 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path
     assert (marked in said) == ("step" in told)
     assert all(line in said for line in lines)
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
+
+
+def test_the_first_batch_is_shown_as_it_was_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
+    cells, wanted = [], np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
+    wanted[:, 0, 0], wanted[:, 0, 1] = 0, 255
+    monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
+    mean, std = ((0.2, 0.4, 0.6), (0.1, 0.2, 0.3))
+    images = torch.from_numpy((wanted / 255.0 - mean) / std).permute(0, 3, 1, 2)
+    shown = [("cat 70 %\ndog 30 %", "a.png", []), ("1 object", "b.png", [((1, 2, 3, 4), "dog")]), ("", "c.png", [])]
+    parts = [(images[:2], shown[:2]), (images[2:], shown[2:])]
+    plots.first_batch(iter(parts), 64, {"mean": mean, "std": std}, tmp_path / "run/pictures/first_batch.png")
+    *found, headline = cells
+    assert all((cell.pixels == of).all() for cell, of in zip(found, wanted, strict=True))
+    assert [(cell.caption, cell.footnote) for cell in found] == [(caption, name) for caption, name, _ in shown]
+    assert [(corners, name) for corners, name, _ in found[1].boxes] == [((1, 2, 3, 4), "dog")]
+    assert headline.startswith("run: 3 of the first 64 samples as the model sees them (mean ")
+    cells.clear()
+    plots.first_batch(parts, 64, {}, tmp_path)  # of a model that does not say how its images are normalised
+    assert np.abs(cells[0].pixels.astype(int) - wanted[0]).max() <= 1
 
 
 def test_curves_of_a_long_run_and_of_none(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from common.config.fields import RunConfig
 from common.errors import Refused
 from common.run.folder import RunFolder
+from common.run.progress import direction_of
 from common.run.records import Records, check_names
 from common.run.step_reports import StepReport
 from tests.harness.dashboard import Dashboard
@@ -127,6 +128,33 @@ def test_the_best_evaluation_is_shown_as_soon_as_it_is_known(records) -> None:
         kept.evaluation(step, {"top1": top1}, "top1")
     expected = {"best/step": 4, "best/eval/top1": 0.9, "last/step": 6, "last/eval/top1": 0.7}
     assert kept.log._tracker.results == expected
+
+
+def test_the_best_evaluation_is_the_lowest_of_a_loss_and_never_one_that_is_not_finite(records, capsys) -> None:
+    """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
+    of = records(patience=2)
+    kept = [of.evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate([NAN, 2.15, 0.5, 0.7, NAN])]
+    assert kept == [True, True, True, False, False]
+    assert of.progress.headline(of.progress.best) == "loss 0.5" and of.summary()["leading"] == "eval/loss"
+    assert "no better loss since step 2" in of.progress.exhausted(RunConfig(patience=2))
+    of.evaluation(5, {"top1": 0.25}, "top1", True)
+    assert of.progress.headline(of.progress.last) == "top-1 25.00 %"
+
+
+@pytest.mark.parametrize(
+    "name, direction",
+    [
+        ("loss", False),
+        ("ece", False),
+        ("brier", False),
+        ("top1", True),
+        ("f1_macro", True),
+        ("AP50", True),
+        ("my", None),
+    ],
+)
+def test_the_direction_of_usual_results_is_known(name: str, direction: bool | None) -> None:
+    assert direction_of(name) is direction_of(f"eval/ema_{name}") is direction
 
 
 @pytest.mark.parametrize("name", ["aux", "train/", "/aux", "train/a b", "train/\n", 5, ""])

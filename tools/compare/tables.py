@@ -9,7 +9,7 @@ from common.files import MEDIUM, read_text
 from common.run.page import duration, in_words, listed
 from common.run.past_run import PastRun
 from common.run.plots import finite
-from common.run.progress import display_name
+from common.run.progress import display_name, is_share
 
 OF_THE_FOLDER = ("name", "output_dir", "resume")  # flags that differ between any two runs
 SHOWN_CLASSES = 10
@@ -45,9 +45,12 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
     every = [key for of_run in best for key in of_run if "AP_class/" not in key]
     keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))  # of the exported weights first
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
-    rows += [(display_name(key), [in_words(of_run.get(key), "loss" not in key) for of_run in best]) for key in keys]
-    last = [(run.evaluation("last").get(run.leading), run.step_of("last")) for run in runs]
-    return [*rows, ("at the last evaluation", [f"{in_words(value)} (step {step:,})" for value, step in last])]
+    rows += [(display_name(key), [in_words(of_run.get(key), is_share(key)) for of_run in best]) for key in keys]
+    last = [(run.evaluation("last").get(run.leading), run.step_of("last"), is_share(run.leading)) for run in runs]
+    return [
+        *rows,
+        ("at the last evaluation", [f"{in_words(value, share)} (step {step:,})" for value, step, share in last]),
+    ]
 
 
 def cost(runs: Sequence[PastRun]) -> list[Row]:

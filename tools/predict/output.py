@@ -12,6 +12,8 @@ from common.durable import sync
 from common.errors import Refused
 from tools.predict.rows import Format
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+
 
 class Output:
     """Writes texts of images by number, in order. As a context manager; only the main process has one.
@@ -37,7 +39,9 @@ class Output:
                 self._file = self._path.open("wb")
                 return
             self._draft = self._path.with_name(f".{self._path.name}.tmp")
-            self._file = os.fdopen(os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+            self._file = os.fdopen(os.open(self._draft, _FLAGS, 0o666), "r+b")
+            if not self._draft.is_file():  # in a shared folder, another user's FIFO
+                raise FileExistsError(0, f"{self._draft} is no file")
         except OSError as error:
             raise Refused(f"--output {path}: {error.strerror}; name another file") from None
         try:

@@ -41,10 +41,11 @@ class Detector(Protocol):
         """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward."""
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The module's forward: the loss of each image [B], and its parts by name, detached [B].
+        """The module's forward: the loss of each image [B], and its parts by name, [B] each.
 
         `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
         already divided: their *sum* over the global batch is its loss. Every parameter gets a gradient, with boxes or without.
+        Parts carry gradients, too, and the loss is their sum.
         """
 
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:

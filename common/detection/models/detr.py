@@ -116,8 +116,8 @@ class DETR(nn.Module):
                 restored = self._terms(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
                 terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
-            connected = 0 * outputs.intermediate_logits.sum((1, 2, 3))
-        return sum(terms.values()) + connected, {name: term.detach() for name, term in terms.items()}
+            terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
+        return sum(terms.values()), terms
 
     forward = losses
 

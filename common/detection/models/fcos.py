@@ -68,7 +68,7 @@ class FCOS(nn.Module):
                 "box": distance.sum(1) / total,
                 "centerness": centred.sum(1) / total,
             }
-        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+        return sum(terms.values()), terms
 
     forward = losses
 

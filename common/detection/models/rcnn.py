@@ -71,7 +71,7 @@ class FasterRCNN(nn.Module):
             terms |= {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         terms |= self._mask_losses(features, images.shape[2:], targets, drawn)
         terms = {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
-        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+        return sum(terms.values()), terms
 
     forward = losses
 

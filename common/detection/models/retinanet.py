@@ -65,7 +65,7 @@ class RetinaNet(nn.Module):
 
             divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
             terms = {"class": classification.sum((1, 2)) / divisor, "box": distance.sum((1, 2)) / divisor}
-        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+        return sum(terms.values()), terms
 
     forward = losses
 

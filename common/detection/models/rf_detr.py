@@ -100,7 +100,7 @@ class RFDETR(nn.Module):
             }
             divisor = (totals[0] * self._groups).clamp(min=1)
             terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
-        return sum(terms.values()), {name: term.detach() for name, term in terms.items()}
+        return sum(terms.values()), terms
 
     forward = losses
 
