@@ -52,7 +52,7 @@ BREAK = """The loop is left behind a step.
 DRAWS = """Says when it draws.
 @@
 +                    launch.say(f"draws at step {run.step}")
-                     draw(run, val, found, train)
+                     draw(run, val, found)
 """
 MEAN = """A mean as loss, of shape [1] or [].
 @@
