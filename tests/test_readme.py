@@ -47,6 +47,11 @@ accelerate() {
     short
     command accelerate "$@" $SHORT --tracker none
 }
+python() {
+    case "$1" in recipes/*) ;; *) command python "$@"; return ;; esac
+    short
+    command python "$@" $SHORT --tracker none
+}
 make() {
     short
     ln -s "$ENVIRONMENT" .venv
