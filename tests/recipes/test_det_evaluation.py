@@ -119,6 +119,7 @@ class Case:
             self.val,
             offsets=np.concatenate([[0], np.cumsum(np.bincount(images, minlength=COUNT))]),
             boxes=boxes.astype(np.float32),
+            truth=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1).astype(np.float64),
             labels=rows[:, 5].astype(np.int64),
             crowd=np.zeros(len(rows), bool),
             areas=(boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float32),
