@@ -1,6 +1,6 @@
 """Export of a trained detector to a folder that others can load.
 
-docs/detectors.md has the script that loads a folder without this project.
+docs/detect.py loads a folder without this project.
 """
 
 import json

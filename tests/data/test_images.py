@@ -250,7 +250,7 @@ def documents(name: str) -> list[str]:
 
 
 def test_scripts_that_stand_alone_open_every_kind_of_file_as_the_recipes_do():
-    (text,) = {*documents("docs/after_training.md"), *documents("docs/detectors.md")}
+    (text,) = {*documents("docs/after_training.md"), *documents("docs/detect.py")}
     scope = {"np": np, "Image": Image, "ImageOps": ImageOps}
     exec(text, scope)
     random = np.random.default_rng(0)

@@ -28,10 +28,9 @@ from common.detection.weights.sources import read
 from common.errors import Refused
 from common.training import timm_models
 
-PAGE = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
-(SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SCRIPT = Path(__file__).parents[2] / "docs" / "detect.py"
 SOURCE = scenes.load(0)[1]  # ten classes
-TOLERANCE = 0.05  # pixels, as the page says; it prints two digits
+TOLERANCE = 0.05  # pixels; the script prints two digits
 
 
 def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
@@ -114,17 +113,17 @@ def agree(printed, wanted):
     assert np.quantile(apart, 0.95) < TOLERANCE, np.sort(apart)[-10:]
 
 
-def test_the_script_of_the_page_detects_without_this_project(tmp_path) -> None:
+def test_the_script_detects_without_this_project(tmp_path) -> None:
     detector = make("fcos", levels=(3, 7))
     folder = leave(detector, tmp_path / "best")
-    (tmp_path / "detect.py").write_text(SCRIPT)
+    shutil.copy(SCRIPT, tmp_path)
     image = photo(tmp_path, 160, 128)  # 160 is no multiple of the coarser strides
     words = [sys.executable, "-I", "detect.py", folder, image]
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     agree(done.stdout, ours(detector, image))
-    assert not re.search(r"^(from|import) (common|recipes)", SCRIPT, re.MULTILINE)
+    assert not re.search(r"^(from|import) (common|recipes)", SCRIPT.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +138,8 @@ def test_the_script_of_the_page_detects_without_this_project(tmp_path) -> None:
 def test_it_loads_every_family_and_resizes_as_we_do(family, backbone, levels, size, tmp_path, capsys, monkeypatch):
     detector = make(family, backbone, levels)
     folder, image = leave(detector, tmp_path / "best"), photo(tmp_path, *size)
-    (tmp_path / "detect.py").write_text(SCRIPT)
     monkeypatch.setattr(sys, "argv", ["detect.py", str(folder), str(image)])
-    runpy.run_path(str(tmp_path / "detect.py"))
+    runpy.run_path(str(SCRIPT))
     agree(capsys.readouterr().out, ours(detector, image))
 
 

@@ -22,8 +22,7 @@ from common.files import MEDIUM, check_regular, read_text
 from common.run.past_run import LEADING, PastRun
 from common.run.progress import display_name, of_exported
 
-DETECT = "detect.py"  # what the script of docs/detectors.md is called in a published folder
-_DETECTORS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "detectors.md"
+DETECT = Path(__file__).resolve().parents[2] / "docs" / "detect.py"
 _TASKS = {"cls": "image-classification", "det": "object-detection"}
 _METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -84,7 +83,7 @@ class Published:
         content = {key: value for key, value in self.content.items() if key != "_name_or_path"}  # of transformers
         documents = {"config.json": content, "results.json": self.results, RUN_FILE: self.of_run}
         found |= {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in documents.items()}
-        return found | ({DETECT: script.encode()} if (script := self._script()) else {})
+        return found | ({DETECT.name: DETECT} if self._has_script() else {})
 
     def card(self, to: str, license_: str, dataset: str) -> str:
         """The text of README.md, with the hub's metadata first."""
@@ -116,7 +115,7 @@ class Published:
             kind=kind.strip(),
             license=cell(license_),
             library=self.library,
-            script=DETECT if self._script() else "",
+            script=DETECT.name if self._has_script() else "",
             scores="sigmoid()" if self.leading == "f1" else "softmax(1)",
             run=cell(self.run.name),
             step=f"{self.step:,}",
@@ -173,12 +172,9 @@ class Published:
         }
         return [(name, cell(str(value))) for name, value in rows.items()]
 
-    def _script(self) -> str:
-        """The script that loads the detector with torchvision; "" if none does."""
-        if self.library != "torchvision" or self.content.get("backbone") is None:
-            return ""
-        (script,) = re.findall(r"^```python\n(.*?)^```$", _DETECTORS_PAGE.read_text(), re.MULTILINE | re.DOTALL)
-        return script
+    def _has_script(self) -> bool:
+        """Whether docs/detect.py loads the detector."""
+        return self.library == "torchvision" and self.content.get("backbone") is not None
 
 
 def cell(text: str) -> str:
