@@ -31,11 +31,10 @@ def refusal(ended: Ended) -> str:
     return ended.stderr.strip()
 
 
-def recorded(best: Path, prefix: str = "") -> dict:
-    """What the run recorded for its best model, of the weights or, with `ema_`, of their average."""
+def recorded(best: Path) -> dict:
+    """What the run recorded for the weights that it exports; without the `raw_...` of those that it trained."""
     results = json.loads((best / "results.json").read_text())
-    of_ema = {key.removeprefix("ema_"): value for key, value in results.items() if key.startswith("ema_")}
-    return of_ema if prefix else {key: value for key, value in results.items() if not key.startswith("ema_")}
+    return {key: value for key, value in results.items() if not key.startswith("raw_")}
 
 
 def assert_same(found: dict, wanted: dict) -> None:
@@ -100,7 +99,7 @@ def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd
     shutil.copytree(odd / "best", tmp_path / "model")
     for best in (odd / "best", tmp_path / "model"):
         results, said = printed(forks("--eval_only", best, "--workers", 0))
-        assert_same(results, recorded(best, "ema_"))
+        assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
         assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
@@ -252,7 +251,7 @@ DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --wid
 def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> None:
     words = f"--data {scenes} {DET} --opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5"
     run = train("detector", words, recipe="det")
-    wanted = recorded(run / "best", "ema_")
+    wanted = recorded(run / "best")
     assert wanted["AP"] > 0, "numbers worth comparing"
     for weights in (run / "best", run / "checkpoints/step_00000030"):
         results, said = printed(forks("--eval_only", weights, "--workers", 0, recipe="det"))
