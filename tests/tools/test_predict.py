@@ -96,7 +96,7 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
     assert np.mean(right) == json.loads((trained_classifier / "best" / "results.json").read_text())["top1"]
 
     (tmp_path / "script.py").write_text(SCRIPT)
-    assert len(SCRIPT.splitlines()) <= 15
+    assert len(SCRIPT.splitlines()) <= 26  # of them 10 open every kind of file
     words = [sys.executable, tmp_path / "script.py", trained_classifier / "best", *files]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=inherited() | {"OMP_NUM_THREADS": "1"})
     theirs = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
