@@ -40,7 +40,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.loader import training_loader
 from common.data.stream import Stream
-from common.detection.batches import TrainingScenes
+from common.detection.batches import TrainingImages
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.models import detectors
@@ -156,7 +156,7 @@ def our_loader(folder: Path, side: int, cache: int = 0):
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.2))
     stream = Stream(len(train), READ_BATCH, seed=0)
     augmentation = BoxAugmentation(0, (side,), 1333, hflip=0.5)
-    samples = TrainingScenes(
+    samples = TrainingImages(
         train, stream, augmentation, 32, (124, 116, 104), 0, cache=open_cache(len(train), cache, "")
     )
     return training_loader(samples, BatchPlan(READ_BATCH, 1, READ_BATCH), 0, 10**9, workers=1)

@@ -52,9 +52,9 @@ from common.config.fields import AugmentationConfig
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
-from common.data.loader import Feed, training_loader, worker_count
+from common.data.loader import Prefetcher, training_loader, worker_count
 from common.data.stream import Stream
-from common.distributed import launch
+from common.launching import launch
 from common.run.run import Run
 from common.training import step as training_step
 
@@ -133,7 +133,7 @@ class Sources:
     folder: Path
     device: torch.device
     queues: dict[str, Queue] = field(default_factory=dict)
-    feeds: dict[str, Feed] = field(default_factory=dict)
+    feeds: dict[str, Prefetcher] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = self.size
@@ -152,7 +152,7 @@ class Sources:
             loader = training_loader(kinds[name], plan, 0, 10**9, size.workers)
             self.queues[name] = Queue(loader, 4 * size.workers)
         self.queues["timm"] = Queue(self._timm(data), 2 * size.workers)
-        self.feeds = {name: Feed(self.queues[name], self.device) for name in FILES}
+        self.feeds = {name: Prefetcher(self.queues[name], self.device) for name in FILES}
 
         generator = torch.Generator().manual_seed(0)
         shape = (size.batch_size, size.image_size, size.image_size, 3)
@@ -275,7 +275,7 @@ def train(data: Sources, name: str, compiled: bool, precision: str, batches: Ite
         flags |= {key: getattr(VARIED, key) for key in ("crop_scale", "hflip", "color_jitter")}
         quiet = io.StringIO()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(training_step, "Feed", lambda loader, device: Conducted(batches)))
+            stack.enter_context(replaced(training_step, "Prefetcher", lambda loader, device: Conducted(batches)))
             stack.enter_context(replaced(launch, "start", started))
             stack.enter_context(replaced(Run, "backward", passed_back))
             stack.enter_context(replaced(ColorJitter, "apply", jittered))

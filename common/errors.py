@@ -30,5 +30,5 @@ class Refused(_Line):
     """A request that can't be met. Its text is one line: the value, the limit and what to do instead."""
 
 
-class Again(_Line):
+class RestartNeeded(_Line):
     """A run that has to be restarted from its last checkpoint, such as after running out of memory. Its text is one line."""

@@ -38,9 +38,9 @@ from common.data.data_rows import data_rows
 from common.data.loader import evaluation_loader
 from common.data.source import looked_at
 from common.data.stream import Stream
-from common.distributed import launch
 from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
+from common.launching import launch
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, defaults, drop_path, timm_models
@@ -340,13 +340,13 @@ def main() -> None:
             optimizer.zero_grad()
             run.end_step(grad_norm)
 
-            if run.evaluates():
+            if run.should_evaluate():
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
-                if run.draws():
+                if run.should_draw():
                     draw(run, val, found)
                 if run.ends():
                     audit(run, train, data_config, normalize)
-            if run.saves():
+            if run.should_save():
                 run.save()
 
 

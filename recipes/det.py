@@ -36,7 +36,7 @@ from common.data.loader import evaluation_loader
 from common.data.source import looked_at
 from common.data.stream import Stream
 from common.detection import balancing, defaults, suspects
-from common.detection.batches import EvaluationScenes, TrainingScenes, blank_padding
+from common.detection.batches import EvaluationScenes, TrainingImages, blank_padding
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation import judgement_plots, plots
@@ -49,9 +49,9 @@ from common.detection.transforms import BoxAugmentation, read_range
 from common.detection.views import Views
 from common.detection.weights import sources as sources_of_weights
 from common.detection.weights.begin import begin_with, read_once
-from common.distributed import launch
 from common.distributed.collectives import all_or_none, world_size
 from common.errors import Refused
+from common.launching import launch
 from common.run import eval_only
 from common.run.run import Run
 from common.training import batch_norm, drop_path
@@ -229,7 +229,7 @@ def build_normalize(config: Config, model, device: torch.device):
 def build_samples(config: Config, train: Annotated, stream: Stream, model, varied: BoxAugmentation, fill: tuple):
     """Positions of the stream -> batches; data workers compute them."""
     cache, layers = open_cache(len(train), config.cache, config.cache_folder), drop_path.layers(model)
-    return TrainingScenes(train, stream, varied, model.stride, fill, config.seed, layers, cache)
+    return TrainingImages(train, stream, varied, model.stride, fill, config.seed, layers, cache)
 
 
 def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
@@ -286,7 +286,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     )
 
 
-def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingScenes) -> dict[str, str]:
+def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingImages) -> dict[str, str]:
     """What the start table says of data and model."""
     return {
         **data_rows(config.data, *data, "boxes"),
@@ -381,13 +381,13 @@ def main() -> None:
             optimizer.zero_grad()
             run.end_step(grad_norm)
 
-            if run.evaluates():
+            if run.should_evaluate():
                 (found,) = run.evaluate(validate, leading="AP")
-                if run.draws():
+                if run.should_draw():
                     draw(run, val, found)
                 if run.audits(share=0.25):
                     audit(run, train, validate, loader_of)
-            if run.saves():
+            if run.should_save():
                 run.save()
 
 

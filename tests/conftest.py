@@ -25,7 +25,7 @@ settings.load_profile("repeatable")
 
 # The slowest modules, slowest first, then the other folders of slow tests.
 SLOW = (
-    *("tests/cluster/", "tests/distributed/test_started_by", "tests/compat/", "tests/tools/test_doctor"),
+    *("tests/cluster/", "tests/launching/test_started_by", "tests/compat/", "tests/tools/test_doctor"),
     *("tests/recipes/test_cls_resume", "tests/pretended_gpu/test_equal", "tests/recipes/test_cls_bad_input"),
     *("tests/test_readme", "tests/faults/test_elastic", "tests/faults/test_campaign", "tests/recipes/test_cls_layout"),
     *("tests/recipes/test_det", "tests/recipes/test_cls_signals", "tests/recipes/test_cls_evaluation"),

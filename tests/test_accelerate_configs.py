@@ -11,10 +11,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from common.distributed.launch_checks import check_launch
-from common.distributed.launchers import Launch
-from common.distributed.network import await_listener
 from common.errors import Refused
+from common.launching.launch_checks import check_launch
+from common.launching.launchers import Launch
+from common.launching.network import await_listener
 from tests.harness.launching import free_port
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
@@ -43,7 +43,7 @@ def keys_of(name: str) -> dict[str, object]:
 PROBE = """
 import json, os, sys, torch
 from common.errors import Refused
-from common.distributed.launch import describe, start
+from common.launching.launch import describe, start
 try:
     accelerator = start()
 except Refused as refusal:

@@ -27,7 +27,7 @@ MODULES = {  # common/run/log.py is common.run.log, common/run/__init__.py is co
 RECIPES = {path.stem: source for path, source in SOURCES.items() if path.parts[0] == "recipes"}
 
 # Lowest first. The first five are single modules.
-ROOMS = ["errors", "files", "durable", "randomness", "imports", "config", "distributed"]
+ROOMS = ["errors", "files", "durable", "randomness", "imports", "config", "distributed", "launching"]
 ROOMS += ["data", "checkpoints", "training", "run", "classification", "detection"]
 
 MOST_LINES = {"cls": 355, "det": 400}  # other recipes: 350
@@ -275,7 +275,7 @@ def test_shared_fields_of_configurations_are_explained_too() -> None:
 RECIPE = '''
 """Train a thing."""
 import torch
-from common.distributed import launch
+from common.launching import launch
 from common.run.run import Run
 
 class Config:

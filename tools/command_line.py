@@ -11,7 +11,7 @@ from common.errors import Refused
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse in one line as a recipe does, also where a launcher started several processes."""
-        from common.distributed import launch  # takes seconds, which --help need not
+        from common.launching import launch  # takes seconds, which --help need not
 
         def refuse() -> None:
             raise Refused(f"{message}; --help lists what there is")

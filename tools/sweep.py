@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from common.distributed.exit_codes import RESUMABLE
-from common.errors import Again, Refused
+from common.errors import Refused, RestartNeeded
 from common.files import SMALL, open_regular, read_text
+from common.launching.exit_codes import RESUMABLE
 from common.run.folder import read_json
 from tools.command_line import parser_of
 
@@ -210,7 +210,7 @@ class Sweep:
             trial.set_user_attr("outcome", f"failed: {cause}")
             self._study.tell(trial, state=TrialState.FAIL)
         else:
-            raise Again(f"{run} was interrupted at step {status['step']}: the same command continues it")
+            raise RestartNeeded(f"{run} was interrupted at step {status['step']}: the same command continues it")
 
     def _watch(self, trial: "optuna.Trial", rows: Path) -> tuple[dict[int, float], bool]:
         """Report the metric of every evaluation until the run ends or is stopped: its values by step, and whether it was."""
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sweep.run()
     except KeyboardInterrupt:
-        raise Again("the sweep was stopped: the same command continues it") from None
+        raise RestartNeeded("the sweep was stopped: the same command continues it") from None
     finally:
         sweep.leave()
 
@@ -321,6 +321,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, Again) as error:
+    except (Refused, RestartNeeded) as error:
         print(error, file=sys.stderr)
-        sys.exit(RESUMABLE if isinstance(error, Again) else 2)
+        sys.exit(RESUMABLE if isinstance(error, RestartNeeded) else 2)

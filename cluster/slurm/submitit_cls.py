@@ -16,7 +16,7 @@ os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # which a recipe handles; submit
 import submitit
 from submitit.helpers import DelayedSubmission, TorchDistributedEnvironment
 
-from common.distributed.exit_codes import RESUMABLE
+from common.launching.exit_codes import RESUMABLE
 
 
 class Training:

@@ -17,7 +17,7 @@ from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.device_decoding import Encoded, Jpeg, noise
 from common.data.images import BrokenImage
-from common.data.loader import Movable
+from common.data.loader import DeviceBatch
 from common.data.source import Source
 from common.data.stream import Stream
 from common.randomness import key_of, mix, seed_generators
@@ -27,7 +27,7 @@ _NEIGHBOURS = 100  # after as many broken images in a row, a black one replaces 
 
 
 @dataclass
-class Batch(Movable):
+class Batch(DeviceBatch):
     """A micro-batch of B samples."""
 
     images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format

@@ -32,7 +32,7 @@ _SMALL = 2**16  # bytes
 _LOCKS = 11  # of a data worker and its loader, at most
 
 
-class Movable:
+class DeviceBatch:
     """Base of a task's batch: a dataclass whose tensors, also those in lists and dicts, move to a device together."""
 
     def to(self, device: torch.device):
@@ -63,7 +63,7 @@ def _map(value, function, kind: type = torch.Tensor):
     """Apply `function` to each `kind` in nested lists, dicts and batches; keep everything else."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, Movable):
+    if isinstance(value, DeviceBatch):
         return type(value)(*(_map(getattr(value, field.name), function, kind) for field in fields(value)))
     if isinstance(value, list):
         return [_map(part, function, kind) for part in value]
@@ -135,18 +135,18 @@ class _EvaluationLoader(_Loader):
             yield batch
 
 
-class Feed:
+class Prefetcher:
     """Batches of a loader on the device, with the time spent waiting for them.
 
     To a GPU they travel on a stream of their own, while it computes: training is queued ahead of it.
     """
 
-    def __init__(self, loader: Iterable[Movable], device: torch.device):
+    def __init__(self, loader: Iterable[DeviceBatch], device: torch.device):
         self._batches, self._device = iter(loader), device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waited, self._broken = 0.0, ()
 
-    def __next__(self) -> Movable:
+    def __next__(self) -> DeviceBatch:
         began = time.perf_counter()
         watchdog.note("waiting for data")
         try:

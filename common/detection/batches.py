@@ -17,7 +17,7 @@ from common.data.cache import Cache
 from common.data.decoding import Picture, resized
 from common.data.device_decoding import Encoded, decoder, noise, refuse_cache
 from common.data.images import BrokenImage
-from common.data.loader import Movable
+from common.data.loader import DeviceBatch
 from common.data.stream import Stream
 from common.detection.data import outlines
 from common.detection.data.annotated import Annotated, Sample
@@ -32,7 +32,7 @@ _FRESH = 2**62  # first position that no step has: from here on partners of a po
 
 
 @dataclass
-class DetectionBatch(Movable):
+class DetectionBatch(DeviceBatch):
     """A micro-batch of B images with their boxes."""
 
     images: torch.Tensor  # uint8[B, 3, H, W], each at the top left of the canvas
@@ -68,7 +68,7 @@ class DetectionBatch(Movable):
 
 
 @dataclass
-class TrainingScenes(Dataset):
+class TrainingImages(Dataset):
     """Positions of the stream -> `DetectionBatch`: a pure function, so any worker may compute it."""
 
     source: Annotated

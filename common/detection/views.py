@@ -10,8 +10,8 @@ from common.config.fields import whole_numbers
 from common.detection.models.boxes import suppress
 from common.detection.models.postprocessing import MOST
 from common.detection.transforms import BoxAugmentation
-from common.distributed import launch
 from common.errors import Refused
+from common.launching import launch
 
 _NMS = 0.7  # of families that suppress no boxes themselves
 

@@ -1,1 +1,1 @@
-"""Processes and machines of a run: launch, rendezvous, collectives, watchdog, exit codes."""
+"""What trained code calls: collectives, agreement between processes, the watchdog, deterministic kernels."""

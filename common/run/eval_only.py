@@ -26,11 +26,11 @@ from common.config.origin import Origin, by_name, called_by_weights, read_origin
 from common.config.parsing import identity, short_hash
 from common.data import splits
 from common.data.source import Source
-from common.distributed import launch
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import as_json
+from common.launching import launch
 from common.run.folder import write_json
 
 

@@ -26,13 +26,14 @@ from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import fingerprint
-from common.data.loader import Movable
+from common.data.loader import DeviceBatch
 from common.data.stream import Stream
-from common.distributed import launch, watchdog
+from common.distributed import watchdog
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
 from common.distributed.environment import environment
-from common.distributed.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
 from common.errors import Refused
+from common.launching import launch
+from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
 from common.run import micro_batch, plots, profiling
 from common.run.folder import RunFolder
 from common.run.profiling import Profile
@@ -153,8 +154,8 @@ class Run:
         plan: BatchPlan,
         schedule: Schedule,
         samples: Samples,
-        losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
-        totals_of: Callable[[Movable], torch.Tensor] | None = None,
+        losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
+        totals_of: Callable[[DeviceBatch], torch.Tensor] | None = None,
         data: tuple[Sized, Sized],
         export: Callable[..., None],
         rows: dict[str, str],
@@ -277,7 +278,7 @@ class Run:
         if self._started:
             self._step_reports.add(values)
 
-    def micro_batches(self) -> Iterator[Movable]:
+    def micro_batches(self) -> Iterator[DeviceBatch]:
         """This rank's share of the step's global batch, in micro-batches on the device; call `backward` once for each."""
         return self._training.micro_batches(self.step)
 
@@ -347,7 +348,7 @@ class Run:
         """Step of the best evaluation so far, over all starts; 0 before the first."""
         return self._records.progress.best.get("step", 0)
 
-    def evaluates(self) -> bool:
+    def should_evaluate(self) -> bool:
         """Whether an evaluation is due now: by the cadence, or because the run ends here."""
         return self._due(self.config.eval_every, self.step)
 
@@ -381,7 +382,7 @@ class Run:
         self._stop_by_flags()
         return rest
 
-    def saves(self) -> bool:
+    def should_save(self) -> bool:
         """Whether a checkpoint is due now: by the cadence, or because some rank was asked to stop."""
         return self._due(self.config.checkpoint_every, self.step) or self._stopping
 
@@ -400,7 +401,7 @@ class Run:
         due = self.ends() or self.step >= share * self.total_steps
         return broadcast_object(due and not self._suspicious.exists())
 
-    def draws(self) -> bool:
+    def should_draw(self) -> bool:
         """Whether pictures of an evaluation are due: after the last one, and while they take little of the run's time.
 
         A collective, after evaluations, instead of `ends`.

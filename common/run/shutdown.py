@@ -11,7 +11,7 @@ from common.checkpoints.writer import Writer
 from common.config.fields import RunConfig
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import gather_objects, is_lost_peer, is_main, rank
-from common.errors import Again, Refused
+from common.errors import Refused, RestartNeeded
 from common.run import micro_batch, report
 from common.run.folder import RunFolder, read_json, write_status, writing
 from common.run.progress import Progress
@@ -42,7 +42,7 @@ class Shutdown:
         other = ", which with --batch_norm local is another result" * (
             getattr(self._config, "batch_norm", "") == "local"
         )
-        return Again(f"out of memory with {size} samples at once, from now on at most {most}{other}")
+        return RestartNeeded(f"out of memory with {size} samples at once, from now on at most {most}{other}")
 
     def leave_word(self, step: int, cause: str) -> None:
         """Write to status.json why the watchdog ends all processes at `step`. Called on the rank that reports it."""
@@ -68,9 +68,9 @@ class Shutdown:
                 with contextlib.suppress(OSError):
                     write_status(self._path, "resumable", progress.step, cause)
             return "resumable", cause
-        status = "resumable" if isinstance(error, Again) else "failed"
+        status = "resumable" if isinstance(error, RestartNeeded) else "failed"
         if not is_main() and not isinstance(error, Refused):  # the others only learn that this process is gone
-            kind = "" if isinstance(error, Again) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, RestartNeeded) else f"{type(error).__name__}: "
             with contextlib.suppress(OSError):
                 write_status(self._path, status, progress.step, f"rank {rank()}: {kind}{cause}")
         return status, cause

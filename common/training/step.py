@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from common.data.batch_plan import BatchPlan
-from common.data.loader import Feed, Movable, training_loader
+from common.data.loader import DeviceBatch, Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum, rank
 from common.errors import Refused
@@ -27,10 +27,10 @@ class Samples(Protocol):
 
     stream: Stream
 
-    def blank(self, count: int) -> Movable:
+    def blank(self, count: int) -> DeviceBatch:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
 
-    def shown(self, batch: Movable) -> list[tuple[str, str, list]]:
+    def shown(self, batch: DeviceBatch) -> list[tuple[str, str, list]]:
         """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in pixels, class name)."""
 
 
@@ -60,8 +60,8 @@ class TrainingStep:
         accelerator: Accelerator,
         model: torch.nn.Module,
         samples: Samples,
-        losses_of: Callable[[torch.nn.Module, Movable], torch.Tensor],
-        totals_of: Callable[[Movable], torch.Tensor] | None,
+        losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
+        totals_of: Callable[[DeviceBatch], torch.Tensor] | None,
         freezing: Freezing,
     ):
         self.model, self.samples, self._freezing = model, samples, freezing
@@ -75,7 +75,7 @@ class TrainingStep:
         """
         seed_model(0, self._device)
         count = plan.micro_steps if self._totals_of else 1  # as many as are on the device at once
-        feed = Feed((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
+        feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
         batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
         if self._totals_of:
             batches[0].totals = self._totals_of(batches[0])
@@ -148,7 +148,7 @@ class TrainingStep:
             self.model.register_forward_hook(lambda *_: reseed(seed)),
         ]
         reseed(seed)
-        batch = next(Feed([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
+        batch = next(Prefetcher([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
         reseed(seed)  # reading images has left the generators in a state of its own
         if self._totals_of:
             batch.totals = self._totals_of(batch)
@@ -175,11 +175,11 @@ class TrainingStep:
         """Start the data workers for `steps`, (first, end)."""
         self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
         loader = training_loader(self.samples, plan, *steps, workers)
-        self._feed = Feed(loader, self._device)
+        self._feed = Prefetcher(loader, self._device)
         self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
         self._losses, self._positions = [], []
 
-    def micro_batches(self, step: int) -> Iterator[Movable]:
+    def micro_batches(self, step: int) -> Iterator[DeviceBatch]:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
         self._freezing.begin(step)
         batches = (next(self._feed) for _ in range(self.plan.micro_steps))

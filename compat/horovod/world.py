@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.distributed.launchers import Launch, complete
+from common.launching.launchers import Launch, complete
 from compat.horovod import engine
 from compat.horovod.collectives import backend
 from compat.horovod.engine import Engine
@@ -79,7 +79,7 @@ def _join_group(launch: Launch) -> dist.Store:
     if _store is None and launch.world_size == 1:
         _store = dist.HashStore()
     elif _store is None:
-        from common.distributed.meeting import reach  # imports accelerate
+        from common.launching.meeting import reach  # imports accelerate
 
         _store = reach(os.environ, launch, timedelta(seconds=_PATIENCE_S))
     group_store = dist.PrefixStore(f"group/{_starts}", _store)

@@ -14,7 +14,7 @@ from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import training_transform
 from common.data import loader
 from common.data.batch_plan import BatchPlan
-from common.data.loader import Feed, training_loader
+from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.randomness import key_of, uniforms
 from recipes import cls
@@ -47,7 +47,7 @@ def augmented(config: cls.Config, own: list[Augmentation], plan: BatchPlan, work
     for rank in range(plan.world_size):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loader, "rank", lambda rank=rank: rank)
-            feed = Feed(training_loader(samples, plan, 3, 7, workers), CPU)
+            feed = Prefetcher(training_loader(samples, plan, 3, 7, workers), CPU)
             batches = [next(feed) for _ in range(4 * plan.micro_steps)]
         seen += [(batch.positions, *augment(batch)) for batch in batches]
     positions, images, targets = map(torch.cat, zip(*seen, strict=True))

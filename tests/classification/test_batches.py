@@ -27,14 +27,14 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Feed, Movable, evaluation_loader, training_loader
+from common.data.loader import DeviceBatch, Prefetcher, evaluation_loader, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
 
 
 @dataclass
-class Nested(Movable):
+class Nested(DeviceBatch):
     targets: list[dict]
 
 
@@ -240,7 +240,7 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
             time.sleep(0.02)
             yield Batch(torch.zeros(1), torch.zeros(1), torch.zeros(1), broken=(name,))
 
-    feed = Feed(slow(), torch.device("cpu"))
+    feed = Prefetcher(slow(), torch.device("cpu"))
     next(feed), next(feed)
     waited, broken = feed.take()
     assert 0.04 <= waited < 10 and broken == ("a", "b")

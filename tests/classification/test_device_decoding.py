@@ -20,7 +20,7 @@ from common.data.cache import open_cache
 from common.data.decoding import Picture
 from common.data.device_decoding import Jpeg
 from common.data.images import BrokenImage
-from common.data.loader import Feed, training_loader
+from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.errors import Refused
 from common.randomness import seed_generators
@@ -106,7 +106,7 @@ def batches(
     files: dict[str, bytes], decode: str, device: str = "cpu", limit: int = 12, workers: int = 0, **data
 ) -> list:
     plan = BatchPlan(12, 1, limit)
-    feed = Feed(training_loader(samples(files, decode, **data), plan, 0, 4, workers), torch.device(device))
+    feed = Prefetcher(training_loader(samples(files, decode, **data), plan, 0, 4, workers), torch.device(device))
     seen = [next(feed) for _ in range(4 * plan.micro_steps)]
     return [*seen, feed.take()[1]]
 
@@ -116,7 +116,7 @@ def test_the_device_resizes_to_the_size_of_the_step() -> None:
     seen = {}
     for decode in ("worker", "device"):
         several = replace(samples(USUAL, decode), image_sizes=sizes)
-        feed = Feed(training_loader(several, plan, 0, 6, 0), torch.device("cpu"))
+        feed = Prefetcher(training_loader(several, plan, 0, 6, 0), torch.device("cpu"))
         seen[decode] = [next(feed).images for _ in range(6)]
         assert several.blank(2).to(torch.device("cpu")).complete().images.shape == (2, 3, 64, 64)
     assert {images.shape[2] for images in seen["device"]} == {32, 64}

@@ -13,7 +13,7 @@ import psutil
 from tests.harness.launching import free_port
 from tests.harness.waiting import Limit, end_with_stacks
 
-IMPORTED_ONCE = ["compat.horovod", "common.distributed.launch"]
+IMPORTED_ONCE = ["compat.horovod", "common.launching.launch"]
 
 
 def run_ranks(

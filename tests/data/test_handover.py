@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from common.data.loader import Movable, _loader
+from common.data.loader import DeviceBatch, _loader
 
 
 @dataclass
-class Batch(Movable):
+class Batch(DeviceBatch):
     images: torch.Tensor
     targets: list
     nothing: torch.Tensor

@@ -12,10 +12,10 @@ SCRIPT = """
 import ctypes, os, signal, socket, stat, sys, threading, time
 from dataclasses import dataclass
 import torch
-from common.data.loader import Movable, _loader
+from common.data.loader import DeviceBatch, _loader
 
 @dataclass
-class Numbers(Movable):
+class Numbers(DeviceBatch):
     numbers: torch.Tensor
     text: str = ""
 
@@ -73,14 +73,14 @@ SHARED = """
 """
 REPLACED = """
     import psutil
-    from common.distributed import launch
-    from common.errors import Again
+    from common.launching import launch
+    from common.errors import RestartNeeded
     def main():
         if "again" in sys.orig_argv:
             return print([child.name() for child in psutil.Process().children()])
         kept = begin("full pipe")
         sys.orig_argv.append("again")
-        raise Again("once more")
+        raise RestartNeeded("once more")
     launch.run(main)
 """
 

@@ -12,7 +12,7 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.images import BrokenImage
 from common.data.stream import Stream
-from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages
 from common.detection.models.detectors import build_detector
@@ -61,9 +61,9 @@ def source(count=23, seed=0) -> Painted:
     return Painted(("a", "b", "c"), np.arange(3), np.arange(count), sizes, offsets, boxes, labels, crowd, area)
 
 
-def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingScenes:
+def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingImages:
     augmentation = BoxAugmentation(0, (32, 48), 80, **ways)
-    return TrainingScenes(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0, **options)
+    return TrainingImages(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0, **options)
 
 
 def same(one, other) -> bool:

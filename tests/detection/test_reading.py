@@ -14,9 +14,9 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture, pixels_of
 from common.data.images import BrokenImage, open_rgb
-from common.data.loader import Feed, training_loader
+from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
-from common.detection.batches import EvaluationScenes, TrainingScenes
+from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages, Sample
 from common.detection.transforms import BoxAugmentation
@@ -72,15 +72,15 @@ def source(files: dict[str, bytes]) -> Files:
     return found
 
 
-def samples_of(data, short_sides=(48, 64), ways=GEOMETRY, cache=None, **options) -> TrainingScenes:
+def samples_of(data, short_sides=(48, 64), ways=GEOMETRY, cache=None, **options) -> TrainingImages:
     augmentation = BoxAugmentation(3, short_sides, 100, **ways, **options)
-    return TrainingScenes(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
+    return TrainingImages(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
 
 
 def batches(samples, workers: int = 0, most: int = 8) -> list:
     """The micro-batches of four steps on the CPU, and what was broken in them."""
     plan = BatchPlan(8, 1, most)
-    feed = Feed(training_loader(samples, plan, 0, 4, workers), torch.device("cpu"))
+    feed = Prefetcher(training_loader(samples, plan, 0, 4, workers), torch.device("cpu"))
     return [*[next(feed) for _ in range(4 * plan.micro_steps)], feed.take()[1]]
 
 

@@ -46,7 +46,7 @@ def replace(folder: Path) -> None:
 
 def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     """In a fork: `lose` the run folder once `step` is done; each step that follows is told."""
-    from common.distributed import launch
+    from common.launching import launch
     from common.run.run import Run
 
     launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here

@@ -36,14 +36,14 @@ import os, runpy, sys
 import psutil, torch
 from common.data import loader as loading
 assert not psutil.Process().children(), "data workers of the process that this one has replaced"
-take, taken = loading.Feed.__next__, []
+take, taken = loading.Prefetcher.__next__, []
 def fail(feed):
     batch = take(feed)
     taken.append(batch)
     if len(taken) > 5 and len(batch.positions) > 8 and os.environ.get("RANK", "0") == os.environ["FULL_RANK"]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return batch
-loading.Feed.__next__ = fail
+loading.Prefetcher.__next__ = fail
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.distributed import launch
+from common.launching import launch
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended, Fork
 
@@ -111,16 +111,16 @@ def small_shared_memory(size: str = "300k") -> None:
 
 
 def before_the_sixth_batch(change) -> None:
-    from common.data.loader import Feed
+    from common.data.loader import Prefetcher
 
-    take, calls = Feed.__next__, itertools.count()
+    take, calls = Prefetcher.__next__, itertools.count()
 
     def change_and_take(feed):
         if next(calls) == 5:
             change()
         return take(feed)
 
-    Feed.__next__ = change_and_take
+    Prefetcher.__next__ = change_and_take
 
 
 def kill_the_worker() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from common.distributed import launch
+from common.launching import launch
 from common.run import micro_batch
 from common.run.run import Run
 from tests.harness.several import load

@@ -204,7 +204,7 @@ recipes/cls.py FAILED
 
 
 def test_a_run_that_hangs_says_where_it_was_not_where_its_data_workers_were() -> None:
-    launched = '  File "/x/recipes/cls.py", line 318 in main\n  File "/x/common/distributed/launch.py", line 110 in run'
+    launched = '  File "/x/recipes/cls.py", line 318 in main\n  File "/x/common/launching/launch.py", line 110 in run'
     worker = '  File "/x/worker.py", line 335 in _worker_loop\n  File "/x/common/data/workers.py", line 46 in run'
     inner = '  File "/x/torch/autograd.py", line 1 in backward\n  File "/x/common/training/exactness.py", line 53 in describe'
     stacks = (

@@ -166,7 +166,7 @@ class Forks:
 
 def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:
     """The environment of a rank as `accelerate launch` makes it; the fork server stands for the launcher."""
-    from common.distributed import launch
+    from common.launching import launch
 
     launch._PARENT = os.getppid()
     if processes > 1:
@@ -183,7 +183,7 @@ def _with(environment: Mapping[str, str], rank: int) -> None:
 
 
 def _be_recipe(command: list[str]) -> None:
-    from common.distributed import launch
+    from common.launching import launch
     from recipes import cls, det
 
     sys.argv = command

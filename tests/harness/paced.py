@@ -3,12 +3,12 @@
 # Alone it is slower still.
 PACED = """
 import os, runpy, sys, time
-from common.data.loader import Feed
-take = Feed.take
+from common.data.loader import Prefetcher
+take = Prefetcher.take
 def take_slowly(feed):
     time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)
     return take(feed)
-Feed.take = take_slowly
+Prefetcher.take = take_slowly
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.distributed.collectives import gather_objects, leave_process_group
-from common.distributed.exit_codes import EXIT_FOLDER
 from common.errors import Refused
+from common.launching.exit_codes import EXIT_FOLDER
 from common.run.eval_only import Pictures
 from common.run.run import Run
 

@@ -13,7 +13,7 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import torch
-from common.distributed import launch
+from common.launching import launch
 class Another:
     def __init__(self, properties):
         self.properties = properties

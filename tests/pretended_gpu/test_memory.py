@@ -26,7 +26,7 @@ me = psutil.Process()
 here = {"process": me.pid, "children": len(me.children()), "files": me.num_fds(), "rank": os.environ.get("RANK")}
 with open(os.environ["STARTS"], "a") as file:
     file.write(json.dumps(here) + "\\n")
-take, taken = loading.Feed.__next__, []
+take, taken = loading.Prefetcher.__next__, []
 def fill(feed):
     batch = take(feed)
     taken.append(batch.positions)
@@ -34,7 +34,7 @@ def fill(feed):
         torch.cuda.empty_cache()
         feed.others = torch.empty(torch.cuda.mem_get_info()[0] - 2**20, dtype=torch.uint8, device="cuda")
     return batch
-loading.Feed.__next__ = fill
+loading.Prefetcher.__next__ = fill
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -43,7 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 CANVASES = """
 import json
 import torch
-from common.distributed import launch
+from common.launching import launch
 
 device, found = launch.start().device, []
 settings = lambda: bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

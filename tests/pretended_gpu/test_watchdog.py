@@ -11,7 +11,7 @@ HANGING = """
 import json, os, runpy, signal, sys, threading
 import torch, torch.distributed as dist
 from common.data import loader as loading
-take, taken = loading.Feed.__next__, []
+take, taken = loading.Prefetcher.__next__, []
 def hang(feed):
     taken.append(feed)
     if len(taken) == 8 and os.environ["RANK"] == "1":
@@ -23,7 +23,7 @@ def hang(feed):
             os.kill(os.getpid(), signal.SIGSTOP)
         threading.Event().wait()
     return take(feed)
-loading.Feed.__next__ = hang
+loading.Prefetcher.__next__ = hang
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

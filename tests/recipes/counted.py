@@ -17,7 +17,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common.distributed import launch
+from common.launching import launch
 from tests.harness.several import load
 
 cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")

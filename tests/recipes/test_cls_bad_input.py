@@ -471,7 +471,7 @@ def test_a_launch_that_cannot_work_is_refused_in_one_line_before_a_process_group
 LATE_FIRST_RANK = """
 import os, sys, time
 from pathlib import Path
-from common.distributed import launch
+from common.launching import launch
 from common.errors import Refused
 
 def main():
@@ -497,7 +497,7 @@ def test_the_line_is_not_lost_when_the_rank_that_says_it_is_the_last_to_come_to_
 ONE_FAILS = """
 import os, signal, sys, time
 from pathlib import Path
-from common.distributed import launch
+from common.launching import launch
 
 def main():
     if os.environ["RANK"] == "1":

@@ -51,10 +51,10 @@ def main():
 ASKED = """
 import os, signal, sys
 from pathlib import Path
-from common.data.loader import Feed
+from common.data.loader import Prefetcher
 from tests.harness.several import load
 cls = load(Path("recipes/cls.py"))
-take = Feed.take
+take = Prefetcher.take
 def main():
     taken = []
     def take_and_signal(feed):
@@ -62,20 +62,20 @@ def main():
         if os.environ["RANK"] == "1" and len(taken) == 5:
             os.kill(os.getpid(), signal.SIGUSR1)
         return take(feed)
-    Feed.take = take_and_signal if "asked" in sys.argv else take
+    Prefetcher.take = take_and_signal if "asked" in sys.argv else take
     cls.main()
 """
 # A recipe whose rank 1 alone fails, when it has made five steps.
 FAILING = """
 import os, runpy, sys
-from common.data.loader import Feed
-take, taken = Feed.take, []
+from common.data.loader import Prefetcher
+take, taken = Prefetcher.take, []
 def fail(feed):
     taken.append(feed)
     if os.environ["RANK"] == "1" and len(taken) == 5:
         raise ValueError("of rank 1 alone")
     return take(feed)
-Feed.take = fail
+Prefetcher.take = fail
 sys.argv[0] = "recipes/cls.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -41,7 +41,7 @@ STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 @@
 +            if run.step == 3 and accelerator.process_index == world_size() - 1:
 +                run.stop("enough")
-             if run.saves():
+             if run.should_save():
 """
 BREAK = """The loop is left behind a step.
 @@

@@ -27,7 +27,7 @@ CHANGES = {
             run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 """,
-    "                if run.draws():\n": "                if run.ends() or True:\n",  # pictures at each evaluation
+    "                if run.should_draw():\n": "                if run.ends() or True:\n",  # pictures at each evaluation
 }
 FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
 NOISE = """Random numbers of each place that a copy may draw them in.

@@ -20,8 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common.distributed import launch as launching
 from common.errors import Refused
+from common.launching import launch as launching
 from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited

@@ -29,9 +29,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     words, flags = arguments().parse_known_args(argv)
-    from common.distributed import launch
     from common.distributed.collectives import is_main
     from common.durable import make_folder
+    from common.launching import launch
     from common.run.folder import write_json
     from common.run.past_run import PastRun
     from tools.compare import evaluation, tables
@@ -79,7 +79,7 @@ def _refuse_other_data(runs: Sequence, flags: Sequence[str]) -> None:
 
 
 def _evaluate(runs: Sequence, flags: Sequence[str], output: Path | None) -> list:
-    from common.distributed import launch
+    from common.launching import launch
     from tools.compare import evaluation
 
     candidates = evaluation.find([run.path for run in runs], flags)
@@ -162,6 +162,6 @@ def _differences(predictions: Sequence, resamples: int) -> tuple[list[str], list
 
 if __name__ == "__main__":
     sys.argv[0] = "tools.compare"  # what messages begin with
-    from common.distributed import launch
+    from common.launching import launch
 
     launch.run(main)

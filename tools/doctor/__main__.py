@@ -35,7 +35,7 @@ def main() -> None:
     options = arguments().parse_args()
     sys.argv[0] = "doctor"  # as messages name it
 
-    from common.distributed import launch  # torch, after --help
+    from common.launching import launch  # torch, after --help
     from tools.doctor.session import examine
 
     launch.run(lambda: sys.exit(examine(options, os.environ)))

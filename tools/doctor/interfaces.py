@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed.network import LOOPBACK, is_loopback
+from common.launching.network import LOOPBACK, is_loopback
 from tools.doctor.finding import Finding
 from tools.doctor.world import World
 

@@ -10,10 +10,10 @@ import psutil
 import torch
 from torch.distributed import PrefixStore, Store
 
-from common.distributed.launch_checks import check_launch, parent_command, processes_asked
-from common.distributed.launchers import meeting_file
-from common.distributed.meeting import reach
 from common.errors import Refused
+from common.launching.launch_checks import check_launch, parent_command, processes_asked
+from common.launching.launchers import meeting_file
+from common.launching.meeting import reach
 from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses
 from tools.doctor.world import ANSWER_S, World

@@ -21,12 +21,12 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from common.distributed.collectives import is_lost_peer
-from common.distributed.exit_codes import announce_exit
-from common.distributed.launch import share_cores
-from common.distributed.launchers import meeting_file
-from common.distributed.meeting import choose_interface
 from common.durable import replace_file
 from common.errors import Refused, printable
+from common.launching.exit_codes import announce_exit
+from common.launching.launch import share_cores
+from common.launching.launchers import meeting_file
+from common.launching.meeting import choose_interface
 from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
 from tools.doctor.finding import Finding
 from tools.doctor.table import HERE, ON_MACHINE, fold, show

@@ -25,8 +25,8 @@ import psutil
 
 from common.checkpoints.store import Checkpoints, verify
 from common.config.parsing import parse
-from common.distributed.exit_codes import RESUMABLE
 from common.errors import printable
+from common.launching.exit_codes import RESUMABLE
 from tools.doctor.limits import used_by_others
 from tools.doctor.world import World
 from tools.trained import RECIPES, load_recipe

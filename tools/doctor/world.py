@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from common.distributed.launch_checks import wants_cpu
-from common.distributed.launchers import EXPORTED, Launch, complete
+from common.launching.launch_checks import wants_cpu
+from common.launching.launchers import EXPORTED, Launch, complete
 
 NAMED = 4  # ranks or hosts that a row names
 ANSWER_S = 30.0  # how long a process waits for the others in one exchange

@@ -57,7 +57,7 @@ def load(model: str, flags: list[str], differing: int):
     """The task of the trained model: its module, and how it is judged on the validation images that the run or `flags` name."""
     import torch
 
-    from common.distributed import launch
+    from common.launching import launch
     from common.run import eval_only
     from tools import trained as tools_trained
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data.images import BrokenImage
-from common.data.loader import Movable, evaluation_loader
+from common.data.loader import DeviceBatch, evaluation_loader
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import as_json
@@ -64,7 +64,7 @@ class Task(Protocol):
 
 
 @dataclass
-class Picture(Movable):
+class Picture(DeviceBatch):
     """One image of a source as it is, before any resizing."""
 
     pixels: torch.Tensor | None  # uint8[1, 3, H, W]; None if it can't be read

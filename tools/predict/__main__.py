@@ -14,8 +14,8 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from common.distributed import launch
 from common.errors import Refused, printable
+from common.launching import launch
 from tools.command_line import parser_of
 
 _MOST_AT_ONCE = 64  # batches of a rank between two collections of rows

@@ -31,7 +31,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     words, flags = arguments().parse_known_args(argv)
-    from common.distributed import launch
+    from common.launching import launch
     from tools.replay.replay import replay  # takes seconds, which --help need not
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages

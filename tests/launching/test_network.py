@@ -11,8 +11,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from common.distributed import rendezvous
-from common.distributed.network import (
+from common.errors import Refused
+from common.launching import rendezvous
+from common.launching.network import (
     LOOPBACK,
     address_towards,
     await_listener,
@@ -23,7 +24,6 @@ from common.distributed.network import (
     outward_addresses,
     trouble,
 )
-from common.errors import Refused
 
 pytestmark = pytest.mark.smoke
 

@@ -16,7 +16,7 @@ def backend() -> Callable:
 
 
 def _create(parameters):
-    from common.distributed.rendezvous import create  # late: it imports the torch module that loads plugins
+    from common.launching.rendezvous import create  # late: it imports the torch module that loads plugins
 
     return create(parameters)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.distributed.launchers import Launch, complete, first_host, local_rank
 from common.errors import Refused
+from common.launching.launchers import Launch, complete, first_host, local_rank
 
 pytestmark = pytest.mark.smoke
 

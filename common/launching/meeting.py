@@ -14,9 +14,10 @@ import torch
 from torch.distributed import Store, rendezvous
 
 from common.distributed.agreement import agree, facts
-from common.distributed.launch_checks import wants_cpu
-from common.distributed.launchers import EXPORTED, Launch, meeting_file
-from common.distributed.network import (
+from common.errors import Refused
+from common.launching.launch_checks import wants_cpu
+from common.launching.launchers import EXPORTED, Launch, meeting_file
+from common.launching.network import (
     LOOPBACK,
     QUIET_S,
     address_towards,
@@ -27,7 +28,6 @@ from common.distributed.network import (
     outward_addresses,
     trouble,
 )
-from common.errors import Refused
 
 MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
 

@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 
-from common.distributed import launch, meeting
-from common.distributed.exit_codes import leaving
-from common.distributed.launch import last_resort
-from common.distributed.launch_checks import check_launch, processes_asked, wants_cpu
-from common.distributed.launchers import complete
-from common.distributed.meeting import choose_interface
 from common.errors import Refused
+from common.launching import launch, meeting
+from common.launching.exit_codes import leaving
+from common.launching.launch import last_resort
+from common.launching.launch_checks import check_launch, processes_asked, wants_cpu
+from common.launching.launchers import complete
+from common.launching.meeting import choose_interface
 
 pytestmark = pytest.mark.smoke
 

@@ -48,7 +48,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from common.distributed.exit_codes import (
+from common.errors import Refused
+from common.launching.exit_codes import (
     AT_LEAST,
     END,
     EXIT_FOLDER,
@@ -59,8 +60,8 @@ from common.distributed.exit_codes import (
     notify,
     signal_name,
 )
-from common.distributed.membership import LEFT, RUNNING, WAITING, Membership, Record, Round
-from common.distributed.network import (
+from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Record, Round
+from common.launching.network import (
     LOOPBACK,
     QUIET_S,
     address_towards,
@@ -71,7 +72,6 @@ from common.distributed.network import (
     keep_store,
     outward_addresses,
 )
-from common.errors import Refused
 
 JOIN_S = 300  # how long a machine waits for the others
 LAST_CALL_S = 5  # how much longer the first round waits for machines beyond `at_least`

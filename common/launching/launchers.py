@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from common.distributed.network import LOOPBACK, is_loopback
 from common.errors import Refused
+from common.launching.network import LOOPBACK, is_loopback
 
 ACCELERATE = (
     "ACCELERATE_DYNAMO_BACKEND"  # which `accelerate launch` always sets; people may set the precision themselves

@@ -9,9 +9,9 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
 
-from common.distributed.exit_codes import AT_LEAST
-from common.distributed.launchers import ACCELERATE, Launch, is_agents
 from common.errors import Refused
+from common.launching.exit_codes import AT_LEAST
+from common.launching.launchers import ACCELERATE, Launch, is_agents
 
 OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",

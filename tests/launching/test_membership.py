@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
-from common.distributed.membership import LEFT, RUNNING, WAITING, Membership, Round
+from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Round
 
 pytestmark = pytest.mark.smoke
 

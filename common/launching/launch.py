@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from common.config.fields import RunConfig
-from common.distributed import determinism, launchers, watchdog
+from common.distributed import determinism, watchdog
 from common.distributed.collectives import (
     barrier,
     gather_objects,
@@ -29,20 +29,21 @@ from common.distributed.collectives import (
     node_rank,
 )
 from common.distributed.environment import cores
-from common.distributed.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
 from common.distributed.gradient_compression import data_parallel
-from common.distributed.launch_checks import (
+from common.durable import replace_file
+from common.errors import Refused, RestartNeeded, printable
+from common.files import SMALL, read_text
+from common.launching import launchers
+from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
+from common.launching.launch_checks import (
     PRECISION_NAMES,
     check_launch,
     parent_command,
     processes_asked,
     wants_cpu,
 )
-from common.distributed.launchers import EXPORTED, Launch, complete
-from common.distributed.meeting import meet
-from common.durable import replace_file
-from common.errors import Again, Refused, printable
-from common.files import SMALL, read_text
+from common.launching.launchers import EXPORTED, Launch, complete
+from common.launching.meeting import meet
 
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
@@ -131,9 +132,9 @@ def last_resort(patience: float, environ: MutableMapping[str, str]) -> timedelta
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main`, and end the process with the right exit code and message.
 
-    A refusal is printed in one line, by one process per machine, with exit code 2. After `Again`, a single process restarts
-    itself; several processes need a launcher that restarts them. A process that fails alone prints its traceback and rank;
-    the other processes only print that they have lost one.
+    A refusal is printed in one line, by one process per machine, with exit code 2. After `RestartNeeded`, a single process
+    restarts itself; several processes need a launcher that restarts them. A process that fails alone prints its traceback
+    and rank; the other processes only print that they have lost one.
     """
     try:
         complete(os.environ)  # main may ask for LOCAL_RANK before it starts the run
@@ -142,7 +143,7 @@ def run(main: Callable[[], None]) -> None:
         _print_once_per_machine(f"{Path(sys.argv[0]).name}: {refusal}")
         announce_exit(2)
         sys.exit(2)
-    except Again as again:
+    except RestartNeeded as again:
         if os.environ.get("RANK", "0") != "0":  # the main process has printed it
             print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
         if not torch.distributed.is_initialized():

@@ -1,0 +1,1 @@
+"""Starting and finding processes: launchers, meeting, rendezvous, exit codes, and the checks before a run."""
