@@ -47,7 +47,7 @@ def before(launch, tmp_path_factory) -> dict[str, str]:
 def after(run_several, launch, tmp_path_factory) -> Mapping[int, list[dict]]:
     """By global batch: the rows of the copy's metrics.jsonl, from two processes."""
     folder = tmp_path_factory.mktemp("after")
-    [diff] = re.findall("```diff\n(.*?)```", PAGE, re.S)
+    [diff] = re.findall("```diff\n(@@.*?)```", PAGE, re.S)
     (folder / "train.py").write_text(apply(diff, (ROOT / "recipes/cls.py").read_text()))
     plain = [folder / "train.py", "--config", FOLDER / "mine.yaml", "--workers", 1]
     cases = {"64": plain, "1437": [*plain, "--global_batch_size", 1437, "--log_every", 1]}

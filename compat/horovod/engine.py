@@ -1,8 +1,9 @@
 """Engine: collectives that ranks may ask for in different orders, run in one order that is the same on all of them.
 
-A call such as `allreduce_async` hands in an operation and gets a handle. Each process set has a lane: a thread per rank. In
-a round, the lanes of a set tell each other what their ranks have newly asked for (an all-gather of JSON over gloo). All of
-them then know the same, and run what every rank has asked for; what ranks disagree about fails on all of them, and so does
+A call such as `allreduce_async` hands in an operation and gets a handle. Each process set has
+a lane: a thread per rank. In a round, the lanes of a set tell each other what their ranks
+have newly asked for (an all-gather of JSON over gloo). All of them then know the same, and
+run what every rank has asked for; what ranks disagree about fails on all of them, and so does
 what they wait for crosswise. Rounds take place only while something is asked for.
 """
 
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compat.horovod import collectives
-from compat.horovod.collectives import Group, dtype_name, end_group, make_group
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.requests import JOIN, WORLD, Request, disagreement
 from compat.horovod.stalls import Stalls
@@ -27,8 +28,7 @@ from compat.horovod.stalls import Stalls
 _TURN_S = 1.0  # after which a thread that waits looks around
 _LINGER_S = 5.0  # the longest that a rank waits for the others' end
 _PAUSE_S = 0.02  # between rounds in which nothing happens
-_HEAD_BYTES = 1024  # of a rank's message: its length, and its beginning
-_ABANDONED: list[Any] = []  # groups with a dead member: ending them would wait for it
+ABANDONED: list[Any] = []  # groups with a dead member: ending them would wait for it
 
 _engine: "Engine | None" = None
 
@@ -49,32 +49,30 @@ def set_current(engine: "Engine | None") -> None:
     _engine = engine
 
 
+@dataclass(eq=False)
 class Operation:
     """One collective that this rank has asked for. In place, the results go to the given tensors."""
 
-    def __init__(
-        self, lane: "Lane", request: Request, tensors: Sequence[Tensor], in_place: bool, grouped: bool
-    ) -> None:
-        self.lane, self.request, self.given, self.in_place, self.grouped = lane, request, [*tensors], in_place, grouped
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self.asked = time.monotonic()
-        self.done = threading.Event()
-        self.result: Any = None
-        self.shapes: list[list[list[int]]] = []  # of all ranks
-        self.error = ""
-        self.ready: torch.cuda.Event | None = None
-        self.finished: torch.cuda.Event | None = None
-        if request.device == "cuda":
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(self.tensors[0].device))
+    lane: "Lane"
+    request: Request
+    given: Sequence[Tensor]
+    in_place: bool
+    grouped: bool
+    ready: torch.cuda.Event | None  # of the stream that made the tensors
+    finished: torch.cuda.Event | None = None
+    asked: float = field(default_factory=time.monotonic)
+    done: threading.Event = field(default_factory=threading.Event)
+    shapes: list[list[list[int]]] = field(default_factory=list)  # of all ranks
+    outputs: Sequence[Tensor] = ()
+    result: Any = None
+    error: str = ""
 
-    def succeed(self, outputs: list[Any]) -> None:
+    def succeed(self, outputs: Sequence[Any]) -> None:
         if self.in_place:
-            for tensor, output in zip(self.tensors, outputs, strict=True):
-                if output is not tensor:
-                    tensor.copy_(output)
+            for tensor, output in zip(self.given, outputs, strict=True):
+                tensor.detach().copy_(output)
             outputs = self.given
-        self.result = outputs if self.grouped else outputs[0]
+        self.result = [*outputs] if self.grouped else outputs[0]
 
     def fail(self, error: str) -> None:
         self.error = self.error or error
@@ -84,9 +82,9 @@ class Operation:
 class Lane(threading.Thread):
     """This rank's side of a process set."""
 
-    def __init__(self, engine: "Engine", set_id: int, group: Group) -> None:
+    def __init__(self, engine: "Engine", set_id: int, group: collectives.Group) -> None:
         super().__init__(name=f"horovod process set {set_id}", daemon=True)
-        self.engine, self.set_id, self.group = engine, set_id, group
+        self.engine, self.group = engine, group
         self.changed = threading.Condition(engine.lock)
         self.operations: dict[str, Operation] = {}  # of this rank, in flight
         self.news: list[Request] = []  # not told to the others yet
@@ -133,7 +131,7 @@ class Lane(threading.Thread):
                 with self.changed:
                     self.changed.wait_for(lambda: self.operations or self.leaving or self.broken)
                     news, self.news = self.news, []
-                    waits = self.engine.waits_for({id(operation) for operation in self.operations.values()})
+                    waits = self.engine.waits_for({*self.operations.values()})
                     message = {"news": [vars(request) for request in news], "waits": waits, "leaving": self.leaving}
                 messages = self._exchange(message)
                 if self._round(messages) or any(told["news"] for told in messages):
@@ -144,28 +142,23 @@ class Lane(threading.Thread):
                     self.changed.wait_for(lambda: self.news, _PAUSE_S)
         except Exception as error:  # the others may be in the middle of the same collective
             text = " ".join(str(error).split())
-            lost = isinstance(error, RuntimeError) and ("onnection" in text or "peer" in text)
-            if lost:
+            if isinstance(error, RuntimeError) and ("onnection" in text or "peer" in text):
                 self.break_off(f"a rank has died or left: rank {self.engine.rank} has lost its connection")
             else:
                 self.break_off(f"rank {self.engine.rank}: {type(error).__name__}: {text}")
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all ranks of the set."""
-        data = json.dumps(message, separators=(",", ":")).encode()
-        content = bytearray(len(data).to_bytes(8, "little") + data)
-        heads = self._gather(content[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"))
-        lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
-        if (longest := max(lengths)) > _HEAD_BYTES:
-            rests = self._gather(content[_HEAD_BYTES:].ljust(longest - _HEAD_BYTES, b"\0"))
-            heads = [head + rest for head, rest in zip(heads, rests, strict=True)]
-        return [json.loads(head[8:length]) for head, length in zip(heads, lengths, strict=True)]
+        """The messages of all ranks of the set. In JSON: pickled ones could execute code."""
+        own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        lengths = self._gather(torch.tensor([len(own)]))
+        longest = int(max(lengths))
+        parts = self._gather(torch.nn.functional.pad(own, (0, longest - len(own))))
+        return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
-    def _gather(self, data: bytearray) -> list[bytes]:
-        own = torch.frombuffer(data, dtype=torch.uint8)
+    def _gather(self, own: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(own) for _ in self.group.ranks]
         dist.all_gather(parts, own, self.group.process_group)
-        return [part.numpy().tobytes() for part in parts]
+        return parts
 
     def _round(self, messages: Sequence[dict[str, Any]]) -> bool:
         """Take in what the ranks have told, and run or fail what can be decided. Returns whether there was such."""
@@ -177,39 +170,22 @@ class Lane(threading.Thread):
                     self.joined.append(rank)
             if told["leaving"]:
                 self.gone.add(rank)
-        decided = False
-        for names in self._ready():
-            decided = True
-            if error := self._disagreement(names[0]):
-                self._fail(names[0], error)
+        ready = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
+        for name in ready:
+            if error := disagreement(self.table[name], self.group.ranks, self.engine.size):
+                self._fail(name, error)
             else:
-                self._run(names)
-        for name in [*self.table]:
-            if lost := sorted({*self._missing(name)} & self.gone):
-                decided = True
-                self._fail(name, f"rank {lost[0]} has shut down")
-        return decided
+                self._run(name)
+        lost = {name: {*self._missing(name)} & self.gone for name in self.table}
+        for name, ranks in lost.items():
+            if ranks:
+                self._fail(name, f"rank {min(ranks)} has shut down")
+        return bool(ready) or any(lost.values())
 
     def _missing(self, name: str) -> list[int]:
         """Ranks that a collective still waits for; one that has joined is only waited for by others' joins."""
         joined = () if name == JOIN else self.joined
         return [rank for rank in self.group.ranks if rank not in self.table[name] and rank not in joined]
-
-    def _ready(self) -> list[list[str]]:
-        """Names of collectives that every rank has asked for; small all-reduces that are alike take one collective."""
-        names = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
-        parts: list[list[str]] = []
-        last: tuple | None = None
-        for name in names:
-            kind = None if self._disagreement(name) else next(iter(self.table[name].values())).alike
-            if kind is None or kind != last:
-                parts.append([])
-            parts[-1].append(name)
-            last = kind
-        return parts
-
-    def _disagreement(self, name: str) -> str:
-        return disagreement(self.table[name], self.group.ranks, self.engine.size)
 
     def _fail(self, name: str, error: str) -> None:
         told = self.table.pop(name)
@@ -230,64 +206,55 @@ class Lane(threading.Thread):
         for name in [*self.table]:
             self._fail(name, f"ranks wait for each other: {waits}")
 
-    def _run(self, names: Sequence[str]) -> None:
-        """Run one collective for the operations of these names, and give out the results."""
-        told = [self.table[name] for name in names]
-        requests = [next(iter(of_ranks.values())) for of_ranks in told]
+    def _run(self, name: str) -> None:
+        """Run a collective, and give out its result."""
+        told = self.table[name]
+        [request, *_] = told.values()
         with self.changed:
-            operations = [self.operations.get(name) for name in names]  # None if this rank has joined
-        last = self.joined[-1] if names[0] == JOIN else None
-        for operation, of_ranks in zip(operations, told, strict=True):
-            if operation:
-                operation.shapes = [of_ranks[rank].shapes for rank in self.group.ranks if rank in of_ranks]
-        outputs = [[last]]
-        if requests[0].kind == "join":
+            operation = self.operations.get(name)  # None if this rank has joined
+        outputs: list[Any] = [None]
+        if request.kind == "join":
+            outputs = [self.joined[-1]]
             self.joined, self.counts = [], Counter()  # ranks with less data have counted less
-        elif requests[0].kind == "add_process_set":
-            outputs = [[self.engine.add_lane(requests[0].ranks)]]
-        elif requests[0].kind == "remove_process_set":
-            outputs = [[self.engine.remove_lane(requests[0].root)]]
-        elif requests[0].kind != "barrier":  # all ranks have asked for it: that is a barrier
-            outputs = self._on_device(requests, operations, [told[0][rank].splits for rank in sorted(told[0])])
-        for name, operation, output in zip(names, operations, outputs, strict=True):
-            if operation and operation.request.device != "cuda":
-                operation.succeed(output)
-            self.stalls.number += 1
-            with self.changed:  # its name is free again before the caller wakes up
-                del self.table[name]
-                self.operations.pop(name, None)
-            if operation:
-                operation.done.set()
+        elif request.kind == "add_process_set":
+            outputs = [self.engine.add_lane(request.ranks)]
+        elif request.kind == "remove_process_set":
+            self.engine.remove_lane(request.root)
+        if operation:
+            operation.shapes = [told[rank].shapes for rank in sorted(told)]
+        if request.shapes:
+            self._compute(request, operation, [told[rank].splits for rank in sorted(told)])
+        elif operation:
+            operation.succeed(outputs)
+        self.stalls.number += 1
+        with self.changed:  # its name is free again before the caller wakes up
+            del self.table[name]
+            self.operations.pop(name, None)
+        if operation:
+            operation.done.set()
 
-    def _on_device(
-        self, requests: Sequence[Request], operations: Sequence[Operation | None], splits: list[list[int]]
-    ) -> list[list[Any]]:
-        given = [operation for operation in operations if operation]
-        nowhere = self.engine.join_device if requests[0].device == "cuda" else torch.device(requests[0].device)
-        device = given[0].tensors[0].device if given else nowhere
-        inputs = [
-            operation.tensors if operation else collectives.zeros(request, device)
-            for request, operation in zip(requests, operations, strict=True)
-        ]
-        owned = not given or all(operation.in_place for operation in given)
-        shapes = given[0].shapes if given else []
-        if device.type != "cuda":
-            return collectives.run(requests[0], inputs, shapes, splits, self.group, owned)
-        torch.cuda.set_device(device)
-        self.stream = self.stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(self.stream):
-            for operation in given:
-                assert operation.ready
+    def _compute(self, request: Request, operation: Operation | None, splits: list[list[int]]) -> None:
+        """Run it on the tensors of this rank, or on zeros. On a GPU, in a stream of this lane's own."""
+        if operation:
+            tensors, shapes = [tensor.detach() for tensor in operation.given], operation.shapes
+        else:
+            on_gpu = request.device == "cuda"
+            nowhere = self.engine.join_device if on_gpu else torch.device(request.device)
+            tensors, shapes = collectives.zeros(request, nowhere), []
+        if request.device == "cuda":
+            torch.cuda.set_device(tensors[0].device)
+            self.stream = self.stream or torch.cuda.Stream(tensors[0].device)
+            if operation and operation.ready:
                 self.stream.wait_event(operation.ready)
-            outputs = collectives.run(requests[0], inputs, shapes, splits, self.group, owned)
-            for asked, output in zip(operations, outputs, strict=True):
-                if asked:
-                    asked.succeed(output)
-                    for tensor in asked.tensors:
+        with torch.cuda.stream(self.stream if request.device == "cuda" else None):
+            outputs = collectives.run(request, tensors, shapes, splits, self.group)
+            if operation:
+                operation.succeed(outputs)
+                if request.device == "cuda" and self.stream:
+                    operation.outputs = [outputs[0][0]] if request.kind == "alltoall" else outputs
+                    operation.finished = self.stream.record_event()
+                    for tensor in tensors:
                         tensor.record_stream(self.stream)
-                    asked.finished = torch.cuda.Event()
-                    asked.finished.record(self.stream)
-        return outputs
 
 
 class Engine:
@@ -301,16 +268,15 @@ class Engine:
         self.sets = itertools.count()  # of process sets
         self.ranks: dict[int, list[int]] = {}  # of each process set
         self.lanes: dict[int, Lane] = {}  # of the sets that this rank is in
-        self.waiting: dict[
-            threading.Thread, Operation | None
-        ] = {}  # threads that have waited, and for what they do now
+        # Threads that have waited, and what each waits for now.
+        self.waiting: dict[threading.Thread, Operation | None] = {}
         self.lost_ranks = False  # True if an end found ranks missing
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
         self.add_lane([*range(self.size)])
 
     def add_lane(self, ranks: list[int]) -> int:
         """Make a process set; returns its id. Called on all ranks of the world."""
-        set_id, group = next(self.sets), make_group(ranks)
+        set_id, group = next(self.sets), collectives.make_group(ranks)
         with self.lock:
             self.ranks[set_id] = ranks
             if self.rank in ranks:
@@ -318,14 +284,13 @@ class Engine:
                 self.lanes[set_id].start()
         return set_id
 
-    def remove_lane(self, set_id: int) -> bool:
+    def remove_lane(self, set_id: int) -> None:
         """End a process set. What is in flight there fails."""
         with self.lock:
             self.ranks.pop(set_id)
             lane = self.lanes.pop(set_id, None)
         if lane:
             self._end([lane])
-        return True
 
     def submit(
         self,
@@ -340,8 +305,8 @@ class Engine:
     ) -> int:
         """Ask for a collective; returns its handle. `fields` are those of a `Request`.
 
-        Raises ValueError if its name is in flight, this rank is not in the process set or the type can't be reduced, and
-        HorovodInternalError after a rank of the set has died.
+        Raises ValueError if its name is in flight, this rank is not in the process set or the
+        type can't be reduced, and HorovodInternalError after a rank of the set has died.
         """
         if set_id is None or set_id not in self.ranks:
             raise ValueError(f"process set {set_id} is not registered: give it to init() or add_process_set()")
@@ -350,15 +315,17 @@ class Engine:
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             raise ValueError(f"{kind}: the tensors of a group must be on one device, not {sorted(map(str, devices))}")
-        lane = self.lanes[set_id]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        shapes = [[*tensor.shape] for tensor in tensors]
+        device, ready, lane = "cpu", None, self.lanes[set_id]
+        if tensors and tensors[0].is_cuda:
+            device, ready = "cuda", torch.cuda.current_stream(tensors[0].device).record_event()
         with self.lock:
             if name is None:
                 name = _nameless(kind, lane.counts[kind])
                 lane.counts[kind] += 1
-            dtypes, shapes = [dtype_name(tensor.dtype) for tensor in tensors], [[*tensor.shape] for tensor in tensors]
-            device = next(iter(devices)).type if devices else "cpu"
             request = Request(kind, name, dtypes, shapes, device, **fields)
-            operation = Operation(lane, request, tensors, in_place, grouped)
+            operation = Operation(lane, request, tensors, in_place, grouped, ready)
             lane.submit(operation)
             handle = next(self.numbers)
             self.handles[handle] = operation
@@ -381,17 +348,20 @@ class Engine:
         if operation.error:
             raise HorovodInternalError(operation.error)
         if operation.finished is not None:
-            torch.cuda.current_stream().wait_event(operation.finished)
+            stream = torch.cuda.current_stream()
+            stream.wait_event(operation.finished)
+            for output in operation.outputs:
+                output.record_stream(stream)  # it was allocated for the lane's
         return operation.result
 
     def call(self, kind: str, **options: Any) -> Any:
         """`submit` and `synchronize`."""
         return self.synchronize(self.submit(kind, **options))
 
-    def waits_for(self, operations: set[int]) -> bool:
-        """True if every thread that has ever waited waits for one of these operations (by `id`), and there is one."""
+    def waits_for(self, operations: set[Operation]) -> bool:
+        """True if every thread that has ever waited waits for one of these operations, and there is one."""
         self.waiting = {thread: what for thread, what in self.waiting.items() if thread.is_alive()}
-        return bool(self.waiting) and all(id(what) in operations for what in self.waiting.values())
+        return bool(self.waiting) and {*self.waiting.values()} <= operations
 
     def _await(self, operation: Operation, until: float = float("inf")) -> None:
         thread, lane = threading.current_thread(), operation.lane
@@ -420,9 +390,9 @@ class Engine:
             lane.join(max(0.0, until - time.monotonic()))
             if lane.broken or lane.is_alive():
                 self.lost_ranks = True
-                _ABANDONED.append(lane.group)
+                ABANDONED.append(lane.group)
             else:
-                end_group(lane.group)
+                dist.destroy_process_group(lane.group.process_group)
             lane.fail_all("shutdown() was called")
 
 

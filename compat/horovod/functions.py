@@ -1,17 +1,18 @@
 """Broadcasts of parameters, optimizer states and objects, and the gathering of objects.
 
-Objects are restored by a reader that runs no code of theirs, and so builds only known types: see `serialization`. They may
-arrive over a network from anybody who reaches the port; Horovod unpickles what it gets.
+Objects are restored by a reader that runs no code of theirs, and so builds only known types:
+see `serialization`. They may arrive over a network from anybody who reaches the port; Horovod
+unpickles what it gets.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from compat.horovod import serialization
 from compat.horovod.exceptions import HorovodInternalError
-from compat.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
+from compat.horovod.operations import allgather_async, broadcast_async_, synchronize
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.world import rank
 
@@ -24,8 +25,10 @@ def broadcast_parameters(
     Values that are None are left out. A collective.
 
     Raises:
-        ValueError: for a value that is no tensor, or something else than tensors with or without names.
-        HorovodInternalError: on all ranks, if these have other names, shapes or types of tensors.
+        ValueError: for a value that is no tensor, or something else than tensors with or
+            without names.
+        HorovodInternalError: on all ranks, if these have other names, shapes or types of
+            tensors.
     """
     if isinstance(params, Mapping):
         entries = sorted(params.items())
@@ -33,16 +36,17 @@ def broadcast_parameters(
         entries = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
     else:
         raise ValueError(f"broadcast_parameters takes a dict or a list of tensors, got {type(params).__name__}")
-    tensors = {}
-    for name, value in entries:
-        if value is None:
-            continue
+    tensors = {name: value for name, value in entries if value is not None}
+    for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object"
             )
-        tensors[name] = value.detach()
-    _broadcast_tensors(tensors, root_rank, "broadcast_parameters")
+    described = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    check_same(allgather_object(described), "broadcast_parameters: names, shapes or types of tensors")
+    handles = [broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}") for name, tensor in tensors.items()]
+    for handle in handles:
+        synchronize(handle)
 
 
 def broadcast_optimizer_state(
@@ -52,21 +56,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the optimizer state and the options (rate, momentum, ...) of one rank. A collective.
 
-    No step is made for it: the state may still be empty on some ranks or all, as after a checkpoint was loaded on the root
-    only. Where it was empty, gradients that are None become zeros, as in Horovod. `model` is not needed.
+    No step is made for it: the state may still be empty on some ranks or all, as after a
+    checkpoint was loaded on the root only. Where it was empty, gradients that are None become
+    zeros, as in Horovod. `model` is not needed.
 
     Raises:
-        HorovodInternalError: on all ranks, if the optimizers differ in class, groups or shapes of parameters.
+        HorovodInternalError: on all ranks, if the optimizers differ in class, groups or
+            shapes of parameters.
     """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    what = [
-        type(optimizer).__name__,
-        [len(group["params"]) for group in groups],
-        [list(parameter.shape) for parameter in parameters],
-    ]
-    _agree(what, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
-
+    described = [type(optimizer).__name__, *([list(one.shape) for one in group["params"]] for group in groups)]
+    check_same(allgather_object(described), "broadcast_optimizer_state: the optimizer's class, groups and shapes")
     if not optimizer.state:  # as in Horovod, which makes the state by a step of zeros
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
@@ -82,9 +83,9 @@ def broadcast_optimizer_state(
         {parameter: own for parameter, own in zip(parameters, state, strict=True) if own is not None}
     )
     for group, theirs in zip(groups, options, strict=True):
-        for name in [name for name in group if name != "params" and name not in theirs]:
-            del group[name]
-        group.update(theirs)
+        kept = group["params"]
+        group.clear()
+        group.update(params=kept, **theirs)
 
 
 def broadcast_object(
@@ -92,21 +93,18 @@ def broadcast_object(
 ) -> Any:
     """The object of rank `root_rank`, on all ranks of the process set; the others' arguments are ignored. A collective.
 
-    Tensors of a GPU arrive on each rank's current GPU. Which types an object may hold: see `serialization`.
+    Tensors of a GPU arrive on each rank's current GPU. Which types an object may hold: see
+    `serialization`.
 
     Raises:
         TypeError: on all ranks, if the object holds another type.
+        ValueError: if the root is not in the process set.
     """
-    name = name or "broadcast_object"
+    if process_set.ranks is None or root_rank not in process_set.ranks:
+        raise ValueError(f"root rank {root_rank} is not in {process_set}")
     is_root = rank() == root_rank
-    data = _packed(obj, root_rank) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([len(data)])
-    broadcast_(size, root_rank, f"{name}.size", process_set)
-    if not is_root:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data", process_set)
-    received = _unpacked(data)  # on the root too, so that it raises what the others do
-    return obj if is_root else received
+    received = allgather_object(obj if is_root else None, name or "broadcast_object", process_set)
+    return obj if is_root else received[process_set.ranks.index(root_rank)]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -138,30 +136,21 @@ def _unpacked(data: torch.Tensor) -> Any:
     return serialization.loads(content[1:])
 
 
-def _agree(what: Any, title: str) -> None:
-    """Raise HorovodInternalError on all ranks if `what` is not the same on all. A collective."""
-    of_ranks = allgather_object(what, title.split(":")[0])
+def check_same(of_ranks: Sequence[Any], title: str) -> None:
+    """Raise HorovodInternalError unless all ranks have the same. To be called on all of them."""
     for other, theirs in enumerate(of_ranks):
         if theirs != of_ranks[0]:
             raise HorovodInternalError(f"{title} differ: {_difference(of_ranks[0], theirs)} on ranks 0 and {other}")
 
 
 def _difference(first: Any, second: Any) -> str:
-    """The first entries of two nested lists that differ."""
+    """The first entries of two nested values that differ."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        key = next(key for key in [*first, *second] if first.get(key) != second.get(key))
+        return f"{key}: {_difference(first.get(key), second.get(key))}"
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         for one, other in zip(first, second, strict=False):
             if one != other:
                 return _difference(one, other)
         return f"{len(first)} and {len(second)} entries"
     return f"{first} and {second}"
-
-
-def _broadcast_tensors(tensors: Mapping[str, torch.Tensor], root_rank: int, title: str) -> None:
-    what = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    _agree(what, f"{title}: names, shapes or types of tensors")
-    handles = [
-        broadcast_async_(tensor, root_rank, f"{title}.{number}.{name}")
-        for number, (name, tensor) in enumerate(tensors.items())
-    ]
-    for handle in handles:
-        synchronize(handle)

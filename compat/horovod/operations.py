@@ -1,273 +1,289 @@
 """Collective operations of the Horovod API on torch tensors.
 
-A name identifies a tensor across ranks; without one, the calls of a kind are counted. Ranks may call in different orders
-as long as they don't wait for each other. All functions take a `process_set`, by default all ranks. They raise ValueError for
-what is wrong on this rank alone, such as a name that is in flight, and HorovodInternalError on all ranks if they disagree.
+A name identifies a tensor across ranks; without one, the calls of a kind are counted. Ranks
+may call in different orders as long as they don't wait for each other. All functions take a
+`process_set`, by default all ranks. They raise ValueError for what is wrong on this rank
+alone, such as a name that is in flight, and HorovodInternalError on all ranks if they
+disagree.
 
-`*_async` functions return a handle for `poll` and `synchronize`. A trailing underscore means in place.
-Functions without either can be differentiated, see gradients.py.
+Each kind comes in forms. `*_async` functions return a handle for `poll` and `synchronize`. A
+trailing underscore means in place. `grouped_*` functions take and return several tensors, as
+one operation. Functions that are neither asynchronous nor in place can be differentiated.
+Their gradients are those of Horovod, which a script's loss counts on:
+
+| operation | gradient of this rank's tensor |
+| --- | --- |
+| allreduce | the gradients, reduced like the tensor: averaged for Average, summed for Sum, with the same factors |
+| allgather | this rank's rows of the ranks' average gradient |
+| broadcast | on the root, the ranks' average gradient; zero elsewhere |
+| alltoall | each row's gradient, sent back |
+| reducescatter | all rows' gradients, gathered; for Sum times the number of ranks |
+
+Min, Max, Product and Adasum have none: their backward raises NotImplementedError.
 """
 
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from compat.horovod import engine
 from compat.horovod.collectives import REDUCIBLE
+from compat.horovod.compression import Compression
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
 
-__all__ = """Average Sum Adasum Min Max Product allreduce_async allreduce_async_ allreduce_ grouped_allreduce_async
-grouped_allreduce_async_ grouped_allreduce_ sparse_allreduce_async allgather_async grouped_allgather_async broadcast_async
-broadcast_async_ broadcast_ alltoall_async reducescatter_async grouped_reducescatter_async poll synchronize join
-barrier""".split()
-
 Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
+Options = Mapping[str, Any]  # the arguments of a collective, besides its tensors
 
 
-def like(model: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function that takes `*options` have the parameters of another one, after its first."""
+def start(
+    kind: str, tensors: Sequence[Tensor], options: Options, *, in_place: bool = False, grouped: bool = False
+) -> int:
+    """Ask for a collective; returns its handle."""
+    fields = _FIELDS[kind](tensors, options)
+    set_id = options["process_set"].process_set_id
+    name = options["name"]
+    return engine.current().submit(
+        kind, tensors, name=name, set_id=set_id, in_place=in_place, grouped=grouped, **fields
+    )
 
-    def with_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-        first = next(iter(inspect.signature(function).parameters.values()))
-        rest = [each for each in inspect.signature(model).parameters.values() if each.kind != each.VAR_KEYWORD][1:]
-        signature = inspect.Signature([first, *rest], return_annotation=inspect.signature(function).return_annotation)
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
 
-    return with_parameters
+# --- what each kind asks for
 
 
-def reduction(op: int | None, average: bool | None) -> int:
-    """The reduction that `op`, or the deprecated `average`, asks for; by default the average."""
-    if op is not None and average is not None:
+def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+    op, process_set = options["op"], options["process_set"]
+    if op is not None and options["average"] is not None:
         raise ValueError("give op or average, not both: average is deprecated")
-    if average is not None:
-        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=5)
-        return AVERAGE if average else SUM
-    if op is None:
-        return AVERAGE
+    if options["average"] is not None:
+        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        op = AVERAGE if options["average"] else SUM
+    op = AVERAGE if op is None else op
     if op not in range(PRODUCT + 1):
         raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Adasum, Min, Max and Product")
-    return op
+    _check_types(tensors, op)
+    if op == ADASUM and process_set.process_set_id != global_process_set.process_set_id:
+        raise NotImplementedError("Adasum works on all ranks, not on a process set")
+    if op == ADASUM and (size := process_set.size()) & (size - 1):
+        raise NotImplementedError(f"Adasum needs a number of ranks that is a power of 2, not {size}")
+    return {"op": op, "prescale": options["prescale_factor"], "postscale": options["postscale_factor"]}
 
 
-def _check_types(tensors: Sequence[Tensor], op: int, process_set: ProcessSet) -> None:
+def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+    if options["op"] not in (None, AVERAGE, SUM):
+        raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
+    return _of_allreduce(tensors, {**options, "average": None})
+
+
+def _check_types(tensors: Sequence[Tensor], op: int) -> None:
     if not tensors:
         raise ValueError("a group has at least one tensor")
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE or (op == ADASUM and not tensor.is_floating_point()):
             raise ValueError(f"tensors of type {tensor.dtype} can't be reduced{' by Adasum' * (op == ADASUM)}")
         if tensor.is_sparse:
-            raise ValueError("sparse tensors are reduced by sparse_allreduce_async")
-    if op == ADASUM:
-        if process_set.process_set_id != global_process_set.process_set_id:
-            raise NotImplementedError("Adasum works on all ranks, not on a process set")
-        if (size := process_set.size()) & (size - 1):
-            raise NotImplementedError(f"Adasum needs a number of ranks that is a power of 2, not {size}")
+            raise ValueError("sparse tensors can't be reduced: give tensor.to_dense()")
 
 
-def _submit(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, **options: Any) -> int:
-    return engine.current().submit(kind, tensors, name=name, set_id=process_set.process_set_id, **options)
+def _of_alltoall(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+    """Rows for each rank. A wrong number is this rank's own mistake, so it raises ValueError here."""
+    [tensor], splits, size = tensors, options["splits"], options["process_set"].size()
+    if tensor.dim() == 0:
+        raise ValueError("alltoall: a tensor of no dimensions has no rows")
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(f"alltoall: {len(tensor)} rows can't be split equally among {size} ranks: give splits")
+        return {"splits": [len(tensor) // size] * size}
+    counts = splits.tolist() if isinstance(splits, Tensor) else [*splits]
+    if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in counts):
+        raise ValueError(f"alltoall: splits {counts} are not whole numbers")
+    if len(counts) != size or min(counts) < 0 or sum(counts) != len(tensor):
+        raise ValueError(f"alltoall: splits {counts} are not {size} counts of rows that sum up to {len(tensor)}")
+    return {"splits": [int(count) for count in counts]}
 
 
-# --- allreduce
+_FIELDS: dict[str, Callable[[Sequence[Tensor], Options], dict[str, Any]]] = {
+    "allreduce": _of_allreduce,
+    "allgather": lambda tensors, options: {},
+    "broadcast": lambda tensors, options: {"root": options["root_rank"]},
+    "alltoall": _of_alltoall,
+    "reducescatter": _of_reducescatter,
+}
 
 
-def _allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    **how: bool,
-) -> int:
-    op = reduction(op, average)
-    _check_types(tensors, op, process_set)
-    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _submit("allreduce", tensors, name, process_set, op=op, **scales, **how)
+# --- gradients
 
 
-@like(_allreduce)
-def allreduce_async(tensor: Tensor, *args: Any, **options: Any) -> int:
-    """Reduce a tensor over the ranks; all have the same shape and type. The result is a new tensor.
+class _Differentiable(Function):
+    """A collective of several tensors that waits for its results."""
 
-    `op` is Average by default. The tensor is multiplied by `prescale_factor` before and by `postscale_factor` after the
+    @staticmethod
+    def forward(ctx: Any, kind: str, options: Options, *tensors: Tensor) -> tuple[Tensor, ...]:
+        handle = start(kind, tensors, options, grouped=True)
+        operation, results = engine.current().handles[handle], synchronize(handle)
+        ctx.kind, ctx.options, ctx.shapes = kind, {**options, "name": None}, operation.shapes
+        if kind != "alltoall":
+            return tuple(results)
+        [(output, received)] = results
+        ctx.options["splits"] = received
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        kind, options = ctx.kind, ctx.options
+        process_set, op = options["process_set"], options.get("op")
+        average = {**_DEFAULTS, "process_set": process_set}
+
+        def collective(kind: str, gradients: Sequence[Tensor], options: Options) -> list[Any]:
+            return synchronize(start(kind, gradients, options, grouped=True))
+
+        if kind == "allreduce":
+            if op not in (None, AVERAGE, SUM):
+                raise NotImplementedError("allreduce has a gradient for op=hvd.Average and hvd.Sum only")
+            found = collective("allreduce", gradients, options)
+        elif kind == "alltoall":
+            [(back, _)] = collective("alltoall", gradients[:1], options)
+            found = [back]
+        elif kind == "reducescatter":
+            factor = options["prescale_factor"] * options["postscale_factor"] * (process_set.size() if op == SUM else 1)
+            found = collective("allgather", [gradient * factor for gradient in gradients], average)
+        else:
+            found, own = collective("allreduce", gradients, average), process_set.rank()
+            if kind == "allgather":
+                rows = [[shape[0] for shape in of_ranks] for of_ranks in zip(*ctx.shapes, strict=True)]
+                found = [whole.split(of_ranks)[own] for whole, of_ranks in zip(found, rows, strict=True)]
+            elif engine.current().rank != options["root_rank"]:
+                found = [torch.zeros_like(whole) for whole in found]
+        return None, None, *found
+
+
+# --- the forms of each kind
+
+_DEFAULTS: dict[str, Any] = {
+    "average": None,
+    "name": None,
+    "compression": Compression.none,
+    "op": None,
+    "prescale_factor": 1.0,
+    "postscale_factor": 1.0,
+    "splits": None,
+    "process_set": global_process_set,
+}
+_REDUCED = "average name op prescale_factor postscale_factor process_set"
+_SCATTERED = "name op process_set prescale_factor postscale_factor"
+_GATHERED = "name process_set"
+_SENT = "root_rank name process_set"
+_TEXTS = {
+    "allreduce": """Reduce tensors over the ranks; all have the same shapes and types.
+
+    `op` is Average by default. Tensors are multiplied by `prescale_factor` before and by `postscale_factor` after the
     reduction; integers are rounded towards zero, also their average. A rank that has joined supplies zeros to sums and
-    averages, and counts in the average.
-    """
-    return _allreduce([tensor], *args, **options)
+    averages, and counts in the average. `compression` makes smaller what is sent.""",
+    "allgather": "Concatenate the ranks' tensors along the first dimension, in which alone they may differ.",
+    "broadcast": "Send the tensor of rank `root_rank` of the world, also with a process set, to all.",
+    "reducescatter": """Reduce tensors by Average or Sum, and give each rank its rows of the result.
+
+    The first ranks get one row more if they don't divide.""",
+    "alltoall": """Send rows to every rank: `splits[i]` to the i-th, by default equally many.
+
+    The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).""",
+}
 
 
-@like(_allreduce)
-def allreduce_async_(tensor: Tensor, *args: Any, **options: Any) -> int:
-    """`allreduce_async` in place."""
-    return _allreduce([tensor], *args, **options, in_place=True)
+def _form(kind: str, parameters: str, *, grouped: bool = False, in_place: bool = False, wait: bool = True) -> Any:
+    """A public function. `parameters` are those after the tensor, in Horovod's order."""
+    names = ["tensors" if grouped else "tensor", *parameters.split()]
+    signature = Signature(
+        [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=_DEFAULTS.get(name, Parameter.empty))
+            for name in names
+        ]
+    )
+
+    def form(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        options = _DEFAULTS | bound.arguments
+        given = options.pop(names[0])
+        tensors = [*given] if grouped else [given]
+        if in_place or not wait:
+            handle = start(kind, tensors, options, in_place=in_place, grouped=grouped)
+            return synchronize(handle) if wait else handle
+        compressor = options["compression"]
+        pairs = [compressor.compress(tensor) for tensor in tensors]
+        small = _Differentiable.apply(kind, options, *(tensor for tensor, _ in pairs))
+        results = [compressor.decompress(one, context) for one, (_, context) in zip(small, pairs, strict=True)]
+        return results if grouped else results[0]
+
+    form.__signature__, form.__doc__ = signature, _TEXTS[kind]  # type: ignore[attr-defined]
+    return form
 
 
-@like(_allreduce)
-def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Reduce a tensor in place, and return it."""
-    return synchronize(_allreduce([tensor], *args, **options, in_place=True))
+allreduce = _form("allreduce", _REDUCED.replace("op", "compression op", 1))
+allreduce_ = _form("allreduce", _REDUCED, in_place=True)
+allreduce_async = _form("allreduce", _REDUCED, wait=False)
+allreduce_async_ = _form("allreduce", _REDUCED, in_place=True, wait=False)
+grouped_allreduce = _form("allreduce", _REDUCED.replace("op", "compression op", 1), grouped=True)
+grouped_allreduce_ = _form("allreduce", _REDUCED, grouped=True, in_place=True)
+grouped_allreduce_async = _form("allreduce", _REDUCED, grouped=True, wait=False)
+grouped_allreduce_async_ = _form("allreduce", _REDUCED, grouped=True, in_place=True, wait=False)
+allgather = _form("allgather", _GATHERED)
+allgather_async = _form("allgather", _GATHERED, wait=False)
+grouped_allgather = _form("allgather", _GATHERED, grouped=True)
+grouped_allgather_async = _form("allgather", _GATHERED, grouped=True, wait=False)
+broadcast = _form("broadcast", _SENT)
+broadcast_ = _form("broadcast", _SENT, in_place=True)
+broadcast_async = _form("broadcast", _SENT, wait=False)
+broadcast_async_ = _form("broadcast", _SENT, in_place=True, wait=False)
+alltoall_async = _form("alltoall", "splits name process_set", wait=False)
+reducescatter = _form("reducescatter", _SCATTERED.replace("op", "compression op", 1))
+reducescatter_async = _form("reducescatter", _SCATTERED, wait=False)
+grouped_reducescatter = _form("reducescatter", _SCATTERED.replace("op", "compression op", 1), grouped=True)
+grouped_reducescatter_async = _form("reducescatter", _SCATTERED, grouped=True, wait=False)
 
 
-@like(_allreduce)
-def grouped_allreduce_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
-    """`allreduce_async` of several tensors as one operation; the result is a list."""
-    return _allreduce(tensors, *args, **options, grouped=True)
-
-
-@like(_allreduce)
-def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
-    """`grouped_allreduce_async` in place."""
-    return _allreduce(tensors, *args, **options, in_place=True, grouped=True)
-
-
-@like(_allreduce)
-def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
-    """Reduce several tensors in place as one operation, and return them."""
-    return synchronize(_allreduce(tensors, *args, **options, in_place=True, grouped=True))
-
-
-def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], Tensor]:
-    """Sum or average sparse tensors. Call the handle, or give it to `synchronize`, for the result: sparse, not coalesced."""
-    if op not in (AVERAGE, SUM):
-        raise NotImplementedError("sparse tensors can be summed and averaged only")
-    indices = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
-
-    def handle() -> Tensor:
-        places, total = synchronize(indices).t(), synchronize(values)
-        total = total / process_set.size() if op == AVERAGE else total
-        return torch.sparse_coo_tensor(places, total.to(tensor.dtype), tensor.shape)
-
-    return handle
-
-
-# --- allgather, broadcast, alltoall, reducescatter
-
-
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Concatenate the ranks' tensors along the first dimension, in which alone they may differ."""
-    return _submit("allgather", [tensor], name, process_set)
-
-
-def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """`allgather_async` of several tensors as one operation; the result is a list."""
-    return _submit("allgather", tensors, name, process_set, grouped=True)
-
-
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Send the tensor of rank `root_rank` of the world, also with a process set, to all; the result is a new tensor."""
-    return _submit("broadcast", [tensor], name, process_set, root=root_rank)
-
-
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """`broadcast_async` in place."""
-    return _submit("broadcast", [tensor], name, process_set, root=root_rank, in_place=True)
-
-
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Overwrite the tensor with that of rank `root_rank`, and return it."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-
-
-def alltoall_async(
+def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Send rows to every rank: `splits[i]` to the i-th, by default equally many.
-
-    The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).
-    """
-    if tensor.dim() == 0:
-        raise ValueError("alltoall: a tensor of no dimensions has no rows")
-    return _submit("alltoall", [tensor], name, process_set, splits=_row_counts(len(tensor), splits, process_set))
-
-
-def _row_counts(rows: int, splits: Tensor | Sequence[int] | None, process_set: ProcessSet) -> list[int]:
-    """Rows for each rank. A wrong number is this rank's own mistake, so it raises ValueError here."""
-    size = process_set.size()
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows to every rank, see `alltoall_async`. Returns the received rows; with `splits` also how many came from each."""
+    options = {"splits": splits, "name": name, "process_set": process_set}
+    output, received = _Differentiable.apply("alltoall", options, tensor)
     if splits is None:
-        if rows % size:
-            raise ValueError(f"alltoall: {rows} rows can't be split equally among {size} ranks: give splits")
-        return [rows // size] * size
-    counts = splits.tolist() if isinstance(splits, Tensor) else [*splits]
-    if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in counts):
-        raise ValueError(f"alltoall: splits {counts} are not whole numbers")
-    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
-        raise ValueError(f"alltoall: splits {counts} are not {size} counts of rows that sum up to {rows}")
-    return [int(count) for count in counts]
-
-
-def _reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    **how: bool,
-) -> int:
-    if op not in (AVERAGE, SUM):
-        raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
-    _check_types(tensors, op, process_set)
-    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _submit("reducescatter", tensors, name, process_set, op=op, **scales, **how)
-
-
-@like(_reducescatter)
-def reducescatter_async(tensor: Tensor, *args: Any, **options: Any) -> int:
-    """Reduce by Average or Sum, and give each rank its rows of the result: the first ranks one more if they don't divide."""
-    return _reducescatter([tensor], *args, **options)
-
-
-@like(_reducescatter)
-def grouped_reducescatter_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> int:
-    """`reducescatter_async` of several tensors as one operation; the result is a list."""
-    return _reducescatter(tensors, *args, **options, grouped=True)
+        return output
+    return output, received.to(splits) if isinstance(splits, Tensor) else received
 
 
 # --- handles, join, barrier
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation has ended, so that `synchronize` returns at once. Raises ValueError for an unknown handle."""
+    """True if the operation has ended, so that `synchronize` returns at once. Raises ValueError for an unknown handle."""
     return engine.current().poll(handle)
 
 
-def synchronize(handle: int | Callable[[], Any]) -> Any:
+def synchronize(handle: int) -> Any:
     """Wait for an operation, and return its result; None if the handle was synchronized already.
 
     Raises HorovodInternalError if the operation failed.
     """
-    return handle() if callable(handle) else engine.current().synchronize(handle)
+    return engine.current().synchronize(handle)
 
 
 def join(device: int = -1) -> int:
     """Tell the others that this rank has no more data, and wait until all ranks have joined; returns the last one's rank.
 
-    Meanwhile this rank supplies zeros to their allreduces, on GPU `device` if they reduce there (by default this
-    process's current one). Other operations of all ranks fail while ranks have joined.
+    Meanwhile this rank supplies zeros to their allreduces, on GPU `device` if they reduce
+    there (by default this process's current one). Other operations of all ranks fail while
+    ranks have joined.
     """
     running = engine.current()
     if torch.cuda.is_available():
@@ -278,3 +294,11 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called it."""
     engine.current().call("barrier", set_id=process_set.process_set_id)
+
+
+_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+_OTHERS = "Average Sum Adasum Min Max Product poll synchronize join barrier".split()
+_FORMS = [name for name in globals() if name.removeprefix("grouped_").startswith(_KINDS)]
+__all__ = [*_OTHERS, *_FORMS]
+for _form_name in _FORMS:
+    globals()[_form_name].__name__ = _form_name

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,17 +23,19 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | list[list[Tensor]] | None = None,
-    sparse_as_dense: bool = False,
+    num_groups: int = 0,  # noqa: ARG001
+    groups: int | list[list[Tensor]] | None = None,  # noqa: ARG001
+    sparse_as_dense: bool = False,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """An optimizer of the same class, options and state, whose `step` uses the gradients of all ranks.
 
-    All-reduces run during the backward. When that has computed all gradients, they are reduced as it returns. If some are
-    missing on this rank, `step`, `GradScaler.step` or `synchronize` waits for the others' and supplies zeros: then call
-    `synchronize` before you clip or unscale gradients. Ranks make optimizers and steps in the same order. If they disagree
-    about names, shapes or options, the first step raises HorovodInternalError on all of them.
+    All-reduces run during the backward. When that has computed all gradients, they are
+    reduced as it returns. If some are missing on this rank, `step`, `GradScaler.step` or
+    `synchronize` waits for the others' and supplies zeros: then call `synchronize` before you
+    clip or unscale gradients. Ranks make optimizers and steps in the same order. If they
+    disagree about names, shapes or options, the first step raises HorovodInternalError on all
+    of them.
 
         loss.backward()
         optimizer.synchronize()
@@ -41,29 +44,30 @@ def DistributedOptimizer(
             optimizer.step()
 
     Args:
-        named_parameters: names that are the same on all ranks, of all parameters of the optimizer, which may be of several
-            models. By default names are numbers.
-        compression: `Compression.none`, `Compression.fp16`, or a class with `compress` and `decompress`.
-        backward_passes_per_step: gradients of so many backwards are added up before they are reduced.
-        op: Average, Sum or Adasum, which reduces the change of the parameters; Min, Max and Product work too.
-        gradient_predivide_factor: for Average only: divides gradients by it before the sum, by size / factor after it.
-        groups: gradients that travel together: a number of groups, or lists of parameters. By default 25 MB.
-        num_groups: the older name of `groups`.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: ranks whose gradients are reduced; on other ranks gradients stay as they are.
+        named_parameters: names that are the same on all ranks, of all parameters of the
+            optimizer, which may be of several models. By default names are numbers.
+        compression: `Compression.none`, `Compression.fp16`, or a class with `compress` and
+            `decompress`.
+        backward_passes_per_step: gradients of so many backwards are added up before they are
+            reduced.
+        op: Average, Sum or Adasum, which reduces the change of the parameters; Min, Max and
+            Product work too.
+        gradient_predivide_factor: for Average only: divides gradients by it before the sum,
+            by size / factor after it.
+        num_groups, groups, sparse_as_dense: how gradients travel. They have no effect: dense,
+            in buckets of 25 MB.
+        process_set: ranks whose gradients are reduced; on other ranks gradients stay as they
+            are.
 
     Raises:
-        ValueError: for names that are missing or used twice, and for options that exclude each other.
+        ValueError: for names that are missing or used twice, and for options that exclude
+            each other.
         NotImplementedError: for Adasum in a part of the ranks.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}, must be > 0")
-    if num_groups:
-        warnings.warn("num_groups was renamed to groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    _check_groups(groups)
     is_adasum = op == Adasum and world.size() > 1
     if is_adasum and process_set.process_set_id != global_process_set.process_set_id:
         raise NotImplementedError("Adasum works on all ranks only, not on a process set")
@@ -76,9 +80,7 @@ def DistributedOptimizer(
     )
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    options = Options(
-        op, compression, backward_passes_per_step, gradient_predivide_factor, groups, sparse_as_dense, process_set
-    )
+    options = Options(op, compression, backward_passes_per_step, gradient_predivide_factor, process_set)
     wrapped._begin(options, names)
     return wrapped
 
@@ -93,23 +95,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reduction.add(names.values(), names)
         self._is_synchronized, self._synchronizes = False, True
 
-    @property
-    def _parameter_names(self) -> dict[Tensor, str]:
-        """Read by scripts written for Horovod, which has it."""
-        return dict(zip(self._reduction.parameters, self._reduction.names, strict=True))
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        return self._reduction.options.passes
-
-    @property
-    def op(self) -> int:
-        return self._reduction.options.op
-
-    @property
-    def process_set(self) -> ProcessSet:
-        return self._reduction.options.process_set
-
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on. All ranks call it."""
         self._reduction.options.passes = passes
@@ -117,7 +102,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Finish the reduction of gradients, also of those that this rank lacks. All ranks of the process set call it."""
-        self._reduction.synchronize()
+        self._reduction.finish()
         self._is_synchronized = True
 
     @contextlib.contextmanager
@@ -132,33 +117,30 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Synchronize, then make the wrapped optimizer's step. The gradients of a closure are synchronized in it."""
         if closure is None:
-            if self._synchronizes:
-                self._synchronize_once()
-            elif self._reduction.progress.reduced is not None:
-                self._reduction.reset()  # the backward has reduced all gradients
-            self._is_synchronized = False
+            self._finish()
             return super().step(**options)  # type: ignore[call-arg]
 
         def synchronized_closure() -> Any:
             loss = closure()
-            self._reduction.synchronize()
+            self._finish()
             return loss
 
-        return super().step(synchronized_closure if self._synchronizes else closure, **options)
+        return super().step(synchronized_closure, **options)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks run in the wrapped class's step, once
 
-    def _synchronize_once(self) -> None:
-        if not self._is_synchronized:
-            self._reduction.synchronize()
-            return
-        warnings.warn(
-            "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
-            "gradients are not reduced twice",
-            stacklevel=3,
-        )
-        if self._reduction.progress.has_begun:
-            self._reduction.synchronize()
+    def _finish(self) -> None:
+        """Begin the next step, after this one's gradients have been reduced if they have to be."""
+        if self._synchronizes and self._is_synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
+                "gradients are not reduced twice",
+                stacklevel=3,
+            )
+        if self._synchronizes:
+            self._reduction.finish()
+        self._reduction.reset()
+        self._is_synchronized = False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -171,9 +153,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reset the gradients.
 
         Raises:
-            AssertionError: if gradients were computed that no step has used, since that loses them on all ranks.
+            AssertionError: if gradients were computed that no step has used, since that loses
+                them on all ranks.
         """
-        if self._reduction.is_unused:
+        if self._reduction.progress.has_begun and not self._reduction.progress.is_used:
             raise AssertionError(
                 "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or optimizer.synchronize(), "
                 "throws reduced gradients away"
@@ -184,7 +167,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load options and state; a step that has begun is forgotten."""
         self._reduction.reset()
-        self._is_synchronized, self._synchronizes = False, True
+        self._is_synchronized = False
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -198,14 +181,7 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     """Makes the step of this rank's gradients, and reduces the change of each parameter by Adasum."""
 
     def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
-        self._options, self._parameter_names = options, names
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        return self._options.passes
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        self._options.passes = passes
+        self._compression, self._names = options.compression, names
 
     def synchronize(self) -> None:
         """Do nothing: not gradients are reduced, but changes, in `step`."""
@@ -216,14 +192,12 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Make the wrapped optimizer's step, and add its change, reduced over all ranks, to the parameters."""
-        starts = {
-            parameter: parameter.detach().clone() for parameter in self._parameter_names if parameter.requires_grad
-        }
+        starts = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
         loss = super().step(closure, **options) if closure else super().step(**options)  # type: ignore[call-arg]
-        compression, handles = self._options.compression, {}
+        compression, handles = self._compression, {}
         for parameter, start in starts.items():
             compressed, context = compression.compress(parameter.detach() - start)
-            handles[parameter] = allreduce_async_(compressed, name=self._parameter_names[parameter], op=Adasum), context
+            handles[parameter] = allreduce_async_(compressed, name=self._names[parameter], op=Adasum), context
         for parameter, (handle, context) in handles.items():
             parameter.copy_(starts[parameter] + compression.decompress(synchronize(handle), context))
         return loss
@@ -245,8 +219,7 @@ def _names(
     pairs = [*named_parameters]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError("named_parameters should be pairs (name, parameter), such as model.named_parameters()")
-    seen: set[str] = set()
-    if twice := sorted({name for name, _ in pairs if name in seen or seen.add(name)}):  # type: ignore[func-returns-value]
+    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     named = {parameter: name for name, parameter in pairs}
     if missing := [name for parameter, name in numbered.items() if parameter not in named]:
@@ -255,17 +228,3 @@ def _names(
             f"{', '.join(missing)} (group and place)"
         )
     return {parameter: named[parameter] for parameter in numbered}
-
-
-def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ValueError(f"groups should be a positive integer or a list of lists of torch.Tensor, got {groups!r}")
-        return
-    tensors = [tensor for group in groups for tensor in group]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ValueError("groups must consist of torch.Tensor")
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ValueError("A parameter can only appear once in groups")

@@ -11,7 +11,8 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 class ProcessSet:
     """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or `add_process_set` first.
 
-    `process_set_id` is None until then, and again after `remove_process_set` or `shutdown`.
+    `process_set_id` is None until then, and again after `remove_process_set` or
+    `shutdown`.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -19,11 +20,6 @@ class ProcessSet:
             raise ValueError("a ProcessSet takes a list of ranks; communicators are not supported, for there is no MPI")
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = sorted(ranks_or_comm)
-        self.mpi_comm = None
-
-    def invalidate(self) -> None:
-        """Forget id and ranks, as after `remove_process_set`."""
-        self.process_set_id = self.ranks = None
 
     def size(self) -> int:
         """Number of ranks in the set. Raises ValueError if it is not registered."""
@@ -37,7 +33,7 @@ class ProcessSet:
         return ranks.index(engine.current().rank)
 
     def included(self) -> bool:
-        """Whether this process is in the set. Raises ValueError if the set is not registered."""
+        """True if this process is in the set. Raises ValueError if the set is not registered."""
         return engine.current().rank in self._registered()
 
     def _registered(self) -> list[int]:
@@ -46,7 +42,7 @@ class ProcessSet:
         return self.ranks
 
     def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
 global_process_set = ProcessSet([])
@@ -57,7 +53,8 @@ _registered: dict[int, ProcessSet] = {}  # by id
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set of ranks, at any time; Horovod's "dynamic" mode is not needed. All ranks of the world call it alike.
 
-    Raises ValueError if these ranks are registered already, and HorovodInternalError if the calls differ between ranks.
+    Raises ValueError if these ranks are registered already, and HorovodInternalError if
+    the calls differ between ranks.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -66,8 +63,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"a process set has at least one rank, and each once: {process_set}")
     if ranks in running.ranks.values():
         raise ValueError(f"a process set of the ranks {ranks} is registered already")
-    number = running.call("add_process_set", ranks=ranks)
-    process_set.process_set_id = number
+    process_set.process_set_id = number = running.call("add_process_set", ranks=ranks)
     _registered[number] = process_set
     return process_set
 
@@ -75,14 +71,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End a process set, whose object is invalid then. All ranks of the world call it alike.
 
-    Returns whether there was something to end: False for the global process set and for one that is not registered.
+    Returns whether there was something to end: False for the global process set and for
+    one that is not registered.
     """
     number = process_set.process_set_id
-    if number in (None, WORLD) or number not in engine.current().ranks:
+    if number is None or number == WORLD or number not in engine.current().ranks:
         return False
     engine.current().call("remove_process_set", root=number)
-    _registered.pop(number, process_set).invalidate()
-    process_set.invalidate()  # perhaps a copy
+    for invalid in (process_set, _registered.pop(number, process_set)):  # which may be a copy
+        invalid.process_set_id = invalid.ranks = None
     return True
 
 

@@ -1,6 +1,5 @@
 """Requests: what a rank asks for, and whether the ranks ask for the same."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +16,9 @@ _AGREED = {
     "prescale": "prescale factors",
     "postscale": "postscale factors",
     "ranks": "process sets",
+    "fixed_shapes": "shapes",
 }
 _RAGGED = ("allgather", "alltoall")  # whose tensors may differ in the first dimension
-_SMALL = 1 << 18  # elements
 _BY_ROWS = (*_RAGGED, "reducescatter")  # whose tensors need a first dimension
 
 
@@ -38,13 +37,6 @@ class Request:
     postscale: float = 1.0
     splits: list[int] = field(default_factory=list)  # rows for each rank, of alltoall
     ranks: list[int] = field(default_factory=list)  # of the process set that is added or removed
-
-    @property
-    def alike(self) -> tuple | None:
-        """What small all-reduces have in common that can travel together; None for anything else."""
-        if self.kind != "allreduce" or self.op == ADASUM or sum(map(math.prod, self.shapes)) > _SMALL:
-            return None
-        return self.device, self.op, self.prescale, self.postscale
 
     @property
     def fixed_shapes(self) -> list[list[int]]:
@@ -66,8 +58,6 @@ def disagreement(requests: Mapping[int, Request], members: Sequence[int], size: 
             here, there = getattr(model, name), getattr(request, name)
             if here != there:
                 return f"{title}: mismatched {words}: {here} on rank {first}, {there} on rank {rank}"
-        if model.fixed_shapes != request.fixed_shapes:
-            return f"{title}: mismatched shapes: {model.shapes} on rank {first}, {request.shapes} on rank {rank}"
     if model.kind in _BY_ROWS and [] in model.shapes:
         return f"{title}: rank {first} gives a tensor of no dimensions, which has no rows"
     if model.kind == "broadcast" and model.root not in members:

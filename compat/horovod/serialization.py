@@ -1,13 +1,15 @@
 """Objects as bytes, for other ranks and for files, read back without running anybody's code.
 
-Horovod pickles objects with cloudpickle, and whoever reaches a port of such a job can run code in it. Here the reader is
-torch's restricted unpickler (`torch.load(weights_only=True)`), which builds only the types that it knows:
+Horovod pickles objects with cloudpickle, and whoever reaches a port of such a job can run code in
+it. Here the reader is torch's restricted unpickler (`torch.load(weights_only=True)`), which builds
+only the types that it knows:
 
 - None, bool, int, float, complex, str, bytes, bytearray; lists, tuples, sets, frozensets, dicts, ranges and slices of them;
 - tensors, parameters, torch.Size, dtypes and devices; numpy arrays and scalars of numbers, bools and strings;
 - OrderedDict, Counter, argparse.Namespace, SimpleNamespace, paths, and the types of datetime.
 
-Other classes are accepted once every rank has called `torch.serialization.add_safe_globals([TheClass])`.
+Other classes are accepted once every rank has called
+`torch.serialization.add_safe_globals([TheClass])`.
 """
 
 import argparse
@@ -39,7 +41,8 @@ def dumps(item: Any, what: str) -> bytes:
     """The object as bytes that `loads` reads.
 
     Raises:
-        TypeError: if the object holds a class that `loads` does not build. `what` names it for people.
+        TypeError: if the object holds a class that `loads` does not build. `what` names it
+            for people.
     """
     buffer = io.BytesIO()
     try:

@@ -13,23 +13,14 @@ _groups: dict[int, dist.ProcessGroup] = {}  # of the world that there is now
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too, unlike Horovod's.
 
-    Ranks may hold different numbers of samples. The result, its gradients and the running statistics are those of
-    BatchNorm on the whole batch. Weight and bias get this rank's share of the gradient, as all parameters do: the
-    DistributedOptimizer sums up. In training every rank has to call it, in the same order; so does the backward.
-    In evaluation the running statistics are used, and nothing is communicated.
+    Ranks may hold different numbers of samples. The result, its gradients and the running
+    statistics are those of BatchNorm on the whole batch. Weight and bias get this rank's share of
+    the gradient, as all parameters do: the DistributedOptimizer sums up. In training every rank has
+    to call it, in the same order; so does the backward. In evaluation the running statistics are
+    used, and nothing is communicated.
 
     Args: as torch.nn.BatchNorm2d.
     """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:

@@ -1,7 +1,8 @@
 """World: init and shutdown, ranks and sizes, and what this build can do.
 
-`init()` works under accelerate launch, torchrun, mpirun, srun and plain Python. It joins the process group of
-torch.distributed that the script has made, or makes one, which `shutdown()` ends again.
+`init()` works under accelerate launch, torchrun, mpirun, srun and plain Python. It joins
+the process group of torch.distributed that the script has made, or makes one, which
+`shutdown()` ends again.
 """
 
 import atexit
@@ -22,9 +23,9 @@ from compat.horovod.engine import Engine
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
 
-__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank is_homogeneous start_timeline
-stop_timeline mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built
-rocm_built""".split()
+__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank start_timeline stop_timeline
+mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built rocm_built
+""".split()
 
 _PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how much later the last rank may call init()
 _FLUSH_AT_EXIT_S = 5.0
@@ -34,7 +35,6 @@ _starts = 0  # how often this process has started a world: the same number on al
 _owns_group = False
 _homes: list[tuple[int, int]] = []  # of each rank: its number on its machine, and how many are there
 _process = 0  # the one that called init()
-_abandoned: list[dist.ProcessGroup | None] = []  # with a dead member: the end of such a group would wait for it
 
 
 def init(
@@ -43,12 +43,13 @@ def init(
     """Start the world, or do nothing if it has been started and not shut down.
 
     Args:
-        comm: the ranks of the world; only all of them are supported. There is no MPI, so a communicator is refused.
-        process_sets: process sets, or lists of ranks, to register; the same on all ranks. "dynamic" registers none. Either
-            way `add_process_set` can be called later.
+        comm: the ranks of the world; only all of them are supported. There is no MPI, so a
+            communicator is refused.
+        process_sets: process sets, or lists of ranks, to register; the same on all ranks.
+            "dynamic" registers none. Either way `add_process_set` can be called later.
 
-    Raises ValueError for what is not supported, `Refused` if the launcher's variables contradict each other, and
-    HorovodInternalError if a rank does not come.
+    Raises ValueError for what is not supported, `Refused` if the launcher's variables
+    contradict each other, and HorovodInternalError if a rank does not come.
     """
     global _starts, _process
     if engine.is_running():
@@ -94,9 +95,8 @@ def _find_homes(launch: Launch, store: dist.Store) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     # A launcher of the script's own may have made the group: then the machines' names tell.
     known = launch.world_size == size
-    store.set(
-        f"home/{rank}", json.dumps([launch.local_rank, launch.local_world_size] if known else socket.gethostname())
-    )
+    home = [launch.local_rank, launch.local_world_size] if known else socket.gethostname()
+    store.set(f"home/{rank}", json.dumps(home))
     try:
         store.wait([f"home/{other}" for other in range(size)], timedelta(seconds=_PATIENCE_S))
     except RuntimeError as error:
@@ -118,23 +118,24 @@ def shutdown() -> None:
 
 def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
     global _owns_group
-    if engine.is_running() and os.getpid() == _process:  # not in a fork
-        running = engine.current()
-        try:
-            running.shutdown(limit_s)
-        finally:
-            engine.set_current(None)
-        atexit.unregister(_end)
-        forget_process_sets()
-        if _owns_group:
-            if running.lost_ranks:
-                _abandoned.append(dist.group.WORLD)
-            dist.destroy_process_group()
-        _owns_group = False
+    if not engine.is_running() or os.getpid() != _process:  # in a fork
+        return
+    running = engine.current()
+    try:
+        running.shutdown(limit_s)
+    finally:
+        engine.set_current(None)
+    atexit.unregister(_end)
+    forget_process_sets()
+    if _owns_group:
+        if running.lost_ranks:
+            engine.ABANDONED.append(dist.group.WORLD)
+        dist.destroy_process_group()
+    _owns_group = False
 
 
 def is_initialized() -> bool:
-    """Whether `init()` was called, and `shutdown()` not yet."""
+    """True if `init()` was called, and `shutdown()` not yet."""
     return engine.is_running()
 
 
@@ -170,12 +171,6 @@ def cross_rank() -> int:
     return sum(home[0] == own for home in _homes[: rank()])
 
 
-def is_homogeneous() -> bool:
-    """True if all machines have the same number of processes."""
-    rank()
-    return len({home[1] for home in _homes}) == 1
-
-
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
     """Record nothing, and say so once, on rank 0. Raises ValueError before `init()`."""
     if rank() == 0:
@@ -201,7 +196,7 @@ mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_built() -> bool:
-    """Whether torch has gloo, over which CPU tensors travel."""
+    """True if torch has gloo, over which CPU tensors travel."""
     return dist.is_gloo_available()
 
 
@@ -217,10 +212,10 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
+    """True if torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
+    """True if torch was built with ROCm."""
     return torch.version.hip is not None

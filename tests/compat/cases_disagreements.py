@@ -1,6 +1,6 @@
 """Ranks that disagree get HorovodInternalError on all of them, never a hang, and the world stays usable.
 
-Also: names in flight, tensors that ranks wait for crosswise, ranks that have joined, and process sets.
+Also: names in flight, tensors that ranks wait for crosswise, and ranks that have joined.
 """
 
 from collections.abc import Callable
@@ -91,62 +91,4 @@ def joining() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size] * 2
 
 
-def process_sets() -> None:
-    """Sets that overlap, given to init or added later, in all collectives."""
-    evens, odds = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
-    with pytest.raises(ValueError, match="not initialized"):
-        evens.size()
-    hvd.init(process_sets=[evens, odds])
-    rank, size = hvd.rank(), hvd.size()
-    assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
-    own = evens if rank % 2 == 0 else odds
-    other = odds if rank % 2 == 0 else evens
-    assert own.included() and not other.included()
-    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (len(own.ranks), rank // 2, size)
-    with pytest.raises(ValueError, match=f"rank {rank} is not in"):
-        other.rank()
-    for call in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
-        with pytest.raises(ValueError, match=f"rank {rank} is not in the process set"):
-            call(torch.ones(2), process_set=other)
-    # The same name at the same time in sets that share no rank.
-    value = torch.full((2,), float(rank), requires_grad=True)
-    assert hvd.allreduce(value, name="grad", op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * 2
-    average = hvd.allreduce(value, name="grad", process_set=own)
-    assert average.tolist() == [sum(own.ranks) / len(own.ranks)] * 2
-    (average * (rank + 1)).sum().backward()  # the gradient is reduced within the set, too
-    assert value.grad.tolist() == [sum(r + 1 for r in own.ranks) / len(own.ranks)] * 2
-    assert hvd.allgather(value[:1], process_set=own).tolist() == own.ranks
-    root = own.ranks[-1]  # a rank of the world
-    assert hvd.broadcast(value, root, process_set=own).tolist() == [root] * 2
-    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (2 // len(own.ranks))
-    hvd.barrier(process_set=own)
-    if own is evens:
-        with pytest.raises(hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"):
-            hvd.broadcast(value, 1, process_set=evens)
-        with pytest.raises(NotImplementedError, match="not on a process set"):
-            hvd.allreduce(value, op=hvd.Adasum, process_set=evens)
-    for wrong in ([0, 2], evens, [], [0, 0]):
-        with pytest.raises(ValueError, match=r"registered already|at least one rank"):
-            hvd.add_process_set(wrong)
-    for wrong in (["0"], 3):
-        with pytest.raises(ValueError, match="list of ranks"):
-            hvd.ProcessSet(wrong)
-    pair = hvd.add_process_set([0, 1])
-    if pair.included():
-        assert hvd.allgather(torch.tensor([rank]), process_set=pair).tolist() == [0, 1]
-    assert hvd.remove_process_set(pair)
-    assert not hvd.remove_process_set(pair)
-    assert not hvd.remove_process_set(hvd.global_process_set)
-    assert str(pair) == "ProcessSet(process_set_id=None, ranks=None, mpi_comm=None)"
-    with pytest.raises(ValueError, match="not registered"):
-        hvd.allreduce(torch.ones(2), process_set=pair)
-    again = hvd.add_process_set([0, 1])
-    assert again.process_set_id > own.process_set_id
-    hvd.shutdown()
-    assert evens.process_set_id is None
-    hvd.init(process_sets=[[0, 1], evens])
-    assert evens.process_set_id == 2
-    hvd.shutdown()
-
-
-CASES = (disagreements, names_in_flight, joining)  # `process_sets` starts and ends worlds of its own, of 3 ranks
+CASES = (disagreements, names_in_flight, joining)

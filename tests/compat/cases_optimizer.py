@@ -1,204 +1,178 @@
-"""DistributedOptimizer makes the steps that one process makes on the whole batch, for each option, and refuses what it must."""
+"""DistributedOptimizer makes the steps that one process makes on all ranks' data, for each option, and refuses what it must.
 
-import contextlib
+The reference is one process that adds up what the ranks' batches give. Errors are raised on all
+ranks, and nothing hangs.
+"""
+
 import copy
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import compat.horovod as hvd
 
-SAMPLES, STEPS = 12, 5
+STEPS = 5
+Loss = Callable[[nn.Module, int, int], torch.Tensor | None]
 
 
 class Net(nn.Module):
-    """A convolution in channels_last, a branch that can be left out, one that nothing uses, and a frozen layer."""
+    """A table of rows, a convolution in channels_last, three branches, a layer that nothing uses, and a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.branch = nn.Linear(5, 5)
-        self.unused = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 4)
-
-    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
-        x = self.frozen(self.conv(x).tanh().mean((2, 3)))
-        return self.head(x + self.branch(x) if branch else x)
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().double()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 6, sparse=sparse)
+        self.conv = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.unused = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+        self.double()
 
 
-def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [12, 3, 6, 6] and labels [12] of a step."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(SAMPLES, 3, 6, 6, dtype=torch.float64, generator=generator), torch.arange(SAMPLES) % 4
+def loss_of(
+    model: nn.Module, step: int, rank: int, branches: Sequence[int] = (0, 1, 2), rows: bool = True
+) -> torch.Tensor:
+    """The loss of a rank's batch of four samples in a step; without `rows` it does not use the table."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    images = torch.randn(4, 3, 6, 6, dtype=torch.float64, generator=generator)
+    x = model.frozen(model.conv(images).tanh().mean((2, 3)))
+    x = x + model.table((torch.arange(4) * (rank + 1) + step) % 10) if rows else x
+    for branch in branches:
+        x = x + model.branches[branch](x)
+    return F.cross_entropy(model.head(x), torch.arange(4) % 4)
 
 
-def part(step: int, first: int = 0, of: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of the step's samples."""
-    images, labels = data(step)
-    return images[hvd.rank() :: hvd.size()][first::of], labels[hvd.rank() :: hvd.size()][first::of]
+def uneven(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
+    """Each rank takes another branch; branch 2 only rank 1 takes, and in step 3 nobody. Rank 0 has no batch in step 2."""
+    if step == 2 and rank == 0:
+        return None
+    branches = {0: (0,), 1: (1, 2) if step != 3 else (1,)}.get(rank, (0, 1))
+    return loss_of(model, step, rank, branches, rows=rank != step % 3)
 
 
-def weights(*models: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{number}.{name}": value for number, model in enumerate(models) for name, value in model.state_dict().items()
-    }
+def rows_on_some(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return loss_of(model, step, rank, rows=rank > 0)
 
 
-def plain() -> dict[str, torch.Tensor]:
-    """Five AdamW steps of one process on the whole batch."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def reference(ranks: Sequence[int], loss: Loss = loss_of, make: Any = adamw, clip: float = 0.0, **options: Any) -> Any:
+    """One process, which averages the losses of these ranks."""
+    model = Net(**options)
+    optimizer = make(model.parameters())
     for step in range(STEPS):
-        images, labels = data(step)
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        for rank in ranks:
+            if (own := loss(model, step, rank)) is not None:
+                (own / len(ranks)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return weights(model)
+    return model.state_dict()
 
 
-# --- cases that equal `plain`; each runs on every rank
-
-
-def trained(passes: int = 1, factor: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
-    model = net()
-    named = options.pop("named", True)
-    groups = options.pop("lists", None)
-    if groups:
-        parameters = dict(model.named_parameters())
-        options["groups"] = [[parameters[name] for name in group] for group in groups]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def trained(
+    loss: Loss = loss_of,
+    make: Any = adamw,
+    *,
+    sparse: bool = False,
+    named: bool = True,
+    passes: int = 1,
+    factor: float = 1.0,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    model = Net(sparse)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters() if named else None, backward_passes_per_step=passes, **options
+        make(model.parameters()),
+        model.named_parameters() if named else None,
+        backward_passes_per_step=passes,
+        **options,
     )
-    assert isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    assert type(optimizer).__name__ == type(make(model.parameters())).__name__
     for step in range(STEPS):
         optimizer.zero_grad()
-        for number in range(passes):
-            images, labels = part(step, number, passes)
-            (F.cross_entropy(model(images), labels) * factor / passes).backward()
+        for _ in range(passes):
+            if (own := loss(model, step, hvd.rank())) is not None:
+                (own * factor / passes).backward()
         optimizer.step()
-    return weights(model)
+    return model.state_dict()
 
 
 def clipped(how: str) -> dict[str, torch.Tensor]:
-    """Gradients are clipped that are those of the whole batch. Without parameters that lack one, the backward reduces."""
-    model = net()
+    """Gradients of all ranks are clipped. Where no parameter lacks one, the backward itself reduces them."""
+    model = Net()
     model.unused.requires_grad_(how == "synchronize")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if how != "plain":
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
     for step in range(STEPS):
-        images, labels = data(step) if how == "plain" else part(step)
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        loss_of(model, step, hvd.rank()).backward()
         if how == "synchronize":
             optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        with optimizer.skip_synchronize() if how != "plain" else contextlib.nullcontext():
+        with optimizer.skip_synchronize():
             optimizer.step()
-    return weights(model)
+    return model.state_dict()
 
 
 def with_closure() -> dict[str, torch.Tensor]:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters())
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
     for step in range(STEPS):
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            images, labels = part(step)
-            loss = F.cross_entropy(model(images), labels)
+            loss = loss_of(model, step, hvd.rank())
             loss.backward()
             return loss
 
         assert optimizer.step(closure) > 0
-    return weights(model)
+    return model.state_dict()
 
 
 def keeping_gradients() -> dict[str, torch.Tensor]:
     """zero_grad that keeps the tensors, and a reload of the state in the middle."""
-    model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters())
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
     for step in range(STEPS):
-        images, labels = part(step)
         for parameter in model.unused.parameters():
             parameter.grad = None
         model.zero_grad(set_to_none=False)
-        F.cross_entropy(model(images), labels).backward()
+        loss_of(model, step, hvd.rank()).backward()
         optimizer.step()
-        state = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(state)
-    return weights(model)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return model.state_dict()
 
 
 def with_scaler_and_schedule() -> dict[str, torch.Tensor]:
     """A gradient scaler that meets an overflow on one rank, and a scheduler made before the optimizer was wrapped."""
-    model = net()
-    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = Net()
+    plain = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(plain, 100)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
     later = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in (0, 0, 1, 2, 3, 4):
+    for step in (0, *range(STEPS)):
         optimizer.zero_grad()
-        images, labels = part(step)
         overflow = scaler.get_scale() == 1024.0 and hvd.rank() == hvd.size() - 1
-        loss = F.cross_entropy(model(images), labels) * (float("inf") if overflow else 1.0)
+        loss = loss_of(model, step, hvd.rank()) * (float("inf") if overflow else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         later.step()
     assert scaler.get_scale() == 512.0
     assert schedule.get_last_lr() == later.get_last_lr() == [0.01]
-    return weights(model)
-
-
-def equals_one_process() -> None:
-    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then agree to about 1 %."""
-    cases: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
-        "default": trained,
-        "without names": lambda: trained(named=False),
-        "two passes": lambda: trained(passes=2),
-        "sum": lambda: trained(op=hvd.Sum, factor=1 / hvd.size()),
-        "predivide": lambda: trained(gradient_predivide_factor=2.0),
-        "three groups": lambda: trained(groups=3),
-        "lists": lambda: trained(lists=[["head.weight", "conv.bias"], ["conv.weight", "frozen.bias"]]),
-        "own compression": lambda: trained(compression=Halved),
-        "process set": lambda: trained(process_set=hvd.global_process_set),
-        "closure": with_closure,
-        "keeping gradients": keeping_gradients,
-        "scaler": with_scaler_and_schedule,
-    }
-    seen = {name: case() for name, case in cases.items()}
-    for how in ("synchronize", "automatic"):
-        seen[f"clipped, {how}"] = clipped(how)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seen["num_groups"] = trained(num_groups=2)
-    assert any("num_groups" in str(warning.message) for warning in caught)
-    seen["fp16"] = trained(compression=hvd.Compression.fp16)
-    expected, clip = plain(), clipped("plain")
-    for name, model in seen.items():
-        for key, value in model.items():
-            assert torch.equal(hvd.broadcast(value, 0), value), f"{name}: {key} differs between ranks"
-            if name == "own compression" and "unused" in key:
-                continue  # reduced by name, where a gradient that no rank has becomes zeros: weight decay moves it
-            against = clip if name.startswith("clipped") else expected
-            tolerance = 1e-3 if name == "fp16" else 1e-10
-            torch.testing.assert_close(value, against[key], rtol=0, atol=tolerance, msg=f"{name}: {key}")
-    if hvd.size() > 1:
-        assert not torch.equal(seen["fp16"]["0.head.weight"], expected["0.head.weight"])  # it was compressed
-    assert not torch.allclose(clip["0.head.weight"], expected["0.head.weight"])
+    return model.state_dict()
 
 
 class Halved:
@@ -213,4 +187,188 @@ class Halved:
         return tensor * ctx
 
 
-CASES = (equals_one_process,)
+def equals_one_process() -> None:
+    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then agree to about 1 %."""
+    ranks = range(hvd.size())
+    expected, clip = reference(ranks), reference(ranks, clip=0.01)
+    rows = {loss: reference(ranks, loss, sgd, sparse=True) for loss in (loss_of, rows_on_some)}
+    cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
+        "default": (trained(), expected),
+        "without names": (trained(named=False), expected),
+        "two passes": (trained(passes=2), expected),
+        "sum": (trained(op=hvd.Sum, factor=1 / hvd.size()), expected),
+        "predivide": (trained(gradient_predivide_factor=2.0), expected),
+        "groups, which have no effect": (trained(groups=3, num_groups=2), expected),
+        "own compression": (trained(compression=Halved), expected),
+        "process set": (trained(process_set=hvd.global_process_set), expected),
+        "closure": (with_closure(), expected),
+        "keeping gradients": (keeping_gradients(), expected),
+        "scaler": (with_scaler_and_schedule(), expected),
+        "clipped after synchronize": (clipped("synchronize"), clip),
+        "clipped after the backward": (clipped("automatic"), clip),
+        "fp16": (trained(compression=hvd.Compression.fp16), expected),
+        "uneven": (trained(uneven), reference(ranks, uneven)),
+        "sparse": (trained(make=sgd, sparse=True), rows[loss_of]),
+        "sparse, on some ranks": (trained(rows_on_some, sgd, sparse=True, sparse_as_dense=True), rows[rows_on_some]),
+    }
+    for name, (found, right) in cases.items():
+        for key, value in found.items():
+            assert torch.equal(hvd.broadcast(value, 0), value), f"{name}: {key} differs between ranks"
+            tolerance = 1e-3 if name == "fp16" else 1e-10
+            torch.testing.assert_close(value, right[key], rtol=0, atol=tolerance, msg=f"{name}: {key}")
+    if hvd.size() > 1:
+        assert not torch.equal(cases["fp16"][0]["head.weight"], expected["head.weight"])  # it was compressed
+    assert not torch.allclose(clip["head.weight"], expected["head.weight"])
+
+
+def models_and_parameters_that_change() -> None:
+    """Two models with backwards of their own, in another order on odd steps; branches are thawed, or added, on the way."""
+
+    def run(ranks: Sequence[int], wraps: bool) -> list[torch.Tensor]:
+        models = [Net(), Net()]
+        models[1].branches[1].requires_grad_(False)
+        named = [(f"{number}.{name}", p) for number, model in enumerate(models) for name, p in model.named_parameters()]
+        named = [(name, parameter) for name, parameter in named if "1.branches.2" not in name]
+        optimizer: Any = adamw([parameter for _, parameter in named])
+        if wraps:
+            optimizer = hvd.DistributedOptimizer(optimizer, named)
+        for step in range(6):
+            models[1].branches[1].requires_grad_(step >= 2)
+            if step == 4:
+                optimizer.add_param_group({"params": models[1].branches[2].parameters(), "lr": 0.1})
+            optimizer.zero_grad()
+            for number in (0, 1) if step % 2 else (1, 0):
+                for rank in ranks:
+                    branches = (0, 1, 2) if step >= 4 else (0, 1)
+                    (loss_of(models[number], step + number, rank, branches) / len(ranks)).backward()
+            optimizer.step()
+        return [parameter.detach() for model in models for parameter in model.parameters()]
+
+    expected = run(range(hvd.size()), wraps=False)
+    for one, other in zip(run([hvd.rank()], wraps=True), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def part_of_the_ranks() -> None:
+    """Gradients of a process set are reduced in it; other ranks keep their own."""
+    members = [0, hvd.size() - 1] if hvd.size() > 2 else [0]
+    process_set = hvd.add_process_set(members)
+    own = members if hvd.rank() in members else [hvd.rank()]
+    expected = reference(own, uneven)
+    for name, value in trained(uneven, process_set=process_set).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+    hvd.remove_process_set(process_set)
+
+
+def other_operations() -> None:
+    size = hvd.size()
+    for op, expected in ((hvd.Max, size), (hvd.Min, 1), (hvd.Product, 2 if size == 2 else 6)):
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=op)
+        (parameter.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        assert (parameter == -expected).all()
+    if size == 2:
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), op=hvd.Adasum)
+        first, second = changes = (torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0]))
+        (parameter * changes[hvd.rank()]).sum().backward()
+        optimizer.step()
+        product = first @ second
+        mixed = first * (1 - product / (2 * first @ first)) + second * (1 - product / (2 * second @ second))
+        torch.testing.assert_close(parameter.detach(), -0.5 * mixed)
+        with pytest.raises(AssertionError, match="not there with Adasum"), optimizer.skip_synchronize():
+            pass
+
+
+def joined() -> None:
+    """Rank r has r + 1 batches, then it joins and supplies zeros to the average."""
+    model, expected = Net(), Net()
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
+    plain = adamw(expected.parameters())
+    for step in range(hvd.size()):
+        plain.zero_grad()
+        for rank in range(step, hvd.size()):
+            (loss_of(expected, step, rank) / hvd.size()).backward()
+        plain.step()
+    for step in range(hvd.rank() + 1):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    assert hvd.join() == hvd.size() - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=0, atol=1e-10)
+
+
+def made(width: int = 2, bias: bool = True, **options: Any) -> tuple[Callable[[], None], nn.Module, Any]:
+    """A backward of a small model, the model and its optimizer."""
+    model = nn.Linear(width, 1, bias=bias)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+    )
+    return lambda: model(torch.ones(1, width)).sum().mul(hvd.rank() + 1).backward(), model, optimizer
+
+
+def misuse() -> None:
+    backward, model, optimizer = made()
+    backward()
+    with pytest.raises(AssertionError, match=r"before optimizer\.step"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="increase backward_passes_per_step"):
+        backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward, model, optimizer = made(backward_passes_per_step=2)  # a step before all passes
+    backward()
+    optimizer.step()
+    assert (model.weight.grad == sum(range(1, hvd.size() + 1)) / hvd.size()).all()
+    backward, model, optimizer = made()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # which nothing uses
+    backward()
+    model.weight.grad.mul_(2)  # would be lost
+    with pytest.raises(RuntimeError, match="was changed before all gradients were reduced"):
+        optimizer.step()
+
+
+def disagreements() -> None:
+    rank = hvd.rank()
+    cases: dict[str, dict[str, Any]] = {
+        r"parameter: bias: \[1\] torch.float32 cpu and None": {"bias": rank == 0},
+        r"parameter: weight: \[1, 2\].* and \[1, 3\]": {"width": 2 + min(rank, 1)},
+        "compression: NoneCompressor and FP16Compressor": {
+            "compression": hvd.Compression.fp16 if rank else hvd.Compression.none
+        },
+        "op: 0 and 1": {"op": hvd.Sum if rank else hvd.Average},
+        "backward_passes_per_step: 1 and 2": {"backward_passes_per_step": 1 + min(rank, 1)},
+    }
+    for text, options in cases.items():
+        backward, _, optimizer = made(**options)
+        with pytest.raises(hvd.HorovodInternalError, match=f"parameters differ: {text}.* on ranks 0 and 1"):
+            optimizer.step(backward)
+    backward, _, optimizer = made()
+    backward()
+    optimizer.step()  # the world still works
+
+
+def refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = [*model.named_parameters()]
+    for text, options in {
+        "unique. Found duplicates: weight": {"named_parameters": [*named, named[0]]},
+        "1 parameters of the optimizer were not named": {"named_parameters": named[:1]},
+        r"pairs \(name, parameter\)": {"named_parameters": [*model.parameters()]},
+        "needs op Average": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+        "must be > 0": {"backward_passes_per_step": 0},
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(optimizer, **options)
+
+
+CASES = (
+    *(equals_one_process, models_and_parameters_that_change, part_of_the_ranks, other_operations),
+    *(joined, misuse, disagreements, refused),
+)

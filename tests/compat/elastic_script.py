@@ -1,7 +1,7 @@
 """Trains a small model elastically, as a script written for Horovod does; the tests kill its ranks.
 
-Arguments: the folder for results, and "RANK:STEP" of kills, each of which happens once. At the end rank 0 writes the weights;
-each rank notes the samples of each step that it has committed.
+Arguments: the folder for results, and "RANK:STEP" of kills, each of which happens once. At the end
+rank 0 writes the weights; each rank notes the samples of each step that it has committed.
 """
 
 import json

@@ -30,17 +30,12 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    world = {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        **(env or {}),
-    }
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
-        context.Process(target=_be_rank, args=(there, {"RANK": rank, "LOCAL_RANK": rank, **world}, case, arguments))
+        context.Process(
+            target=_be_rank, args=(there, {"RANK": rank, "LOCAL_RANK": rank, **world, **(env or {})}, case, arguments)
+        )
         for rank, (_, there) in enumerate(pipes)
     ]
     for rank, (_, there) in zip(ranks, pipes, strict=True):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -46,7 +45,7 @@ def dies(dying: int, moment: str) -> float | None:
 
 @pytest.mark.parametrize("dying, moment", [(1, "before one"), (1, "within one"), (0, "before one")])
 def test_a_death_is_noticed_at_once(dying: int, moment: str) -> None:
-    answers = run_ranks(4, dies, dying, moment, dying=dying)
+    answers = run_ranks(3, dies, dying, moment, dying=dying)
     assert answers.pop(dying) is None
     assert max(answers) < 30
 
@@ -68,27 +67,6 @@ def test_an_orderly_end_of_one_rank() -> None:
     assert run_ranks(3, leaves) == ["went on", "", "went on"]
 
 
-def flushes() -> list[float]:
-    """What is in flight at shutdown is finished first; a thread of rank 1 asks only after rank 0 has begun to shut down."""
-    hvd.init()
-    tensor = torch.ones(3)
-    hvd.allreduce(torch.ones(1), name="now")
-    if hvd.rank() == 0:
-        hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
-    else:
-        late = threading.Timer(0.2, lambda: hvd.synchronize(hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)))
-        late.start()
-        late.join()
-    hvd.shutdown()
-    with pytest.raises(ValueError, match="not initialized"):
-        hvd.allreduce(tensor)
-    return tensor.tolist()
-
-
-def test_shutdown_finishes_what_is_in_flight() -> None:
-    assert run_ranks(2, flushes) == [[2, 2, 2]] * 2
-
-
 def stalls() -> list[str]:
     """Rank 1 does not ask, and waits for nothing: this is reported after HOROVOD_STALL_CHECK_TIME_SECONDS, and fails later."""
     records: list[str] = []
@@ -100,7 +78,7 @@ def stalls() -> list[str]:
         while not os.path.exists(os.environ["DONE"]):
             time.sleep(0.05)
     else:
-        with pytest.raises(hvd.HorovodInternalError, match=r"'slow' waits for ranks \[1\].* not submitted it in 6 s"):
+        with pytest.raises(hvd.HorovodInternalError, match=r"'slow' waits for ranks \[1\].* not submitted it in 4 s"):
             hvd.allreduce(torch.ones(3), name="slow")
         if hvd.rank() == 0:
             open(os.environ["DONE"], "w").close()
@@ -113,13 +91,13 @@ def stalls() -> list[str]:
 
 def test_a_stall_is_reported_with_the_missing_ranks_and_ended_on_request(tmp_path) -> None:
     settings = {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": 3,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 6,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": 2,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 4,
         "DONE": tmp_path / "done",
     }
     reports, *others = run_ranks(3, stalls, env=settings)
     [report] = reports
-    assert "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 3 s" in report
+    assert "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 2 s" in report
     assert others == [[], []]
 
 

@@ -1,7 +1,8 @@
-"""The Horovod API on 1, 2 and 3 ranks: each number is started once, and runs every case of the modules beside this one."""
+"""The Horovod API on 1 to 4 ranks: each number is started once, and runs every case of the modules beside this one."""
 
 import os
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -16,70 +17,54 @@ from tests.compat import (
     cases_elastic,
     cases_functions,
     cases_optimizer,
-    cases_uneven,
+    cases_world,
 )
 from tests.compat.ranks import run_ranks
+from tests.harness.launching import free_port
 
-MODULES = (
-    cases_collectives,
-    cases_disagreements,
-    cases_functions,
-    cases_batch_norm,
-    cases_optimizer,
-    cases_uneven,
-    cases_elastic,
+EVERYTHING = (
+    *(*cases_collectives.CASES, *cases_disagreements.CASES, *cases_functions.CASES),
+    *(*cases_batch_norm.CASES, *cases_optimizer.CASES, *cases_elastic.CASES),
 )
+CASES = {
+    1: (cases_collectives.alone, cases_optimizer.equals_one_process),
+    2: EVERYTHING,
+    3: EVERYTHING,
+    4: (cases_collectives.adasum,),
+}
 
 
 def every_case(place: str) -> list[str]:
     os.environ[VARIABLE] = place
-    hvd.init()
-    ran = []
-    for module in MODULES:
-        for case in module.CASES:
-            hvd.barrier()
-            torch.manual_seed(0)
+    ran, failed = [], []
+
+    def run(case) -> None:
+        torch.manual_seed(0)
+        try:
             case()
-            ran.append(case.__name__)
+        except BaseException:
+            failed.append(traceback.format_exc())
+        ran.append(case.__name__)
+
+    hvd.init()
+    size = hvd.size()
+    for case in CASES[size]:
+        hvd.barrier()
+        run(case)
     hvd.shutdown()
-    if len(hvd.global_process_set.ranks) or hvd.is_initialized():
-        raise AssertionError("the world has not ended")
+    assert not hvd.global_process_set.ranks and not hvd.is_initialized()
+    for case in cases_world.CASES.get(size, ()):
+        run(case)
+    if failed:
+        raise AssertionError("\n".join(failed))
     return ran
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", CASES)
 def test_every_case(size: int, tmp_path) -> None:
-    for ran in run_ranks(size, every_case, str(tmp_path / "commits"), seconds=300):
-        assert len(ran) == sum(len(module.CASES) for module in MODULES)
-
-
-def process_sets() -> None:
-    cases_disagreements.process_sets()
-
-
-def test_process_sets() -> None:
-    run_ranks(3, process_sets)
-
-
-def alone() -> None:
-    hvd.init()
-    cases_collectives.alone()
-    cases_optimizer.equals_one_process()
-    hvd.shutdown()
-
-
-def test_one_process_is_a_world_too() -> None:
-    run_ranks(1, alone)
-
-
-def pairs_of_pairs() -> None:
-    hvd.init()
-    cases_collectives.adasum()
-    hvd.shutdown()
-
-
-def test_adasum_of_four() -> None:
-    run_ranks(4, pairs_of_pairs)
+    env = {"SECOND_PORT": free_port()}
+    for ran in run_ranks(size, every_case, str(tmp_path / "commits"), env=env, seconds=300):
+        assert len(ran) == len(CASES[size]) + len(cases_world.CASES.get(size, ()))
 
 
 class Attack:

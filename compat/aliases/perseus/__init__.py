@@ -1,6 +1,7 @@
 """`perseus`, a vendor's edition of Horovod (AIACC), under its own names: PYTHONPATH=compat/aliases.
 
-`perseus.torch.horovod` is compat.horovod; `perseus.torch.distributed` and `perseus.torch.nn` are torch's own.
+`perseus.torch.horovod` is compat.horovod; `perseus.torch.distributed` and `perseus.torch.nn` are
+torch's own.
 """
 
 import os

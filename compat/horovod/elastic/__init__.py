@@ -6,8 +6,10 @@
             ...
             state.commit()
 
-Start it with `accelerate launch --max_restarts 3` or `torchrun --max-restarts 3`: when a process dies, the launcher replaces
-all of them, and each calls `train` with the state of the last commit. Where commits lie: see `commits`.
+Start it with `accelerate launch --max_restarts 3` or `torchrun --max-restarts 3`: when a
+process dies, the launcher replaces all of them, and each calls `train` with the state of
+the last commit.
+Where commits lie: see `commits`.
 """
 
 import functools
@@ -17,48 +19,47 @@ from typing import Any
 
 from compat.horovod import world
 from compat.horovod.elastic.sampler import ElasticSampler
-from compat.horovod.elastic.state import ObjectState, State, TorchState
+from compat.horovod.elastic.state import ObjectState, TorchState
 from compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "TorchState", "run"]
 
-MOST_FAILURES = 3  # in this process without a commit between them
+LIMIT = 3  # failures in this process without a commit between them
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function, whose first argument is a `State`, so that it outlives failures.
+    """Decorate a training function, whose first argument is a state, so that it outlives failures.
 
-    Before each call the state is synchronised from rank 0; a new process first loads the last commit from disk. After a
-    HorovodInternalError on all ranks the state is restored from the last commit, after a HostsUpdatedInterrupt it stays;
-    then Horovod starts again, and the function is called again. The function may repeat the steps since the last commit.
+    Before each call the state is synchronised from rank 0; a new process first loads the
+    last commit from disk. After a HorovodInternalError on all ranks the state is restored
+    from the last commit, Horovod starts again, and the function is called again. It may
+    repeat the steps since the last commit.
 
     Raises:
         HorovodInternalError: the fourth in a row without a commit between them.
     """
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
         commits = state._commits
         if (stored := commits.newest()) is not None:
             state._take_stored(stored)
             state.restore()
             state.on_reset()
-        synced, failures, number = False, 0, commits.number
+        failures, number = 0, commits.number
         while True:
             try:
-                if not synced:
-                    state.sync()
+                state.sync()
                 result = func(state, *args, **kwargs)
             except HorovodInternalError as error:
                 failures = failures + 1 if commits.number == number else 1
                 number = commits.number
-                if failures > MOST_FAILURES:
+                if failures > LIMIT:
                     raise
                 print(f"rank {world.rank()}: {error}; restoring the last commit", file=sys.stderr)
                 state.restore()
-                synced = False
-            except HostsUpdatedInterrupt as interrupt:
-                synced = interrupt.skip_sync
+            except HostsUpdatedInterrupt:  # of the script's own
+                pass
             else:
                 commits.remove_at_exit()
                 return result

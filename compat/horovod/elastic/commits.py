@@ -1,11 +1,14 @@
 """Commits on disk: what the processes that a launcher starts after a failure continue from.
 
-Horovod keeps a commit in the memory of the ranks that survive. Here the launcher (`accelerate launch --max_restarts 3`,
-`torchrun --max-restarts 3`) replaces all processes, so rank 0 also writes each commit to a file, atomically.
+Horovod keeps a commit in the memory of the ranks that survive. Here the launcher
+(`accelerate launch --max_restarts 3`, `torchrun --max-restarts 3`) replaces all
+processes, so rank 0 also writes each commit to a file, atomically.
 
-The folder is `HOROVOD_ELASTIC_COMMITS`, or else `<script>.commits/<hash of the script's arguments>` beside the script, so
-that a script with other arguments begins by itself. With several machines it must be on storage that all of them share.
-`HOROVOD_ELASTIC_COMMITS=none` keeps commits in memory only. A process that ends without an error removes its commit.
+The folder is `HOROVOD_ELASTIC_COMMITS`, or else `<script>.commits/<hash of the script's
+arguments>` beside the script, so that a script with other arguments begins by itself.
+With several machines it must be on storage that all of them share.
+`HOROVOD_ELASTIC_COMMITS=none` keeps commits in memory only. A process that ends without
+an error removes its commit.
 """
 
 import atexit
@@ -45,15 +48,15 @@ class Commits:
         self.number = 0  # of the last commit
         _states += 1
 
-    def write(self, content: dict[str, Any] | None) -> None:
-        """Count a commit, and replace the file on rank 0 if there is content. No communication.
+    def write(self, content: dict[str, Any]) -> None:
+        """Count a commit, and replace the file on rank 0. No communication.
 
         Raises:
             TypeError: if the content has a class that `serialization` does not read back.
             Refused: if the file can't be written.
         """
         self.number += 1
-        if content is None or self.path is None or world.rank() != 0:
+        if self.path is None or world.rank() != 0:
             return
         data = serialization.dumps({"number": self.number, "content": content}, "the elastic state")
         try:

@@ -1,1 +1,0 @@
-"""Horovod's parts that are common to its frameworks: exceptions and process sets."""

@@ -1,5 +1,0 @@
-"""`import horovod.torch as hvd`: the module compat.horovod."""
-
-from compat.horovod.aliases import alias
-
-alias(__name__)

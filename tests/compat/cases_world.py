@@ -1,0 +1,137 @@
+"""Worlds that start and end: ranks on several machines, starting again, what is in flight at the end, overlapping process sets.
+
+Each of these cases calls `hvd.init` itself, in the world of `test_ranks`.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import compat.horovod as hvd
+
+
+def machines() -> None:
+    """Machines of 2 and 1 processes: rank 1 is alone with local rank 1."""
+    rank = int(os.environ["RANK"])
+    before = os.environ.copy()
+    os.environ |= {"LOCAL_RANK": "010"[rank], "LOCAL_WORLD_SIZE": "221"[rank]}
+    os.environ |= {"GROUP_RANK": "001"[rank], "GROUP_WORLD_SIZE": "2"}
+    hvd.init()
+    hvd.init()  # does nothing
+    numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    assert numbers == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)][rank]
+    hvd.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def starts_again() -> None:
+    """Two worlds one after the other; between them there is no process group."""
+    for start in range(2):
+        hvd.init()
+        assert hvd.is_initialized() and torch.distributed.is_initialized()
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="same").tolist() == [hvd.size()] * 2
+        handle = hvd.allreduce_async(torch.full((2,), float(start)), name="left")  # never asked for
+        assert handle == 1
+        hvd.shutdown()
+        hvd.shutdown()  # does nothing
+        assert not hvd.is_initialized() and not torch.distributed.is_initialized()
+    for wrong in ([0], object(), 3):
+        with pytest.raises(ValueError, match="a world of all"):
+            hvd.init(comm=wrong)
+
+
+def flushes() -> None:
+    """What is in flight at shutdown is finished first; a thread asks only after rank 0 has begun to shut down."""
+    hvd.init()
+    tensor, size = torch.ones(3), hvd.size()
+    hvd.allreduce(torch.ones(1), name="now")
+    if hvd.rank() == 0:
+        hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
+    else:
+        late = threading.Timer(0.2, lambda: hvd.synchronize(hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)))
+        late.start()
+        late.join()
+    hvd.shutdown()
+    assert tensor.tolist() == [size] * 3
+    with pytest.raises(ValueError, match="not initialized"):
+        hvd.allreduce(tensor)
+
+
+def in_a_group_of_the_script() -> None:
+    """It is used, with its ranks, and is left as it was."""
+    group = torch.distributed
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = f"tcp://127.0.0.1:{os.environ['SECOND_PORT']}"
+    group.init_process_group("gloo", init_method=address, rank=size - 1 - rank, world_size=size)
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (group.get_rank(), size) == (size - 1 - rank, size)
+    values = [torch.full((3,), float(rank)), torch.full((3,), float(rank))]
+    handle = hvd.allreduce_async_(values[0], op=hvd.Sum)  # while the script uses its group
+    group.all_reduce(values[1])
+    assert hvd.synchronize(handle).tolist() == values[1].tolist()
+    hvd.shutdown()
+    group.all_reduce(values[1])
+    group.destroy_process_group()
+
+
+def process_sets() -> None:
+    """Sets that overlap, given to init or added later, in all collectives."""
+    evens, odds = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
+    with pytest.raises(ValueError, match="not initialized"):
+        evens.size()
+    hvd.init(process_sets=[evens, odds])
+    rank, size = hvd.rank(), hvd.size()
+    assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
+    own, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
+    assert own.included() and not other.included()
+    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (len(own.ranks), rank // 2, size)
+    with pytest.raises(ValueError, match=f"rank {rank} is not in"):
+        other.rank()
+    for call in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
+        with pytest.raises(ValueError, match=f"rank {rank} is not in the process set"):
+            call(torch.ones(2), process_set=other)
+    # The same name at the same time in sets that share no rank.
+    value = torch.full((2,), float(rank), requires_grad=True)
+    assert hvd.allreduce(value, name="grad", op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * 2
+    average = hvd.allreduce(value, name="grad", process_set=own)
+    assert average.tolist() == [sum(own.ranks) / len(own.ranks)] * 2
+    (average * (rank + 1)).sum().backward()  # the gradient is reduced within the set, too
+    assert value.grad.tolist() == [sum(r + 1 for r in own.ranks) / len(own.ranks)] * 2
+    assert hvd.allgather(value[:1], process_set=own).tolist() == own.ranks
+    root = own.ranks[-1]  # a rank of the world
+    assert hvd.broadcast(value, root, process_set=own).tolist() == [root] * 2
+    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (2 // len(own.ranks))
+    hvd.barrier(process_set=own)
+    if own is evens:
+        with pytest.raises(hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"):
+            hvd.broadcast(value, 1, process_set=evens)
+        with pytest.raises(NotImplementedError, match="not on a process set"):
+            hvd.allreduce(value, op=hvd.Adasum, process_set=evens)
+    for wrong in ([0, 2], evens, [], [0, 0]):
+        with pytest.raises(ValueError, match=r"registered already|at least one rank"):
+            hvd.add_process_set(wrong)
+    for wrong in (["0"], 3):
+        with pytest.raises(ValueError, match="list of ranks"):
+            hvd.ProcessSet(wrong)
+    pair = hvd.add_process_set([0, 1])
+    if pair.included():
+        assert hvd.allgather(torch.tensor([rank]), process_set=pair).tolist() == [0, 1]
+    assert hvd.remove_process_set(pair)
+    assert not hvd.remove_process_set(pair) and not hvd.remove_process_set(hvd.global_process_set)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(torch.ones(2), process_set=pair)
+    assert hvd.add_process_set([0, 1]).process_set_id > own.process_set_id
+    hvd.shutdown()
+    assert evens.process_set_id is None
+    hvd.init(process_sets=[[0, 1], evens])
+    assert evens.process_set_id == 2
+    hvd.shutdown()
+
+
+CASES = {
+    2: (flushes,),
+    3: (machines, in_a_group_of_the_script, process_sets, starts_again),  # the last one spoils `init`
+}
