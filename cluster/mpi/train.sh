@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains with mpirun, of Open MPI or MPICH (or Intel MPI), on the machines of a list. Run it on the first of them:
 #
-#   cluster/mpi/train.sh hosts.txt recipes/cls.py --name run
+#   cluster/mpi/train.sh hosts.txt recipes/cls.py --data FOLDER --name run
 #
 # hosts.txt has one machine per line: the name or address by which the others reach it, and its number of GPUs, such as
 # `10.0.0.1 8`; # starts a comment. After the list come the recipe and its flags. SIGTERM or Ctrl-C lets the run save a

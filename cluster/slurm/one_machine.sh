@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on the GPUs of one machine without srun, as a script does that also runs outside of SLURM:
 #
-#   sbatch cluster/slurm/one_machine.sh --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py
+#   sbatch cluster/slurm/one_machine.sh --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --data FOLDER
 #
 # A job that is requeued resumes from its last checkpoint, since it runs the same command again.
 #SBATCH --nodes=1

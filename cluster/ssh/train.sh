@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the hosts of a list, over plain ssh. Run it on any machine that reaches them with a key, such as the first host:
 #
-#   cluster/ssh/train.sh hosts.txt --config_file accelerate_configs/2node_bf16.yaml recipes/cls.py --name run
+#   cluster/ssh/train.sh hosts.txt --config_file accelerate_configs/2node_bf16.yaml recipes/cls.py --data FOLDER --name run
 #
 # hosts.txt has one host per line, as ssh takes it (name, address or user@name); # starts a comment. The first one is the main
 # machine: the others have to reach it by that name, and it has to stay. After the list come the words of `accelerate launch`.

@@ -4,22 +4,15 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
+from tests.cluster.two_machines import STEPS, WORDS, assert_same_losses
 from tests.harness.launching import ROOT, Started
 from tests.harness.machines import Node, Watched
-from tests.harness.outcomes import Outcome
 from tests.harness.paced import PACED
 
 FOLDER = ROOT / "cluster/kubernetes"
-STEPS = 40
-WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "none"),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", STEPS, "--dtype", "float64"),
-    *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5),
-)
 
 
 def documents(name: str) -> dict[str, dict]:
@@ -119,7 +112,7 @@ def start(name: str, pods: list[Node], folder: Path) -> list[Started]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_its_command_trains_on_two_machines(name, pods, forks, tmp_path):
+def test_its_command_trains_on_two_machines(name, pods, alone, tmp_path):
     """The losses are one process's. The Indexed Job is deleted on the way, which ends its pods in time, and applied again."""
     (tmp_path / "paced.py").write_text(PACED)
     if name == "indexed_job.yaml":
@@ -133,8 +126,4 @@ def test_its_command_trains_on_two_machines(name, pods, forks, tmp_path):
     done = [each.finish() for each in start(name, pods, tmp_path)]
     assert [each.returncode for each in done] == [0, 0], done
     assert "2 processes on 2 nodes" in done[0].stdout
-    one = forks(*WORDS, "--output_dir", tmp_path, "--name", "alone")
-    assert one.code == 0, one.stderr
-    two, alone = (Outcome("ok", "", "", 0.0, tmp_path / folder) for folder in ("train", "alone"))
-    assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(two.column("train/loss"), alone.column("train/loss"), rtol=1e-8)
+    assert_same_losses(tmp_path / "train", alone)

@@ -1,23 +1,16 @@
-"""cluster/mpi/train.sh trains on two machines what one machine trains with two processes, with Open MPI and with MPICH."""
+"""cluster/mpi/train.sh trains on two machines what one process trains, with Open MPI and with MPICH."""
 
 import sys
 
-import numpy as np
 import pytest
 
+from tests.cluster.two_machines import WORDS, assert_same_losses
 from tests.harness.debian import require_package
 from tests.harness.launching import Started
 from tests.harness.machines import Watched
-from tests.harness.outcomes import Outcome
 from tests.harness.paced import PACED
 from tests.harness.ssh import Hosts
 
-STEPS = 40
-WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "none"),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", STEPS, "--dtype", "float64"),
-    *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5),
-)
 ENV = {
     "PYTHON": sys.executable,
     "ACCELERATE_MIXED_PRECISION": "no",
@@ -36,7 +29,7 @@ ENV = {
         pytest.param("MPICH", True, marks=pytest.mark.long),
     ],
 )
-def test_two_machines_train_what_two_processes_train(name, stops, nodes, run_several, tmp_path, tmp_path_factory):
+def test_two_machines_train_what_one_process_trains(name, stops, nodes, alone, tmp_path, tmp_path_factory):
     """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same command resumes it."""
     package, command = {"Open MPI": ("openmpi-bin", "mpirun.openmpi"), "MPICH": ("mpich", "mpirun.mpich")}[name]
     require_package(package)
@@ -62,7 +55,4 @@ def test_two_machines_train_what_two_processes_train(name, stops, nodes, run_sev
     assert f"2 processes on 2 nodes, cpu (gloo), fp64, started by {name}" in done.stdout
     assert ("resuming from step" in done.stdout) == stops
     assert hosts.nothing_is_left(), hosts.left_over()
-    one = run_several(2, {"one": words})["one"]
-    two = Outcome("ok", "", "", 0.0, tmp_path / "two")
-    assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(two.column("train/loss"), one.column("train/loss"), rtol=1e-8)
+    assert_same_losses(tmp_path / "two", alone)

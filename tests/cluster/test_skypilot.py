@@ -8,23 +8,16 @@ import sys
 import venv
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
+from tests.cluster.two_machines import WORDS, assert_same_losses
 from tests.harness.launching import ROOT, Started
 from tests.harness.machines import Node, Watched
-from tests.harness.outcomes import Outcome
 from tests.harness.paced import PACED
 
 FILE = ROOT / "cluster/skypilot/train.yaml"
 SKYPILOT = "skypilot==0.14.1"  # 459 MB with what it needs, so it gets an environment of its own
-STEPS = 40
-FLAGS = (
-    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none --log_every 1 "
-    f"--max_steps {STEPS} --eval_every {STEPS} --checkpoint_every {STEPS} --dtype float64 --batch_norm group "
-    "--norm_batch_size 4 --hflip 0.5"
-)
 READ = """
 import json, sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
@@ -71,7 +64,7 @@ def start(machines: list[Node], folder: Path) -> list[Started]:
         "SKYPILOT_NODE_IPS": "\n".join(machine.address for machine in machines),
     }
     assert task["envs"].keys() == {"CONFIG", "FLAGS"}
-    envs = {"CONFIG": "2node_cpu", "FLAGS": FLAGS}
+    envs = {"CONFIG": "2node_cpu", "FLAGS": " ".join(map(str, WORDS))}
     return [
         machine.start_command("bash", "-c", text, env=sky | envs | {"SKYPILOT_NODE_RANK": str(rank)})
         for rank, machine in enumerate(machines)
@@ -79,7 +72,7 @@ def start(machines: list[Node], folder: Path) -> list[Started]:
 
 
 @pytest.mark.long
-def test_its_commands_train_on_two_machines_and_resume(nodes, forks, tmp_path):
+def test_its_commands_train_on_two_machines_and_resume(nodes, alone, tmp_path):
     """The machines are taken away in the middle; on new ones, of other addresses, the run ends with one process's losses."""
     (tmp_path / "paced.py").write_text(PACED)
     machines = nodes(2)
@@ -92,8 +85,4 @@ def test_its_commands_train_on_two_machines_and_resume(nodes, forks, tmp_path):
     done = [each.finish() for each in start(machines[::-1], tmp_path)]
     assert [each.returncode for each in done] == [0, 0], done
     assert "2 processes on 2 nodes" in done[0].stdout
-    one = forks(*FLAGS.split(), "--output_dir", tmp_path, "--name", "alone")
-    assert one.code == 0, one.stderr
-    two, alone = (Outcome("ok", "", "", 0.0, tmp_path / folder) for folder in ("train", "alone"))
-    assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(two.column("train/loss"), alone.column("train/loss"), rtol=1e-8)
+    assert_same_losses(tmp_path / "train", alone)

@@ -1,6 +1,7 @@
 """Jobs of a real SLURM: the scripts of cluster/slurm/, as they are, train what one launch of as many processes trains.
 
-They do so after a pre-emption, a requeue and a signal before the time limit, and as an array on one machine.
+They do so after a pre-emption, a requeue and a signal before the time limit, and as an array on one
+machine.
 """
 
 import re
@@ -146,7 +147,7 @@ def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_p
 
 def test_python_without_srun_is_refused_in_a_job_of_several_tasks(slurm, tmp_path):
     """It would train as one process on one of the job's GPUs."""
-    line = f"python recipes/cls.py --output_dir {tmp_path}/runs"
+    line = f"python recipes/cls.py --data digits --output_dir {tmp_path}/runs"
     job = slurm.submit("--ntasks=2", "--wrap", line, output=tmp_path / "out")
     assert job.end()["ExitCode"] == "2:0", job.text()
     assert "put srun before python" in job.text() and job.text().count("\n") == 1, job.text()

@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, inherited
+from tests.harness.launching import ROOT, inherited, small_command
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.waiting import Limit
 
@@ -66,7 +66,7 @@ class Slurm:
             "PYTHONFAULTHANDLER": "1",
             **(env or {}),
         }
-        command = [*self._first.before, *map(str, words)]
+        command = [*self._first.before, *map(str, small_command(words))]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
         assert not (check and done.returncode), f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
