@@ -1,5 +1,6 @@
 """Python configurations are evaluated, not executed: values are Python's own, inheritance is MMEngine's, work is bounded."""
 
+import os
 import random
 import sys
 import time
@@ -36,9 +37,10 @@ epochs = 4 * 3 - -1
 x = y = [(1333, side) for side in [640 + 32 * 2, 2**5]]
 _base_.model.neck.width = 7
 taken = _base_.pipeline[0].scale
+last = [1, 2, 3][-2:]
 also = {{_base_.scale}}
 model = dict(neck=dict(_delete_=True, depth=_base_.model.neck.width // 2), head={'a': None, **dict(b=1.5 / 2)})
-merged = dict(model['head'], c=list(taken)[0], d=tuple([1, 2])[:1], e='a' + 'b' * 2, f=not 0)
+merged = dict(model['head'], c=taken[0], d=(1, 2)[:1], e='a' + 'b' * 2)
 gone = 1
 del gone
 """
@@ -54,18 +56,6 @@ def test_values_are_those_of_mmengine(tmp_path) -> None:
     assert (
         ours["epochs"] == 13 and ours["model"]["neck"] == {"depth": 3} and ours["taken"] == ours["also"] == [1333, 800]
     )
-
-
-def test_read_base_gives_names_and_classes_are_texts(tmp_path) -> None:
-    written(
-        tmp_path / "parts" / "base.py",
-        BASE.replace("'A'", "Net").replace("scale =", "from some.where import Net\nscale ="),
-    )
-    text = "from mmengine.config import read_base\nfrom torch.nn import BatchNorm2d\nwith read_base():\n"
-    text += "    from .parts.base import *\nmodel2 = dict(model, norm=dict(type=BatchNorm2d))\n"
-    found = values_of(written(tmp_path / "top.py", text))
-    assert found["model2"] == {"type": "Net", "neck": {"depth": 1, "width": 2}, "norm": {"type": "BN"}}
-    assert "some" not in sys.modules and "BatchNorm2d" not in found
 
 
 # What each of these would do if it were executed is to make the file `mark`.
@@ -89,7 +79,8 @@ ATTACKS = [
     "_base_ = 'bad.py'",
     "_base_ = [open({mark!r}, 'w')]",
     "with read_base():\n    from .bad import *",
-    "with read_base():\n    import os",
+    "from torch.nn import BatchNorm2d",
+    "x = list(open({mark!r}, 'w'))",
     "with open({mark!r}, 'w'):\n    pass",
     "a = dict()\nx = a.update.__globals__",
     "x = f'{{open({mark!r}, 'w')}}'" if sys.version_info >= (3, 12) else "x = f'{{dict}}'",
@@ -162,7 +153,7 @@ LEAVES = (
     "1 -2 3.5 'a' None True x y z 2**70 [] 9 '{{x}}' open help _base_ ... __import__ '%d' eval b'x' 1j 1e999".split()
 )
 SHAPES = """({} + {});({} * {});{} ** {};({} - {});({} // {});[{}, {}];({}, {});dict(a={}, b={});{{'k': {}, **{}}}
-list([{}, {}]);tuple(({}, {}));[{} for w in [{}]];({})[{}];({})[{}:]""".replace("\n", ";").split(";")
+[{}, {}][0];(({}, {}));[{} for w in [{}]];({})[{}];({})[{}:]""".replace("\n", ";").split(";")
 ODD = """-({} or {});{}({});({}).update({});eval({}, {});({} if x else {});(lambda: {})({});[*{}, {}];f'{{{}}}{{{}}}'
 ({}).__class__[{}];getattr({}, {});open({}, {});{{{}, {}}};({} % {});({} << {});({} < {})""".replace("\n", ";").split(
     ";"
@@ -178,8 +169,9 @@ def expression(draw: random.Random, depth: int) -> str:
     return shape.format(expression(draw, depth - 1), expression(draw, depth - 1))
 
 
-def test_ten_thousand_generated_files(tmp_path) -> None:
-    """None executes anything, hangs or crashes; what is accepted has the values that Python gives it."""
+def test_generated_files_execute_nothing_and_have_the_values_that_python_gives_them(tmp_path) -> None:
+    """2,000 files, and 10,000 with RECIPES_FUZZ=10000: none executes anything, hangs or crashes."""
+    count = int(os.environ.get("RECIPES_FUZZ", 2000))
     heard: list[str] = []
     listening = False
 
@@ -189,7 +181,7 @@ def test_ten_thousand_generated_files(tmp_path) -> None:
 
     sys.addaudithook(hook)
     draw, accepted, slowest = random.Random(0), 0, 0.0
-    for _ in range(10_000):
+    for _ in range(count):
         lines = [draw.choice(LINES[:5] if draw.random() < 0.9 else LINES) for _ in range(draw.randint(1, 4))]
         text = "\n".join(["x = y = z = 1", *(line.format(expression(draw, draw.randint(0, 4))) for line in lines)])
         file = written(tmp_path / "fuzz.py", text)
@@ -207,7 +199,7 @@ def test_ten_thousand_generated_files(tmp_path) -> None:
             theirs: dict[str, Any] = {"__builtins__": {"dict": dict, "list": list, "tuple": tuple}}
             exec(text, theirs)
             assert repr(plain(found)) == repr(plain({name: theirs[name] for name in found})), text
-    assert accepted > 2000 and slowest < 2, (accepted, slowest)
+    assert accepted > count / 6 and slowest < 2, (accepted, slowest)
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
-"""The doctor runs every check on every rank, whatever one of them does, and ends in one table."""
+"""The doctor runs every check on every rank, whatever one of them does, and ends in one table; its trials really train."""
 
 import json
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -10,11 +11,11 @@ import psutil
 import pytest
 
 from common.errors import Refused
-from tests.harness.launching import free_port
+from tests.harness.launching import free_port, small
+from tools.doctor import plan, trial
 from tools.doctor.__main__ import arguments
-from tools.doctor.finding import Finding
 from tools.doctor.session import examine
-from tools.doctor.table import HERE, ON_MACHINE, fold, show
+from tools.doctor.world import World
 
 FAULTY = """
 import os, sys, time
@@ -69,9 +70,6 @@ def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") 
 def rows_of(file: Path) -> dict[tuple[str, str], dict]:
     """The findings in a file of --json, by check and place."""
     return {(row["check"], row["place"]): row for row in json.loads(file.read_text())["findings"]}
-
-
-# --- the frame
 
 
 def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_no_rank(launch, tmp_path) -> None:
@@ -132,41 +130,38 @@ def test_a_plan_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> 
     assert trials and not psutil.wait_procs(trials, 5)[1] and not [*tmp_path.iterdir()]
 
 
-# --- the table
+# --- trials
 
 
-def test_equal_rows_are_one_and_others_name_ranks_or_hosts() -> None:
-    hosts = ["a", "a", "b", "b"]
-
-    def place(findings: list[tuple[int, Finding]]) -> list[tuple[str, str]]:
-        return [(finding.place, finding.measured) for finding in fold(findings, hosts)]
-
-    def of(*values: str, where: str = HERE) -> list[tuple[int, Finding]]:
-        return [(rank, Finding("cores", "ok", value, place=where)) for rank, value in enumerate(values) if value]
-
-    assert place(of("8", "8", "8", "8")) == [("all", "8")]
-    assert place(of("8", "8", "4", "4")) == [("a", "8"), ("b", "4")]
-    assert place(of("8", "4", "8", "8")) == [("rank 0 (a), rank 2 (b), rank 3 (b)", "8"), ("rank 1 (a)", "4")]
-    assert place(of("8", "", "8", "", where=ON_MACHINE)) == [("all", "8")]
-    assert place(of("8", "", "4", "", where=ON_MACHINE)) == [("a", "8"), ("b", "4")]
-    # A row that only one rank has is not about all, unless rank 0 speaks for them.
-    assert place([*of("8", "8", "8", "8"), (2, Finding("gpu", "failed", "hot", place=HERE))])[1] == (
-        "rank 2 (b)",
-        "hot",
-    )
-    assert place([(0, Finding("clock", "ok", "0 ms"))]) == [("all", "0 ms")]
+def test_a_rehearsal_leaves_nothing_and_a_failure_is_its_cause(tmp_path) -> None:
+    words = ["--output_dir", str(tmp_path), "--global_batch_size", "16"]
+    rows = plan.rehearse(World(words=words, is_met=True))
+    assert [row.check for row in rows] == ["rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"], rows
+    assert rows[0].figures["samples"] == 16 and rows[0].figures["checkpoint_bytes"] > 10**6 and rows[2].status == "ok"
+    (row,) = plan.rehearse(World(words=[*words, "--model", "no_such_model"]))
+    assert (row.status, row.measured) == ("failed", "the recipe made no step") and "no_such_model" in row.way_out
+    assert not any(tmp_path.iterdir())
 
 
-def test_the_table_is_in_one_order_coloured_on_request_and_short() -> None:
-    rows = [Finding("speed", "warning", "slow " * 40, "look " * 40), Finding("limits: cores", "ok", "8")]
-    found = fold([(0, row) for row in rows], ["a"], ["limits", "speed"])
-    lines = show(found, coloured=False).splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["ok", "warning"] and max(map(len, lines)) <= 100
-    assert lines[-1] == "a run will work here: 1 ok, 1 warning"
-    assert "\033[33mwarning" in show(found, coloured=True)
-    many = [Finding("net", "ok", f"10.0.0.{number}", place=f"node{number}") for number in range(60)]
-    assert len(show(many, coloured=False).splitlines()) < 10
-    assert show([Finding("limits", "ok", "8")], False, partly=True).endswith("what was checked is well: 1 ok")
-    idle = [Finding(name, "not run", "needs a process group") for name in ("speed", "clock")]
-    assert show(idle, coloured=False).count("needs a process group: speed, clock") == 1
-    assert "not everything was checked: " in show(idle, coloured=False)
+@pytest.mark.alone
+def test_the_plan_tries_each_layout_as_it_then_runs(launch, tmp_path, monkeypatch, capsys) -> None:
+    """Within a factor of 2, for machines on which others work."""
+    monkeypatch.setattr(plan, "cores", lambda: 2)
+    monkeypatch.setattr(trial, "used_by_others", lambda: 0.0)
+    monkeypatch.setattr(plan, "_IMPOSSIBLE", 10)
+    recipe = Path("recipes/cls.py")
+    words = small(["--workers", "0", "--batch_norm", "group", "--output_dir", str(tmp_path)])
+    rows = plan.plan(World(recipe=recipe, words=words, is_met=True))
+    assert "2 layouts, usually" in capsys.readouterr().err
+    assert [row.check for row in rows] == ["plan: 1 process", "plan: 2 processes", "plan: fastest", "plan: results"]
+    assert {row.status for row in rows} == {"ok"} and not any(tmp_path.iterdir())
+    speeds = {row.figures["processes"]: row.figures["images_per_second"] for row in rows[:2]}
+    command = shlex.split(rows[2].figures["command"])
+    assert speeds[1 if any(word.endswith("/cpu.yaml") for word in command) else 2] > 0.95 * max(speeds.values())
+    assert all(row.figures["memory"] > 2**28 for row in rows[:2])
+    quiet = ["--max_steps", 60, "--tracker", "none", "--eval_every", 10**6, "--name", "real", "--log_every", 5]
+    done = launch("multi_cpu", recipe, *words, *quiet)
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "real/metrics.jsonl").read_text().splitlines()]
+    real = sorted(row["perf/images_per_second"] for row in logged[2:] if "perf/images_per_second" in row)
+    assert 0.5 < speeds[2] / real[len(real) // 2] < 2

@@ -17,17 +17,14 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of("adopt", __doc__)
     parser.add_argument("file", type=Path, help="args.yaml, data.yaml, a config of MMDetection or of detectron2")
     parser.add_argument(
-        "-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in the current folder)"
+        "-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, in this folder)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
-    parser.add_argument(
-        "--all", action="store_true", help="name the settings without effect at the tool's defaults, too"
-    )
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of the original run, where its batch size is per GPU")
+    of_run = "GPUs of the original run, where its batch size is per GPU"
+    parser.add_argument("--gpus", type=int, default=0, help=of_run)
     parser.add_argument("--images", type=int, default=0, help="training images, where lengths are given in iterations")
-    parser.add_argument(
-        "--batch", type=int, default=0, help="Ultralytics: the batch size, where the file says -1 or a share"
-    )
+    of_step = "Ultralytics: the batch size, where the file says -1 or a share"
+    parser.add_argument("--batch", type=int, default=0, help=of_step)
     return parser
 
 
@@ -38,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     adoption = read(words.file, words.gpus, words.images, words.batch)
     output = words.output or Path(f"{words.file.stem}.yaml")
     command = adoption.write(output, words.overwrite)
-    print(f"{words.file} of {adoption.tool} -> {output}\n{adoption.table(words.all)}\n\n{command}")
+    print(f"{words.file} of {adoption.tool} -> {output}\n{adoption.table()}\n\n{command}")
 
 
 if __name__ == "__main__":

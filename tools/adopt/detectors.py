@@ -1,24 +1,34 @@
-"""Detectors of other tools: which backbone of timm is theirs, and how the families here differ from theirs."""
+"""Detectors of other tools: backbones in timm, differences of the families, lengths and sizes in our units."""
+
+from collections.abc import Iterable
 
 import timm
 
+from tools.adopt.adoption import facts, rounded
+
 TAGS = "tv_in1k tv2_in1k gluon_in1k fb_swsl_ig1b_ft_in1k pycls_in1k ms_in1k fb_in1k".split()  # by preference
-DIFFERENT = {
-    "faster_rcnn": (
-        "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",
-        "box losses are smooth L1; RoIAlign takes 2 x 2 samples for each of its cells",
-    ),
+_OF_FASTER_RCNN = (
+    "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",
+    "box losses are smooth L1; RoIAlign takes 2 x 2 samples for each of its cells",
+)
+_DIFFERENT = {
+    "faster_rcnn": _OF_FASTER_RCNN,
+    "mask_rcnn": _OF_FASTER_RCNN,
     "retinanet": ("the heads have GroupNorm", "box losses are smooth L1"),
     "fcos": (
         "the head is torchvision's: centerness from the boxes' branch, points within 1.5 strides of a box's centre, GIoU",
         "losses are divided by the number of points in the global batch, not by that of a GPU",
     ),
 }
-DIFFERENT["mask_rcnn"] = DIFFERENT["faster_rcnn"]
-ALWAYS = (
-    "images without boxes are used",
-    "norms and biases have no weight decay; images are downscaled with antialiasing",
-)
+
+
+def differences(detector: str) -> tuple[str, ...]:
+    """What is different for all configs of a family."""
+    return (
+        *_DIFFERENT[detector],
+        "images without boxes are used",
+        "norms and biases have no weight decay; images are downscaled with antialiasing",
+    )
 
 
 def resnet(depth: int, groups: int = 1, width: int = 64) -> str:
@@ -34,11 +44,24 @@ def pretrained(name: str) -> str:
     return f"{name}.{tag}" if tag else name
 
 
-def differences(detector: str) -> tuple[str, ...]:
-    """What is different for all configs of a family."""
-    return *DIFFERENT[detector], *ALWAYS
+def images_of(names: Iterable[str]) -> int:
+    """Training images of these data sets together; 0 if one is not known."""
+    sizes = [facts("detectron2")["images"].get(name, 0) for name in names]
+    return sum(sizes) if all(sizes) else 0
 
 
-def steps_between(low: int, high: int, stride: int = 32) -> str:
-    """Sides from `low` to `high`, for a range that is drawn from: (640, 800) -> 640,672,...,800."""
-    return ",".join(map(str, sorted({*range(low, high, stride), high})))
+def sides_of(shorts: Iterable[int], ranged: bool, stride: int = 32) -> str:
+    """`--short_sides`; a range in steps: (640, 800) -> 640,672,...,800."""
+    low, *_, high = sorted(shorts) * 2
+    return ",".join(map(str, sorted({*range(low, high, stride), high}) if ranged else shorts))
+
+
+def epochs_of(steps: float, batch: int, images: int) -> float | int:
+    """Steps as epochs; never more steps than asked for, though epochs round up to steps."""
+    return rounded((steps - 0.01) * batch / images) if steps > 1 else rounded(steps * batch / images)
+
+
+def falls(epochs: Iterable[float], beyond: float = 10**6) -> str:
+    """`--step_epochs` for these epochs. One number alone would mean a fall every so many."""
+    text = [str(rounded(epoch)) for epoch in epochs]
+    return ",".join(text if len(text) != 1 else [*text, str(rounded(beyond))])

@@ -11,11 +11,9 @@ from common.errors import Refused
 from common.files import SMALL, read_text
 from recipes import det
 from tools.adopt import detectors
-from tools.adopt.adoption import IMAGES, Adoption, epochs_of, facts, falls, flat, numbers, rounded
+from tools.adopt.adoption import Adoption, facts, flat, numbers, rounded
 
-TOOL = "detectron2"
 _MOST = 100  # files that one inherits from
-OPTIMIZER = ["SOLVER.WEIGHT_DECAY_NORM", "SOLVER.WEIGHT_DECAY_BIAS", "SOLVER.BIAS_LR_FACTOR"]
 OTHER_MODELS = {  # groups that belong to other models than the detector
     "retinanet": "MODEL.RPN MODEL.ROI_HEADS MODEL.ROI_BOX_HEAD MODEL.ROI_MASK_HEAD MODEL.PROPOSAL_GENERATOR",
     "faster_rcnn": "MODEL.RETINANET MODEL.ROI_MASK_HEAD",
@@ -23,21 +21,8 @@ OTHER_MODELS = {  # groups that belong to other models than the detector
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads tags for Python objects as the texts behind them."""
-
-
-def _as_text(loader: yaml.SafeLoader, _suffix: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return loader.construct_mapping(node, deep=True) if isinstance(node, yaml.MappingNode) else node.value
-
-
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", _as_text)
-
-
 def is_mine(file: Path) -> bool:
-    """Whether a file has detectron2's keys."""
+    """True if a file has detectron2's keys."""
     return bool(re.search(r"^(_BASE_|MODEL|SOLVER|DATASETS|INPUT|DATALOADER):", _text(file), re.MULTILINE))
 
 
@@ -62,14 +47,14 @@ def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
         text = _text(file)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise Refused(f"{file}: has aliases (*name), which are not read; write the values out")
-        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        content = yaml.safe_load(re.sub(r"!!python/\S+", "", text))  # tags for Python objects: the texts behind them
     except (yaml.YAMLError, RecursionError) as error:
         raise Refused(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise Refused(f"{file}: must hold `KEY: value` lines")
     base = content.pop("_BASE_", None)
     values: dict[str, Any] = {}
-    for one in base if isinstance(base, list) else [base] if base else []:
+    for one in _list(base or []):
         if "://" in str(one):
             raise Refused(f"{file}: _BASE_ {one} is not a file here: download it, and name it there")
         path = file.parent / Path(str(one)).expanduser()
@@ -81,7 +66,7 @@ def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
 
 def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     """What becomes of a config. Raises `Refused` for other models than the families here."""
-    adoption = Adoption(TOOL, file, det, load(file), known())
+    adoption = Adoption("detectron2", file, det, load(file), known())
     adoption.gpus = gpus
     _model(adoption)
     _solver(adoption, images)
@@ -110,9 +95,12 @@ def _value(value: Any) -> Any:
 
 
 def _model(adoption: Adoption) -> None:
-    architecture, backbone = adoption["MODEL.META_ARCHITECTURE"], str(adoption["MODEL.BACKBONE.NAME"])
-    expected = family(str(architecture))
+    architecture, backbone = str(adoption["MODEL.META_ARCHITECTURE"]), str(adoption["MODEL.BACKBONE.NAME"])
+    expected = family(architecture)
     heads, proposals = adoption["MODEL.ROI_HEADS.NAME"], adoption["MODEL.PROPOSAL_GENERATOR.NAME"]
+    shape = ["MODEL.RESNETS.DEPTH", "MODEL.RESNETS.NUM_GROUPS", "MODEL.RESNETS.WIDTH_PER_GROUP"]
+    depth, groups, width = (adoption[key] for key in shape)
+    name = detectors.resnet(depth, groups, width)
     reasons = {
         "keypoints": adoption["MODEL.KEYPOINT_ON"],
         f"META_ARCHITECTURE {architecture}": architecture not in ("GeneralizedRCNN", "RetinaNet"),
@@ -120,121 +108,109 @@ def _model(adoption: Adoption) -> None:
         f"ROI_HEADS.NAME {heads}": architecture == "GeneralizedRCNN" and heads != "StandardROIHeads",
         f"proposals of {proposals}": proposals != "RPN",
         "a backbone with GroupNorm": adoption["MODEL.RESNETS.NORM"] == "GN",
+        f"a backbone of depth {depth} with {groups} groups of {width}": not name,
     }
-    depth, groups, width = (adoption[f"MODEL.RESNETS.{name}"] for name in ("DEPTH", "NUM_GROUPS", "WIDTH_PER_GROUP"))
-    name = detectors.resnet(depth, groups, width)
-    reasons[f"a backbone of depth {depth} with {groups} groups of {width}"] = not name
     if wrong := next((reason for reason, holds in reasons.items() if holds), ""):
-        raise Refused(
-            f"{adoption.file}: {wrong} has no successor here: "
-            "start from recipes/presets/coco_fasterrcnn_r50_1x.yaml or coco_rtdetrv2_r18.yaml"
-        )
-    detector = "retinanet"
-    if architecture != "RetinaNet":
-        detector = "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
+        way_out = "start from recipes/presets/coco_fasterrcnn_r50_1x.yaml or coco_rtdetrv2_r18.yaml"
+        raise Refused(f"{adoption.file}: {wrong} has no successor here: {way_out}")
+    detector = "mask_rcnn" if adoption["MODEL.MASK_ON"] else "faster_rcnn"
+    if architecture == "RetinaNet":
+        detector = "retinanet"
+        adoption.carry_each("MODEL.RETINANET.NUM_CONVS:convolutions")
     levels = "3-7" if detector == "retinanet" else "2-6"
-    adoption.carry(["MODEL.META_ARCHITECTURE", "MODEL.MASK_ON"], detector=detector, levels=levels)
-    adoption.carry([f"MODEL.RESNETS.{name}" for name in ("DEPTH", "NUM_GROUPS", "WIDTH_PER_GROUP")], model=name)
+    adoption.carry("MODEL.META_ARCHITECTURE MODEL.MASK_ON", detector=detector, levels=levels)
+    adoption.carry(shape, model=name)
     weights = str(adoption["MODEL.WEIGHTS"] or "")
     if weights and "ImageNetPretrained" not in weights:
         reason = "not read; begin with weights of this family by --init, or with timm's backbone as here"
         adoption.leave("MODEL.WEIGHTS", reason)
-        adoption.preset["pretrained"] = (True, "weights of ImageNet")
-    else:
-        adoption.carry("MODEL.WEIGHTS", "timm's weights of ImageNet" if weights else "", pretrained=bool(weights))
-    adoption.carry_each({"MODEL.FPN.OUT_CHANNELS": "width"})
-    if detector == "retinanet":
-        adoption.carry_each({"MODEL.RETINANET.NUM_CONVS": "convolutions"})
+    note = "timm's weights of ImageNet" if weights else ""
+    adoption.carry("MODEL.WEIGHTS", note, pretrained=bool(weights))
+    adoption.carry_each("MODEL.FPN.OUT_CHANNELS:width")
     norms = {"FrozenBN": "frozen", "SyncBN": "global", "nnSyncBN": "global"}
     adoption.carry("MODEL.RESNETS.NORM", batch_norm=norms.get(str(adoption["MODEL.RESNETS.NORM"]), "local"))
     if frozen := int(adoption["MODEL.BACKBONE.FREEZE_AT"]):
         stages = str(frozen - 1) if frozen > 1 else "stem"  # the stem is detectron2's first stage
         adoption.carry("MODEL.BACKBONE.FREEZE_AT", freeze_stages=stages)
-    adoption.skip(OTHER_MODELS[detector].split(), f"belongs to other models than {detector}")
-    tables = [facts("detectron2")[title] for title in ("not carried", "no effect")]
-    tabled = {*adoption.under(*(name for table in tables for names in table.values() for name in names))}
-    names = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
-    adoption.family(detector, adoption.defaults | expected, names, detectors.differences(detector))
+    adoption.skip(OTHER_MODELS[detector])
+    tables = [*facts("detectron2")["not carried"].values(), facts("detectron2")["no effect"]]
+    tabled = {*adoption.under(name for names in tables for name in names)}
+    keys = [key for key in adoption.under("MODEL") if key not in adoption.mentioned | tabled]
+    adoption.family(detector, adoption.defaults | expected, keys, detectors.differences(detector))
 
 
 def _solver(adoption: Adoption, images: int) -> None:
     batch, steps = int(adoption["SOLVER.IMS_PER_BATCH"]), int(adoption["SOLVER.MAX_ITER"])
-    names = adoption["DATASETS.TRAIN"] or []
-    names = names if isinstance(names, list) else [names]
-    images = images or (sum(IMAGES[name] for name in names) if names and {*names} <= {*IMAGES} else 0)
+    names = [str(name) for name in _list(adoption["DATASETS.TRAIN"] or [])]
+    images = images or detectors.images_of(names)
     if not images:
-        raise Refused(
-            f"{adoption.file}: lengths are in iterations, and the size of {', '.join(map(str, names)) or 'DATASETS.TRAIN'} "
-            "is not known: give --images N, the number of training images"
-        )
+        unknown = f"lengths are in iterations, and the size of {', '.join(names) or 'DATASETS.TRAIN'} is not known"
+        raise Refused(f"{adoption.file}: {unknown}: give --images N, the number of training images")
     adoption.leave("DATASETS.TRAIN", f"{images:,} images; give their folder with --data FOLDER")
     adoption.leave("DATASETS.TEST", "the validation part of --data, or --split")
-    micro = max(1, batch // (adoption.gpus or 8))
-    note = f"{batch} on {adoption.gpus or 8} GPUs"
-    adoption.carry("SOLVER.IMS_PER_BATCH", note, global_batch_size=batch, max_micro_batch_size=micro)
+    gpus = adoption.gpus or 8
+    sizes = {"global_batch_size": batch, "max_micro_batch_size": max(1, batch // gpus)}
+    adoption.carry("SOLVER.IMS_PER_BATCH", f"{batch} on {gpus} GPUs", **sizes)
     adoption.carry("SOLVER.MAX_ITER", f"{steps * batch / images:.4g} epochs of {images:,} images", max_steps=steps)
-    adoption.carry("SOLVER.BASE_LR", lr=adoption["SOLVER.BASE_LR"], lr_batch_size=batch, lr_scaling="linear")
+    rate = adoption["SOLVER.BASE_LR"]
+    adoption.carry("SOLVER.BASE_LR", lr=rate, lr_batch_size=batch, lr_scaling="linear")
     adoption.carry("SOLVER.NESTEROV", "SGD", opt="sgd" if adoption["SOLVER.NESTEROV"] else "momentum")
-    adoption.carry_each({"SOLVER.MOMENTUM": "momentum", "SOLVER.WEIGHT_DECAY": "weight_decay"})
-    adoption.leave(OPTIMIZER, "norms and biases have no weight decay and the rate of the others", always=False)
-    kind = adoption["SOLVER.LR_SCHEDULER_NAME"]
+    adoption.carry_each("SOLVER.MOMENTUM:momentum SOLVER.WEIGHT_DECAY:weight_decay")
+    kind, drops = adoption["SOLVER.LR_SCHEDULER_NAME"], [step for step in _list(adoption["SOLVER.STEPS"]) if step]
     if kind == "WarmupCosineLR":
-        ratio = rounded(adoption["SOLVER.BASE_LR_END"] / adoption["SOLVER.BASE_LR"])
+        ratio = rounded(adoption["SOLVER.BASE_LR_END"] / rate)
         note = "from the end of the warm-up; detectron2 counts from step 0"
-        adoption.carry(["SOLVER.LR_SCHEDULER_NAME", "SOLVER.BASE_LR_END"], note, schedule="cosine", min_lr_ratio=ratio)
-        adoption.skip(["SOLVER.STEPS", "SOLVER.GAMMA"], "of the other schedule")
+        adoption.carry("SOLVER.LR_SCHEDULER_NAME SOLVER.BASE_LR_END", note, schedule="cosine", min_lr_ratio=ratio)
+        adoption.skip("SOLVER.STEPS SOLVER.GAMMA")
     elif kind == "WarmupMultiStepLR":
-        drops = adoption["SOLVER.STEPS"] if isinstance(adoption["SOLVER.STEPS"], list) else [adoption["SOLVER.STEPS"]]
-        drops = [step for step in drops if step]
         flags: dict[str, Any] = {"schedule": "constant"}
         if drops:
-            epochs = falls((epochs_of(step, batch, images) for step in drops), epochs_of(2 * steps, batch, images))
-            flags = {"schedule": "step", "step_epochs": epochs, "step_factor": adoption["SOLVER.GAMMA"]}
-        names = ["SOLVER.LR_SCHEDULER_NAME", "SOLVER.STEPS", "SOLVER.GAMMA"]
-        adoption.carry(names, f"steps {', '.join(map(str, drops))}", **flags)
+            epochs = (detectors.epochs_of(step, batch, images) for step in drops)
+            text = detectors.falls(epochs, detectors.epochs_of(2 * steps, batch, images))
+            flags = {"schedule": "step", "step_epochs": text, "step_factor": adoption["SOLVER.GAMMA"]}
+        note = f"steps {', '.join(map(str, drops))}"
+        adoption.carry("SOLVER.LR_SCHEDULER_NAME SOLVER.STEPS SOLVER.GAMMA", note, **flags)
     else:
         reason = "schedules here are cosine, linear, step and constant: choose --schedule"
         adoption.leave("SOLVER.LR_SCHEDULER_NAME", reason)
     warmup = int(adoption["SOLVER.WARMUP_ITERS"])
-    adoption.carry("SOLVER.WARMUP_ITERS", f"{warmup:,} steps", warmup_epochs=epochs_of(warmup, batch, images))
-    adoption.leave(["SOLVER.WARMUP_FACTOR", "SOLVER.WARMUP_METHOD"], "the warm-up rises linearly from zero")
+    epochs_of_warmup = detectors.epochs_of(warmup, batch, images)
+    adoption.carry("SOLVER.WARMUP_ITERS", f"{warmup:,} steps", warmup_epochs=epochs_of_warmup)
+    adoption.leave("SOLVER.WARMUP_FACTOR SOLVER.WARMUP_METHOD", "the warm-up rises linearly from zero")
     limit = "SOLVER.CLIP_GRADIENTS"
-    whole = adoption[f"{limit}.CLIP_TYPE"] == "full_model" and adoption[f"{limit}.NORM_TYPE"] == 2
-    if adoption[f"{limit}.ENABLED"] and whole:
-        adoption.carry(limit, clip=adoption[f"{limit}.CLIP_VALUE"])
-    elif adoption[f"{limit}.ENABLED"]:
+    if adoption[f"{limit}.ENABLED"]:
+        if adoption[f"{limit}.CLIP_TYPE"] == "full_model" and adoption[f"{limit}.NORM_TYPE"] == 2:
+            adoption.carry(limit, clip=adoption[f"{limit}.CLIP_VALUE"])
         adoption.leave(limit, "single values or parameters are not clipped here; --clip limits the whole norm")
-    adoption.skip(limit, "gradients are not clipped")
+    adoption.skip(limit)
     adoption.launch("SOLVER.AMP.ENABLED", "fp16" if adoption["SOLVER.AMP.ENABLED"] else "")
-    periods = {"SOLVER.CHECKPOINT_PERIOD": "checkpoint_every", "TEST.EVAL_PERIOD": "eval_every"}
-    adoption.carry_each(periods, only_if_set=True)
+    adoption.carry_each("SOLVER.CHECKPOINT_PERIOD:checkpoint_every TEST.EVAL_PERIOD:eval_every", only_if_set=True)
     if int(adoption["SEED"]) >= 0:
         adoption.carry("SEED", seed=adoption["SEED"])
 
 
 def _input(adoption: Adoption) -> None:
-    sides = adoption["INPUT.MIN_SIZE_TRAIN"]
-    sides = sides if isinstance(sides, list) else [sides]
+    sides = _list(adoption["INPUT.MIN_SIZE_TRAIN"])
     ranged = adoption["INPUT.MIN_SIZE_TRAIN_SAMPLING"] == "range" and len(sides) == 2
-    text = detectors.steps_between(*sides) if ranged else ",".join(map(str, sides))
-    names = ["INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TRAIN_SAMPLING"]
-    adoption.carry(names, "the range in steps of 32" if ranged else "", short_sides=text)
-    adoption.carry_each({"INPUT.MAX_SIZE_TRAIN": "long_side"})
+    note, text = "the range in steps of 32" if ranged else "", detectors.sides_of(sides, ranged)
+    adoption.carry("INPUT.MIN_SIZE_TRAIN INPUT.MIN_SIZE_TRAIN_SAMPLING", note, short_sides=text)
+    adoption.carry_each("INPUT.MAX_SIZE_TRAIN:long_side")
     if adoption["INPUT.MIN_SIZE_TEST"]:
-        adoption.carry("INPUT.MIN_SIZE_TEST", eval_short_side=adoption["INPUT.MIN_SIZE_TEST"])
-    else:
-        adoption.leave("INPUT.MIN_SIZE_TEST", "evaluated images are resized, to --eval_short_side")
+        adoption.carry_each("INPUT.MIN_SIZE_TEST:eval_short_side")
+    adoption.leave("INPUT.MIN_SIZE_TEST", "evaluated images are resized, to --eval_short_side")
     flip = adoption["INPUT.RANDOM_FLIP"]
     if flip in ("horizontal", "none"):
         adoption.carry("INPUT.RANDOM_FLIP", hflip=0.5 if flip == "horizontal" else 0.0)
-    else:
-        adoption.leave("INPUT.RANDOM_FLIP", "images with boxes are mirrored left to right only: --hflip 0.5")
-    grouped = adoption["DATALOADER.ASPECT_RATIO_GROUPING"]
-    adoption.carry("DATALOADER.ASPECT_RATIO_GROUPING", group_window=16 if grouped else 0)
+    adoption.leave("INPUT.RANDOM_FLIP", "images with boxes are mirrored left to right only: --hflip 0.5")
+    is_grouped = adoption["DATALOADER.ASPECT_RATIO_GROUPING"]
+    adoption.carry("DATALOADER.ASPECT_RATIO_GROUPING", group_window=16 if is_grouped else 0)
     if adoption["DATALOADER.SAMPLER_TRAIN"] == "RepeatFactorTrainingSampler":
-        names = ["DATALOADER.SAMPLER_TRAIN", "DATALOADER.REPEAT_THRESHOLD"]
-        adoption.carry(names, repeat_threshold=adoption["DATALOADER.REPEAT_THRESHOLD"])
-    adoption.leave("DATALOADER.SAMPLER_TRAIN", "each image is shown once per epoch", always=False)
-    adoption.skip("DATALOADER.REPEAT_THRESHOLD", "images are not repeated")
+        threshold = adoption["DATALOADER.REPEAT_THRESHOLD"]
+        adoption.carry("DATALOADER.SAMPLER_TRAIN DATALOADER.REPEAT_THRESHOLD", repeat_threshold=threshold)
+    adoption.skip("DATALOADER.REPEAT_THRESHOLD")
     if adoption["DATALOADER.FILTER_EMPTY_ANNOTATIONS"]:
         adoption.leave("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "images without boxes are trained on as background")
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]

@@ -14,26 +14,22 @@ def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption
     Args:
         gpus, images, batch: what the file does not say (0: unknown).
     """
-    try:
-        return _read(file, gpus, images, batch)
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise Refused(f"{file}: a setting has a value of another kind than its tool writes ({error})") from None
-
-
-def _read(file: Path, gpus: int, images: int, batch: int) -> Adoption:
     if not file.is_file():
         raise Refused(f"{file}: {'a folder, not a' if file.is_dir() else 'no such'} file{nearest_path(file)}")
-    if file.suffix == ".py":
-        return mmengine_config.read(file, gpus, images)
-    if detectron2_config.is_mine(file):
-        return detectron2_config.read(file, gpus, images)
-    values = read_settings(file)
-    if "names" in values and {"path", "train", "val"} & values.keys():
-        return ultralytics_run.read_data(values, file)
-    if {"imgsz", "lr0", "close_mosaic"} & values.keys():
-        return ultralytics_run.read(values, file, batch)
-    if len(values.keys() & known("timm_train").keys()) * 2 > len(values):
-        return timm_train.read(values, file, gpus, images)
+    try:
+        if file.suffix == ".py":
+            return mmengine_config.read(file, gpus, images)
+        if detectron2_config.is_mine(file):
+            return detectron2_config.read(file, gpus, images)
+        values = read_settings(file)
+        if "names" in values and {"path", "train", "val"} & values.keys():
+            return ultralytics_run.read_data(values, file)
+        if {"imgsz", "lr0", "close_mosaic"} & values.keys():
+            return ultralytics_run.read(values, file, batch)
+        if len(values.keys() & known("timm_train").keys()) * 2 > len(values):
+            return timm_train.read(values, file, gpus, images)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise Refused(f"{file}: a setting has a value of another kind than its tool writes ({error})") from None
     raise Refused(
-        f"{file}: none of timm's args.yaml, Ultralytics' args.yaml or data.yaml, and configs of MMDetection or detectron2"
+        f"{file}: not args.yaml of timm, args.yaml or data.yaml of Ultralytics, MMDetection's or detectron2's"
     )

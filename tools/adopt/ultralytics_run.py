@@ -11,25 +11,20 @@ import timm
 
 from common.errors import Refused
 from recipes import cls, det
-from tools.adopt.adoption import Adoption, facts, known, numbers, read_settings, rounded
+from tools.adopt.adoption import Adoption, facts, known, read_settings, rounded
 
-TOOL = "Ultralytics"
 PRESETS = Path(det.__file__).parent / "presets"
-OPTIMIZERS = {name.lower() for name in "SGD Adam AdamW Adamax NAdam RAdam RMSProp".split()}
-RT_DETR = {"rtdetr-resnet101": "PekingU/rtdetr_v2_r101vd"}  # the others: r50vd
+OPTIMIZERS = "sgd adam adamw adamax nadam radam rmsprop".split()
 # What a preset gives to a proposed model, and how it trains it.
 MODEL = "detector model pretrained width batch_norm drop_path label_smoothing ema_decay".split()
 RATES = (
     "opt lr lr_batch_size lr_scaling backbone_lr_factor layer_decay schedule warmup_epochs weight_decay clip".split()
 )
-OPTIMIZATION = "optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr".split()
-OF_BOXES = (
-    "mosaic mixup copy_paste close_mosaic degrees translate multi_scale shear perspective bgr cutmix cls_pw box cls dfl"
-)
+DFINE = "ustc-community/dfine-small-coco"
 
 
 def read(values: dict, file: Path, batch: int = 0) -> Adoption:
-    """What becomes of an args.yaml. Raises `Refused` for tasks without a recipe, and for an automatic batch size."""
+    """What becomes of an args.yaml. Raises `Refused`, as for tasks without a recipe."""
     defaults = known("ultralytics")
     task = values.get("task", defaults["task"])
     if task not in ("detect", "classify"):
@@ -37,8 +32,8 @@ def read(values: dict, file: Path, batch: int = 0) -> Adoption:
         if task == "segment":
             way = "mask_rcnn reads outlines from COCO's JSON: convert the data for --detector mask_rcnn, or put task: detect"
         raise Refused(f"{file}: task {task!s:.50} has no successor for these data; {way}")
-    adoption = Adoption(TOOL, file, det if task == "detect" else cls, values, defaults)
-    adoption.skip("task", "the recipe")
+    adoption = Adoption("Ultralytics", file, det if task == "detect" else cls, values, defaults)
+    adoption.skip("task")
     _model(adoption, Path(str(adoption["model"] or "")).stem, _batch(adoption, batch))
     _lengths(adoption)
     if task == "detect":
@@ -53,21 +48,21 @@ def read_data(values: dict, file: Path) -> Adoption:
     """A preset for the data that a data.yaml describes, with the proposed detector."""
     if "kpt_shape" in values:
         raise Refused(f"{file}: keypoints (kpt_shape) have no recipe here; without them the boxes train")
-    adoption = Adoption(f"{TOOL} (data)", file, det, values)
-    adoption.carry(["path", "train", "val", "test"], "all parts", data=str(file.parent))
-    adoption.skip(["names", "nc"], "the data give the classes")
+    adoption = Adoption("Ultralytics (data)", file, det, values)
+    adoption.carry("path train val test", "all parts", data=str(file.parent))
+    adoption.skip("names nc")  # the data give the classes
     adoption.leave("download", "nothing is downloaded by a script: get the data first")
     adoption.gpus = 1
     sizes: dict[str, Any] = {"global_batch_size": 16, "max_micro_batch_size": 16}
     adoption.carry([], "a proposal", short_sides="640", hflip=0.5, epochs=50, **sizes)
-    _propose(adoption, [], "coco_dfine_s", MODEL + RATES, model="ustc-community/dfine-small-coco")
+    _propose(adoption, [], "coco_dfine_s", MODEL + RATES, model=DFINE)
     adoption.finish()
     return adoption
 
 
-def _propose(adoption: Adoption, names: list[str], preset: str, flags: list[str], **changes) -> None:
+def _propose(adoption: Adoption, names: str | list[str], preset: str, flags: list[str], **changes: Any) -> None:
     """Settings that a preset of this project has for its model."""
-    said = numbers(read_settings(PRESETS / f"{preset}.yaml")) | {"lr_scaling": "sqrt"} | changes
+    said = read_settings(PRESETS / f"{preset}.yaml") | {"lr_scaling": "sqrt"} | changes
     accumulates = adoption.preset["global_batch_size"][0] > adoption.preset["max_micro_batch_size"][0] * adoption.gpus
     if said.get("batch_norm") == "global" and accumulates:
         said["batch_norm"] = "local"  # statistics over the whole batch can't be had in several micro-steps
@@ -77,70 +72,69 @@ def _propose(adoption: Adoption, names: list[str], preset: str, flags: list[str]
 
 def _model(adoption: Adoption, stem: str, batch: int) -> None:
     """Carry the model, if it has a successor, and then its optimization; else propose one."""
-    names, preset, same = ["model", "pretrained"], "coco_dfine_s", False
-    changes = {"model": "ustc-community/dfine-small-coco"}
+    names, opt = "model pretrained", str(adoption["optimizer"])
+    changes: dict[str, Any] = {}
     if adoption["task"] == "classify":
-        preset, changes, same = "finetune", {}, timm.is_model(stem)
-    elif stem.startswith("rtdetr"):
-        preset, changes, same = "coco_rtdetrv2_r18", {"model": RT_DETR.get(stem, "PekingU/rtdetr_v2_r50vd")}, True
-    if same and adoption["task"] == "classify":
-        adoption.carry(names, model=stem, pretrained=bool(adoption["pretrained"]))
-    elif same:
-        _propose(adoption, names, preset, MODEL, **changes)
+        preset, has_successor = "finetune", timm.is_model(stem)
     else:
+        has_successor = stem.startswith("rtdetr")
+        preset, changes["model"] = "coco_dfine_s", DFINE
+        if has_successor:
+            backbone = "r101vd" if stem == "rtdetr-resnet101" else "r50vd"
+            preset, changes["model"] = "coco_rtdetrv2_r18", f"PekingU/rtdetr_v2_{backbone}"
+    if not has_successor:
         reason = f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
         adoption.leave(names, reason)
         _propose(adoption, [], preset, MODEL, **changes)
-    if same and str(adoption["optimizer"]).lower() in OPTIMIZERS:
-        _optimization(adoption, batch)
-        return
-    reason = "meant for another model"
-    if same:
-        automatic = adoption["optimizer"] == "auto"
-        reason = "a choice that depends on the data" if automatic else "not among the optimizers here"
-    adoption.leave(OPTIMIZATION, f"{reason}; the preset has this project's for its model")
+        reason = "meant for another model"
+    elif adoption["task"] == "classify":
+        adoption.carry(names, model=stem, pretrained=bool(adoption["pretrained"]))
+    else:
+        _propose(adoption, names, preset, MODEL, **changes)
+    if has_successor:
+        if opt.lower() in OPTIMIZERS:
+            return _optimization(adoption, opt.lower(), batch)
+        reason = "a choice that depends on the data" if opt == "auto" else "not among the optimizers here"
+    names = "optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr"
+    adoption.leave(names, f"{reason}; the preset has this project's for its model")
     _propose(adoption, [], preset, RATES)
 
 
 def _batch(adoption: Adoption, batch: int) -> int:
     size = batch or adoption["batch"]
     if not isinstance(size, int) or size < 1:
-        raise Refused(
-            f"{adoption.file}: batch {size} is a choice of the moment: give the batch size of a step with --batch N"
-        )
+        is_open = f"batch {size} is a choice of the moment"
+        raise Refused(f"{adoption.file}: {is_open}: give the batch size of a step with --batch N")
     devices = adoption["device"]
     devices = devices if isinstance(devices, list) else str("" if devices is None else devices).split(",")
     adoption.gpus = len(devices)
     accumulated = max(1, round(adoption["nbs"] / size))
     note = f"{size} over all GPUs, accumulated {accumulated} times for nbs {adoption['nbs']}"
     sizes = {"global_batch_size": size * accumulated, "max_micro_batch_size": max(1, size // adoption.gpus)}
-    adoption.carry(["batch", "nbs"], note, **sizes)
+    adoption.carry("batch nbs", note, **sizes)
     return size * accumulated
 
 
 def _lengths(adoption: Adoption) -> None:
-    adoption.carry_each({"epochs": "epochs", "seed": "seed", "patience": "patience"})
-    adoption.carry_each({"time": "max_hours", "split": "split", "compile": "compile"}, only_if_set=True)
+    adoption.carry_each("epochs seed patience")
+    adoption.carry_each("time:max_hours split compile", only_if_set=True)
     adoption.launch("amp", {"bf16": "bf16", False: "", "fp32": ""}.get(adoption["amp"], "fp16"))
     data = Path(str(adoption["data"] or ""))
-    if data.suffix in (".yaml", ".yml") and len(data.parts) > 1:
-        adoption.carry("data", "the folder of data.yaml", data=str(data.parent))
-    elif data.suffix or not data.name or len(data.parts) == 1:
+    if len(data.parts) < 2 or data.suffix not in ("", ".yaml", ".yml"):
         adoption.leave("data", "give the folder that holds data.yaml, or the image folder, with --data FOLDER")
     else:
-        adoption.carry("data", data=str(data))
+        adoption.carry("data", "the folder of the data", data=str(data.parent if data.suffix else data))
 
 
-def _optimization(adoption: Adoption, batch: int) -> None:
-    opt, lr = str(adoption["optimizer"]), float(adoption["lr0"])
-    note = {"sgd": "SGD with Nesterov momentum", "rmsprop": "with timm's alpha, 0.9 for 0.99"}.get(opt.lower(), "")
-    adoption.carry("optimizer", note, opt=opt.lower())
-    adoption.carry("lr0", lr=lr, lr_batch_size=batch, lr_scaling="none")
+def _optimization(adoption: Adoption, opt: str, batch: int) -> None:
+    note = {"sgd": "SGD with Nesterov momentum", "rmsprop": "with timm's alpha, 0.9 for 0.99"}.get(opt, "")
+    adoption.carry("optimizer", note, opt=opt)
+    adoption.carry("lr0", lr=float(adoption["lr0"]), lr_batch_size=batch, lr_scaling="none")
     schedule = "cosine" if adoption["cos_lr"] else "linear"
     note = "by step, from the end of the warm-up; Ultralytics by epoch, from the start"
-    adoption.carry(["lrf", "cos_lr"], note, schedule=schedule, min_lr_ratio=adoption["lrf"])
-    if opt.lower() in ("sgd", "rmsprop"):
-        adoption.carry("momentum", momentum=adoption["momentum"])
+    adoption.carry("lrf cos_lr", note, schedule=schedule, min_lr_ratio=adoption["lrf"])
+    if opt in ("sgd", "rmsprop"):
+        adoption.carry_each("momentum")
     else:
         adoption.leave("momentum", "is the first beta of this optimizer, for which its own default is used")
     decay = float(adoption["weight_decay"]) * batch / adoption["nbs"]
@@ -148,7 +142,7 @@ def _optimization(adoption: Adoption, batch: int) -> None:
     warmup = min(float(adoption["warmup_epochs"]), max(adoption["epochs"] - 1, 0))  # as Ultralytics shortens it
     adoption.carry("warmup_epochs", warmup_epochs=warmup)
     reason = "the warm-up raises the rate of all parameters from zero, with one momentum and the whole batch"
-    adoption.leave(["warmup_momentum", "warmup_bias_lr"], reason)
+    adoption.leave("warmup_momentum warmup_bias_lr", reason)
     adoption.carry([], "fixed in Ultralytics", clip=10.0, ema_decay=0.9999)
 
 
@@ -162,10 +156,10 @@ def _boxes(adoption: Adoption) -> None:
     sides = range(limits[0] // 32 * 32, limits[1] // 32 * 32 + 1, 32) if share else [square]
     note = "squares; one side is drawn for each step" if share else "squares"
     note += ", as a multiple of 32" if square != side else ""
-    adoption.carry(["imgsz", "multi_scale"], note, short_sides=",".join(map(str, sides)), eval_short_side=square)
-    adoption.carry_each({"fliplr": "hflip", "mosaic": "mosaic", "mixup": "mixup"})
+    adoption.carry("imgsz multi_scale", note, short_sides=",".join(map(str, sides)), eval_short_side=square)
+    adoption.carry_each("fliplr:hflip mosaic mixup")
     if any(adoption[f"hsv_{channel}"] for channel in "hsv"):
-        adoption.carry(["hsv_h", "hsv_s", "hsv_v"], "its strengths are fixed", photometric=0.5)
+        adoption.carry("hsv_h hsv_s hsv_v", "its strengths are fixed", photometric=0.5)
     scale = adoption["scale"]
     low, high = scale if isinstance(scale, list) else (1 - float(scale or 0), 1 + float(scale or 0))
     if low != high:
@@ -178,27 +172,30 @@ def _boxes(adoption: Adoption) -> None:
     off = int(adoption["close_mosaic"] or 0)
     end = max(0, adoption["epochs"] - off) if off else 0
     adoption.carry("close_mosaic", "strong augmentation ends", strong_epochs=end)
+    adoption.skip("auto_augment erasing channels_last dropout")  # of classifiers only
 
 
 def _images(adoption: Adoption) -> None:
     """Augmentation of a classifier's images."""
     adoption.carry("imgsz", image_size=int(adoption["imgsz"]), crop_pct=1.0)
-    adoption.carry_each({"fliplr": "hflip", "flipud": "vflip", "erasing": "random_erasing", "dropout": "drop"})
+    adoption.carry_each("fliplr:hflip flipud:vflip erasing:random_erasing dropout:drop")
     scale = adoption["scale"]
     low = scale[0] if isinstance(scale, list) else rounded(1 - float(scale or 0))
     adoption.carry("scale", "1 - scale", crop_scale=low)
-    policy = {
+    policy, note = {
         "randaugment": ("rand-m3-n2", "torchvision's magnitude 9 of 30 is about 3 of timm's 10"),
         "autoaugment": ("original", ""),
         "augmix": ("augmix-m3-w3", ""),
-    }.get(str(adoption["auto_augment"]))
-    if policy:
-        adoption.carry("auto_augment", policy[1], augment=policy[0])
-        adoption.skip(["hsv_h", "hsv_s", "hsv_v"], "Ultralytics turns them off beside auto_augment")
+    }.get(str(adoption["auto_augment"]), ("", ""))
+    if policy:  # beside which Ultralytics turns the others off
+        adoption.carry("auto_augment", note, augment=policy)
+        adoption.skip("hsv_h hsv_s hsv_v")
     else:
-        adoption.skip("auto_augment", "off")
+        adoption.skip("auto_augment")
         adoption.carry("hsv_v", "brightness, contrast and saturation alike", color_jitter=adoption["hsv_v"])
-        adoption.leave(["hsv_h", "hsv_s"], "--color_jitter has one strength, and does not change hues")
+        adoption.leave("hsv_h hsv_s", "--color_jitter has one strength, and does not change hues")
     if adoption["channels_last"] is not False:
         adoption.carry("channels_last", channels_last=True)
-    adoption.skip(OF_BOXES.split(), "only of boxes")
+    # Of boxes only:
+    adoption.skip("mosaic mixup copy_paste close_mosaic degrees translate multi_scale shear perspective bgr cutmix")
+    adoption.skip("cls_pw box cls dfl")

@@ -24,7 +24,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--wait", type=float, default=30, metavar="SECONDS", help="how long to wait for missing processes (30)"
     )
-    parser.add_argument("--plan", action="store_true", help="predict the speed of each layout of this hardware instead")
+    parser.add_argument("--plan", action="store_true", help="try each layout of this hardware instead")
     parser.add_argument("recipe", nargs="?", type=Path, help="recipes/cls.py; its flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -20,86 +20,73 @@ SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20
 # Gbit/s, so more than 10 Gbit/s is not expected of it.
 FAIR, GLOO_GBIT = {"nccl": 0.5, "gloo": 0.2}, 10.0
-GROUP = timedelta(
-    seconds=45
-)  # timeout of collectives: longer than the check may take, whose own limit names the culprit
+GROUP = timedelta(seconds=45)  # longer than the check may take, whose own limit names the culprit
 
 
 def bandwidth(world: World) -> list[Finding]:
-    """Form torch's process group; rows within a machine and between machines, measured by all ranks, reported by rank 0."""
+    """Form torch's process group; rows within a machine and between machines, measured by all ranks."""
     if world.store is None:
         return []
     if any(world.exchange(world.is_cut)):
-        return [Finding("network: bandwidth", "not run", "needs a process group")] if world.is_main else []
+        return [Finding("network: bandwidth", "not run", "needs a process group")]
     give_up_after(GROUP)
     backend, store = "nccl" if world.device.type == "cuda" else "gloo", PrefixStore("group", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=GROUP)
     try:
-        return _of_groups(world)
+        # All machines measure at the same time; the slowest one is reported.
+        within = [ranks for ranks in world.machines if len(ranks) > 1]
+        rows = _compare(world, "within", within) if within else []
+        if len(world.machines) > 1:
+            rows += _compare(world, "between", [[ranks[0] for ranks in world.machines]])
+        return rows
     finally:
         leave_process_group()
 
 
-def _of_groups(world: World) -> list[Finding]:
-    machines = world.machines
-    rows = []
-    fullest = max(machines, key=len)
-    if len(fullest) > 1:
-        # All machines measure at the same time; the slowest one is reported.
-        groups = {tuple(ranks): subgroup(ranks) for ranks in machines if len(ranks) > 1}
-        mine = next((ranks for ranks in groups if world.rank in ranks), None)
-        rows += _compare(world, "within a machine", mine, groups.get(mine) if mine else None)
-    if len(machines) > 1:
-        first = tuple(ranks[0] for ranks in machines)
-        group = subgroup(first)
-        is_in = world.rank in first
-        rows += _compare(world, "between machines", first if is_in else None, group if is_in else None)
-    return rows
+def _compare(world: World, where: str, groups: list[list[int]]) -> list[Finding]:
+    """Measure in each of these groups of ranks, and report the slowest."""
+    joined = [(ranks, subgroup(ranks)) for ranks in groups]
+    times = next((_measure(world, ranks, group) for ranks, group in joined if world.rank in ranks), None)
+    of_ranks = world.exchange([times, _link(world) if where == "between" else None])
+    found = [(rank, times, link) for rank, (times, link) in enumerate(of_ranks) if times]
+    rank, slowest, _ = min(found, key=lambda each: each[1]["all-reduce"][-1]["gbit"])
+    nominal = min((link for *_, link in found if link), default=None)
+    host = f" on {world.host_of(rank)}" if where == "within" and len(world.machines) > 1 else ""
+    return judged(f"network: {where}", dist.get_backend(), slowest, nominal, host)
 
 
-def _compare(world: World, where: str, ranks: tuple[int, ...] | None, group) -> list[Finding]:
-    times = _measure(world, ranks, group) if ranks else None
-    link = _link(world) if where == "between machines" else None
-    of_ranks = [(rank, *found) for rank, found in enumerate(world.exchange([times, link])) if found[0]]
-    if not world.is_main:
-        return []
-    backend = dist.get_backend()
-    rank, slowest, _ = min(of_ranks, key=lambda found: found[1]["all-reduce"][-1]["gbit"])
-    links = [link for *_, link in of_ranks if link]
-    nominal = min(links) if links else None
-    figures = {"backend": backend, "slowest": world.name(rank), "link_gbit": nominal} | slowest
-    host = f" on {world.hosts[rank]}" if where == "within a machine" and len(world.machines) > 1 else ""
-    name = {"within a machine": "network: within", "between machines": "network: between"}[where]
-    largest, smallest = slowest["all-reduce"][-1], slowest["all-reduce"][0]
+def judged(check: str, backend: str, slowest: dict, nominal: float | None, host: str = "") -> list[Finding]:
+    """Rows for what was measured. `nominal`: what the link should do."""
+    smallest, *_, largest = slowest["all-reduce"]
     broadcast = slowest["broadcast"][-1]
     measured = (
         f"{backend} all-reduce {_gbit(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
         f"latency {smallest['ms']:.2g} ms, broadcast {_gbit(broadcast['gbit'])}{host}"
     )
-    rows = []
+    ways_out = []
     if nominal:
         expected = FAIR[backend] * (min(nominal, GLOO_GBIT) if backend == "gloo" else nominal)
         measured += f"; the link has {_gbit(nominal)}"
         if largest["gbit"] < expected:
-            way_out = (
+            ways_out.append(
                 f"less than {_gbit(expected)}, a fair share of the link: look for other traffic, a limit of the switch or the "
                 "virtual machine, errors (ip -s link) and the interface that is taken"
             )
-            rows.append(Finding(name, "warning", measured, way_out, figures=figures))
     if smallest["ms"] > SLOW_MS:
         far = (
-            "are the machines far apart, or does a VPN or tunnel lie between them?" if links else "are the cores busy?"
+            "are the machines far apart, or does a VPN or tunnel lie between them?"
+            if nominal
+            else "are the cores busy?"
         )
-        way_out = f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}"
-        rows.append(Finding(name, "warning", measured, way_out, figures=figures))
-    return rows or [Finding(name, "ok", measured, figures=figures)]
+        ways_out.append(f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}")
+    rows = [Finding(check, "warning", measured, way_out, figures=slowest) for way_out in ways_out]
+    return rows or [Finding(check, "ok", measured, figures=slowest)]
 
 
-def _measure(world: World, ranks: tuple[int, ...], group) -> dict[str, list[dict]]:
-    """Time and bus bandwidth of each collective by size. Bus bandwidth: bits per second over each link of a ring."""
-    count = len(ranks)
+def _measure(world: World, ranks: list[int], group) -> dict[str, list[dict]]:
+    """Time and bus bandwidth (bits per second over each link of a ring) of each collective, by size."""
     calls = {
-        "all-reduce": (lambda tensor: dist.all_reduce(tensor, group=group), 2 * (count - 1) / count),
+        "all-reduce": (lambda tensor: dist.all_reduce(tensor, group=group), 2 * (len(ranks) - 1) / len(ranks)),
         "broadcast": (lambda tensor: dist.broadcast(tensor, ranks[0], group=group), 1.0),
     }
     found: dict[str, list[dict]] = {}
@@ -110,16 +97,16 @@ def _measure(world: World, ranks: tuple[int, ...], group) -> dict[str, list[dict
             if per_byte * size > LONGEST_S:  # the same on all ranks: `seconds` is agreed
                 break
             tensor = torch.ones(size // 4, device=world.device)
-            seconds = _agreed(_seconds(world, call, tensor, 2), world, group)
+            seconds = _seconds(world, call, tensor, 2, group)
             repeats = int(min(20, max(3, BUDGET_S / max(seconds, 1e-6))))
-            seconds = _agreed(_seconds(world, call, tensor, repeats), world, group)
+            seconds = _seconds(world, call, tensor, repeats, group)
             per_byte = seconds / size
             rows.append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
     return found
 
 
-def _seconds(world: World, call, tensor: torch.Tensor, repeats: int) -> float:
-    """Median time of a call; the first one, which connects, does not count."""
+def _seconds(world: World, call, tensor: torch.Tensor, repeats: int, group) -> float:
+    """Median time of a call, the longest of any rank; the first one, which connects, does not count."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -127,12 +114,7 @@ def _seconds(world: World, call, tensor: torch.Tensor, repeats: int) -> float:
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         times.append(time.perf_counter() - began)
-    return median(times[1:])
-
-
-def _agreed(seconds: float, world: World, group) -> float:
-    """The longest time of any rank of the group, so that all go on alike."""
-    agreed = torch.tensor(seconds, dtype=torch.float32, device=world.device)
+    agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
     return float(agreed)
 

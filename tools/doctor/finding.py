@@ -1,9 +1,13 @@
 """Finding: what one check of the doctor measured, and the way out if it is not what a run needs."""
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from tools.doctor.world import NAMED, World
 
 Status = Literal["ok", "warning", "failed", "not run"]
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -12,7 +16,7 @@ class Finding:
 
     `check` is a name such as "network: all-reduce"; `place` is what it is about: "all", "rank 3" or "host a".
     `measured` says the value with its unit. `way_out` is empty if all is well, else the cause and what to do, in one line.
-    `figures` are the numbers behind it, for --json: plain numbers, strings, lists and dicts.
+    `figures` are the numbers behind a measurement, for --json and for what is computed of them.
     """
 
     check: str
@@ -21,3 +25,35 @@ class Finding:
     way_out: str = ""
     place: str = "all"
     figures: dict = field(default_factory=dict)
+
+
+def judged(
+    check: str, measured: str, *troubles: tuple[bool, Status, str], place: str = "all", figures: dict | None = None
+) -> Finding:
+    """A row with the first trouble, of (whether it is there, status, way out); ok if there is none."""
+    for is_there, status, way_out in troubles:
+        if is_there:
+            return Finding(check, status, measured, way_out, place, figures or {})
+    return Finding(check, "ok", measured, "", place, figures or {})
+
+
+def differing(world: World, check: str, status: Status, way_out: str, value: dict[str, Any]) -> list[Finding]:
+    """A row for each set of ranks whose `value` differs from that of most ranks, or of rank 0."""
+    of_ranks = world.exchange(value)
+    names = dict.fromkeys(sorted(name for theirs in of_ranks for name in theirs))
+    by_texts: dict[str, list[int]] = {}
+    usual = {name: Counter(theirs.get(name) for theirs in of_ranks).most_common(1)[0][0] for name in names}
+    for rank, theirs in enumerate(of_ranks):
+        odd = [name for name in names if theirs.get(name) != usual[name]]
+        if odd:
+            texts = [_difference(name, theirs.get(name), usual[name]) for name in odd[:NAMED]]
+            rest = f" and {len(odd) - NAMED} more" if len(odd) > NAMED else ""
+            by_texts.setdefault(", ".join(texts) + rest, []).append(rank)
+    places = {text: world.places(ranks) for text, ranks in by_texts.items()}
+    return [Finding(check, status, text, way_out, place) for text, place in places.items()]
+
+
+def _difference(name: str, theirs: Any, usual: Any) -> str:
+    if name.endswith(".py"):
+        return f"{name} is another file" if theirs and usual else f"{name} is {'missing' if usual else 'extra'}"
+    return f"{name} {theirs or '(absent)'} instead of {usual or '(absent)'}"

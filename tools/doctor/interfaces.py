@@ -1,4 +1,4 @@
-"""Network interfaces that gloo and NCCL take, and whether machines reach each other's ports through them."""
+"""Network interfaces that gloo and NCCL take, and ports of other machines."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from common.launching.network import LOOPBACK, is_loopback
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, differing, judged
 from tools.doctor.world import World
 
 PORTS = 4  # system-chosen ports that each machine tries at each other
@@ -23,112 +23,92 @@ def interfaces(world: World) -> list[Finding]:
     if world.world_size == 1:
         return []
     name, present = "network: interfaces", addresses()
-    shown = "; ".join(f"{each} {', '.join(of) or 'without address'}" for each, of in present.items())
-    figures = {"interfaces": {each: _describe(each) | {"addresses": of} for each, of in present.items()}}
+    shown = said(present)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable) and not chosen(variable, present):
             measured = f"{variable}={os.environ[variable]}: this machine has {shown}"
-            return [Finding(name, "failed", measured, "unset it or name one of these", figures=figures)]
+            return [Finding(name, "failed", measured, "unset it or name one of these")]
     taken = chosen("GLOO_SOCKET_IFNAME", present)
     if not taken:
-        return [Finding(name, "warning", f"unknown which is taken of {shown}", figures=figures)]
-    link = _describe(taken)
-    if not link["up"]:
-        return [Finding(name, "failed", f"{taken} is down", f"ip link set {taken} up", figures=figures)]
-    speed = f", {_speed(link)}" if link["mbit"] else ""
-    measured = f"{taken} ({', '.join(present[taken]) or 'no address'}{speed}, MTU {link['mtu']})"
-    if devices := infiniband():
-        measured += f"; InfiniBand {', '.join(f'{each} {rate} Gbit/s' for each, rate in devices.items())}"
+        return [Finding(name, "warning", f"unknown which is taken of {shown}", "export GLOO_SOCKET_IFNAME with one")]
+    stats = psutil.net_if_stats().get(taken)
+    if not stats or not stats.isup:
+        return [Finding(name, "failed", f"{taken} is down", f"ip link set {taken} up")]
+    speed = link_speed(taken)
+    words = [*present[taken], *([_speed(speed)] if speed else []), f"MTU {stats.mtu}"]
+    fast = [f"InfiniBand {device} {rate} Gbit/s" for device, rate in infiniband().items()]
+    measured = "; ".join([f"{taken} ({', '.join(words)})", *fast])
     best = max(present, key=lambda each: link_speed(each) or 0)
-    if not is_single(world) and (link_speed(best) or 0) > (link["mbit"] or 10**9):
-        way_out = f"{best} has {_speed(_describe(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
-        return [Finding(name, "warning", measured, f"{way_out} if it joins the machines", figures=figures)]
-    return [Finding(name, "ok", measured, figures=figures)]
+    is_slower = not world.is_one_machine and (link_speed(best) or 0) > (speed or 10**9)
+    export = f"{best} has {_speed(link_speed(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
+    return [judged(name, measured, (is_slower, "warning", f"{export} if it joins the machines"))]
 
 
 def host_name(world: World) -> list[Finding]:
-    """What this machine's own name resolves to. The recipes avoid a loopback address; other programs announce it to others."""
+    """What this machine's own name resolves to. The recipes avoid a loopback; other programs announce it."""
+    outward = [each for of in addresses().values() for each in of if not is_loopback(each)]
+    entry = f"{[*outward, 'ADDRESS'][0]} {world.host}"
     try:
         address = socket.gethostbyname(world.host)
     except OSError:
-        address = ""
-    if not address:
-        way_out = f"add '{_outward()} {world.host}' to /etc/hosts; gloo without GLOO_SOCKET_IFNAME fails"
+        way_out = f"add '{entry}' to /etc/hosts; gloo without GLOO_SOCKET_IFNAME fails"
         return [Finding("network: host name", "warning", f"{world.host} is not known on this machine", way_out)]
-    if is_loopback(address) and not is_single(world):
-        taken = os.environ.get("GLOO_SOCKET_IFNAME")
-        measured = f"{world.host} is {address}" + (f"; the recipes take {taken} instead" if taken else "")
-        way_out = f"others can't reach it: put '{_outward()} {world.host}' into /etc/hosts or export GLOO_SOCKET_IFNAME"
-        return [Finding("network: host name", "ok" if taken else "failed", measured, "" if taken else way_out)]
-    return [
-        Finding("network: host name", "ok", f"resolves to {'a loopback' if is_loopback(address) else 'its'} address")
-    ]
+    taken = os.environ.get("GLOO_SOCKET_IFNAME")
+    is_hidden = is_loopback(address) and not world.is_one_machine
+    measured = f"{world.host} is {address}"
+    if taken and is_hidden:
+        measured += f"; the recipes take {taken} instead"
+    way_out = f"others can't reach it: put '{entry}' into /etc/hosts or export GLOO_SOCKET_IFNAME"
+    return [judged("network: host name", measured, (is_hidden and not taken, "failed", way_out))]
 
 
 def same_mtu(world: World) -> list[Finding]:
-    """A row for each machine whose interface has another MTU or speed than that of rank 0's."""
-    taken = chosen("GLOO_SOCKET_IFNAME", addresses())
-    of_ranks = world.exchange([taken, _describe(taken) if taken else {}])
-    if not world.is_main:
-        return []
-    rows = []
-    first = of_ranks[0][1]
-    for ranks in world.machines[1:]:
-        link = of_ranks[ranks[0]][1]
-        host = world.hosts[ranks[0]]
-        if link.get("mtu") != first.get("mtu"):
-            measured = f"MTU {link.get('mtu')}, {world.hosts[0]} has {first.get('mtu')}"
-            way_out = f"large packets get lost or are split: ip link set {of_ranks[ranks[0]][0]} mtu {first.get('mtu')}"
-            rows.append(Finding("network: MTU", "warning", measured, way_out, host, {"mtu": link.get("mtu")}))
-        if link.get("mbit") != first.get("mbit"):
-            measured = f"{_speed(link)}, {world.hosts[0]} has {_speed(first)}"
-            way_out = "all machines wait for the slowest link: check cable, port and driver"
-            rows.append(Finding("network: speed", "warning", measured, way_out, host, {"mbit": link.get("mbit")}))
-    return rows
+    """A row for each machine whose interface has another MTU or speed than most."""
+    taken = chosen("GLOO_SOCKET_IFNAME", addresses()) or ""
+    stats = psutil.net_if_stats().get(taken)
+    lost = "large packets get lost or are split: ip link set INTERFACE mtu SIZE"
+    slow = "all machines wait for the slowest link: check cable, port and driver"
+    return [
+        *differing(world, "network: MTU", "warning", lost, {"MTU": stats.mtu if stats else None}),
+        *differing(world, "network: speed", "warning", slow, {"speed": _speed(link_speed(taken))}),
+    ]
 
 
 def ports(world: World) -> list[Finding]:
-    """Connects to ports that the system chose, as torch's own connections are, from each machine to the others."""
-    if is_single(world):
+    """Connects each machine to ports of the others that the system chose, as torch does."""
+    if world.is_one_machine:
         return []
     with ExitStack() as stack:
-        own = _own_address()
+        present = addresses()
+        taken = chosen("GLOO_SOCKET_IFNAME", present) or ""
+        own = next(iter(present.get(taken, [])), LOOPBACK)  # as gloo announces
         count = PORTS if world.is_local_main else 0
         listeners = [stack.enter_context(socket.create_server((own, 0))) for _ in range(count)]
         offers = world.exchange([own, [each.getsockname()[1] for each in listeners]])
-        machines = world.machines
-        place = next(number for number, ranks in enumerate(machines) if world.rank in ranks)
-        others = [ranks[0] for ranks in machines[place + 1 :] + machines[:place]]
-        others = others[:PARTNERS] if world.is_local_main else []
+        firsts = [ranks[0] for ranks in world.machines]
+        place = firsts.index(world.rank) if world.is_local_main else 0
+        others = [*firsts[place + 1 :], *firsts[:place]][: PARTNERS * world.is_local_main]
         targets = [(rank, offers[rank][0], port) for rank in others for port in offers[rank][1]]
         with ThreadPoolExecutor(max(1, len(targets))) as pool:
-            results = [*pool.map(lambda target: connect(target[1], target[2]), targets)]
+            results = [*pool.map(lambda target: connect(*target[1:]), targets)]
         failures = [(rank, port, why) for (rank, _, port), why in zip(targets, results, strict=True) if why]
         of_ranks = world.exchange(failures)  # the listeners stay open until all have tried
     world.is_cut |= any(of_ranks)
-    if not world.is_main:
-        return []
     rows = []
+    way_out = "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
     for rank, failed in enumerate(of_ranks):
         for other in dict.fromkeys(to for to, *_ in failed):
             tried = [(port, why) for to, port, why in failed if to == other]
             whys = ", ".join(dict.fromkeys(why for _, why in tried))
-            measured = (
-                f"{world.hosts[rank]} -> {world.hosts[other]} ({offers[other][0]}): {len(tried)} of {PORTS} ports {whys}, "
-                f"such as {tried[0][0]}"
-            )
-            way_out = (
-                "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
-            )
-            figures = {"from": world.hosts[rank], "to": world.hosts[other], "failed": tried}
-            rows.append(Finding("network: ports", "failed", measured, way_out, figures=figures))
-    return rows or [
-        Finding("network: ports", "ok", f"{PORTS} system-chosen ports open between all machines, both ways")
-    ]
+            way = f"{world.host_of(rank)} -> {world.host_of(other)} ({offers[other][0]})"
+            measured = f"{way}: {len(tried)} of {PORTS} ports {whys}, such as {tried[0][0]}"
+            rows.append(Finding("network: ports", "failed", measured, way_out))
+    measured = f"{PORTS} system-chosen ports open between all machines, both ways"
+    return rows or [Finding("network: ports", "ok", measured)]
 
 
 def connect(host: str, port: int) -> str:
-    """Why a connection fails, as "filtered (no answer)", "refused" or the system's words; "" if it is made."""
+    """Why a connection fails; "" if it is made."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
         return ""
@@ -142,10 +122,13 @@ def connect(host: str, port: int) -> str:
 
 def addresses() -> dict[str, list[str]]:
     """The IPv4 addresses of each interface."""
-    return {
-        name: [each.address for each in entries if each.family == socket.AF_INET]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    found = psutil.net_if_addrs().items()
+    return {name: [each.address for each in entries if each.family == socket.AF_INET] for name, entries in found}
+
+
+def said(present: dict[str, list[str]]) -> str:
+    """Interfaces with their addresses, in words."""
+    return ", ".join(f"{name} {' '.join(of) or 'without address'}" for name, of in present.items())
 
 
 def chosen(variable: str, present: dict[str, list[str]]) -> str | None:
@@ -156,9 +139,9 @@ def chosen(variable: str, present: dict[str, list[str]]) -> str | None:
     value = os.environ.get(variable, "")
     if not value:
         return None
-    exact = variable.startswith("GLOO") or value.startswith(("=", "^="))
+    is_exact = variable.startswith("GLOO") or value.startswith(("=", "^="))
     words = value.lstrip("^=").split(",")
-    fits = [name for name in present if any(name == word if exact else name.startswith(word) for word in words)]
+    fits = [name for name in present if any(name == word if is_exact else name.startswith(word) for word in words)]
     if value.startswith("^"):
         fits = [name for name in present if name not in fits and name != "lo"]
     return next(iter(fits), None)
@@ -174,35 +157,14 @@ def link_speed(name: str) -> int | None:
 
 
 def infiniband() -> dict[str, int]:
-    """Active InfiniBand (or RoCE) devices with their rate in Gbit/s; none if NCCL is told not to use them."""
+    """Active InfiniBand (or RoCE) devices that NCCL may use, with their rate in Gbit/s."""
     found = {}
-    if os.environ.get("NCCL_IB_DISABLE", "0") in ("0", "") and _INFINIBAND.is_dir():
+    if os.environ.get("NCCL_IB_DISABLE", "0") in ("0", ""):
         for port in sorted(_INFINIBAND.glob("*/ports/*")):
             if "ACTIVE" in (port / "state").read_text():
                 found[port.parents[1].name] = int(float((port / "rate").read_text().split()[0]))
     return found
 
 
-def is_single(world: World) -> bool:
-    """Whether all processes are on one machine."""
-    return world.local_world_size == world.world_size and len(world.machines) == 1
-
-
-def _own_address() -> str:
-    """The address that gloo announces."""
-    present = addresses()
-    taken = chosen("GLOO_SOCKET_IFNAME", present)
-    return next(iter(present.get(taken or "", [])), LOOPBACK)
-
-
-def _outward() -> str:
-    return next((each for of in addresses().values() for each in of if not is_loopback(each)), "ADDRESS")
-
-
-def _describe(name: str) -> dict:
-    stats = psutil.net_if_stats().get(name)
-    return {"up": bool(stats and stats.isup), "mtu": stats.mtu if stats else None, "mbit": link_speed(name)}
-
-
-def _speed(link: dict) -> str:
-    return f"{link['mbit'] / 1000:g} Gbit/s" if link.get("mbit") else "unknown speed"
+def _speed(mbit: int | None) -> str:
+    return f"{mbit / 1000:g} Gbit/s" if mbit else "unknown speed"

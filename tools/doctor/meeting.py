@@ -1,9 +1,9 @@
-"""Meeting: the launch, how the processes of a run find each other, and how far the clocks of their machines are apart."""
+"""Meeting: the launch, how the processes of a run find each other, and their clocks."""
 
 import json
 import os
 import time
-from collections.abc import Collection, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 
 import psutil
@@ -15,7 +15,7 @@ from common.launching.launch_checks import check_launch, parent_command, process
 from common.launching.launchers import meeting_file
 from common.launching.meeting import reach
 from tools.doctor.finding import Finding
-from tools.doctor.interfaces import addresses
+from tools.doctor.interfaces import addresses, said
 from tools.doctor.world import ANSWER_S, World
 
 PINGS = 7
@@ -33,20 +33,20 @@ def launch(world: World) -> list[Finding]:
 
 
 def meet(world: World, environ: MutableMapping[str, str], patience: float) -> list[Finding]:
-    """Reach the store of rank 0, and wait until all processes have. Sets `world.store`, `hosts` and `is_met`."""
-    if world.world_size == 1:
-        world.is_met = True
+    """Wait until all processes have reached rank 0's store. Sets `world.store`, `hosts` and `is_met`."""
+    world.is_met = world.world_size == 1
+    if world.is_met:
         return []
     file = meeting_file(environ)
-    target = f"{file}" if file else f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     try:
         store = reach(environ, world.launch, timedelta(seconds=patience))
     except (Refused, OSError, RuntimeError) as error:
-        what = "can't listen at" if world.is_main else "can't reach rank 0 at"
-        taken = "" if file else _who_listens(int(environ["MASTER_PORT"]))
-        way_out = f"{error}{f' ({taken})' if world.is_main and taken else ''}"
-        present = ", ".join(f"{name} {' '.join(of) or 'without address'}" for name, of in addresses().items())
-        measured = f"rank {world.rank} on {world.host} ({present}) {what} {target}"
+        target, way_out = f"{file}", str(error)
+        if not file:
+            target = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+            way_out += _who_listens(int(environ["MASTER_PORT"])) if world.is_main else ""
+        what = f"can't {'listen' if world.is_main else 'reach rank 0'} at {target}"
+        measured = f"rank {world.rank} on {world.host} ({said(addresses())}) {what}"
         return [Finding("network: meeting", "failed", measured, way_out)]
     world.store = PrefixStore("doctor", store)
     return _gather(world, world.store, patience)
@@ -62,47 +62,35 @@ def _gather(world: World, store: Store, patience: float) -> list[Finding]:
             missing = [rank for rank in missing if not store.check([f"host/{rank}"])]
             time.sleep(0.02)
         came = {rank: json.loads(store.get(f"host/{rank}")) for rank in range(world.world_size) if rank not in missing}
-        world.hosts = [_host(came[rank], came.values()) if rank in came else "" for rank in range(world.world_size)]
-        store.set("hosts", "\n".join(world.hosts))
+        names = {rank: name for rank, (name, _) in came.items()}
+        for rank, (name, node) in came.items():  # clones have the same name
+            if any(name == other and node != number for other, number in came.values()):
+                names[rank] = f"{name} (node {node})"
+        store.set("hosts", json.dumps([names.get(rank, "") for rank in range(world.world_size)]))
     store.set_timeout(timedelta(seconds=patience + 10))
-    world.hosts = store.get("hosts").decode().split("\n")
+    world.hosts = json.loads(store.get("hosts"))
     missing = [rank for rank, host in enumerate(world.hosts) if not host]
     world.is_met = not missing
-    if missing and world.is_main:
-        here = ", ".join(dict.fromkeys(filter(None, world.hosts)))
-        named = ", ".join(map(str, missing))
-        return [
-            Finding(
-                "network: meeting",
-                "failed",
-                f"rank {named} of {world.world_size} did not come within {patience:.0f} s; here are those of {here}",
-                "see what the doctor says on the other machines",
-            )
-        ]
-    return []
-
-
-def _host(place: tuple[str, int], others: Collection[tuple[str, int]]) -> str:
-    """The name of a machine; with its number if another one has the same name, as clones do."""
-    name, node = place
-    return f"{name} (node {node})" if any(name == other and node != number for other, number in others) else name
+    if world.is_met or not world.is_main:
+        return []
+    here, absent = ", ".join(dict.fromkeys(filter(None, world.hosts))), ", ".join(map(str, missing))
+    measured = f"rank {absent} of {world.world_size} did not come within {patience:.0f} s; the ranks of {here} are here"
+    return [Finding("network: meeting", "failed", measured, "see what the doctor says on the other machines")]
 
 
 def _who_listens(port: int) -> str:
     """The process of this machine that listens on a port, in words; "" if none is seen."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            process = psutil.Process(connection.pid)
-            return f"by process {process.pid}, {process.name()}"
+            return f" (by process {connection.pid}, {psutil.Process(connection.pid).name()})"
     return ""
 
 
 def clock(world: World) -> list[Finding]:
-    """Rank 0 answers one machine after the other with its time; the ping with the shortest way there and back counts."""
+    """Rank 0 answers one machine after the other with its time; the shortest ping counts."""
     store = PrefixStore("clock", world.store) if world.store is not None else None
-    measured = None
-    for ranks in world.machines[1:]:
-        first = ranks[0]
+    samples = []
+    for first in [ranks[0] for ranks in world.machines[1:]]:
         for number in range(PINGS):
             if store is not None and world.is_main:
                 store.wait([f"ping/{first}/{number}"], timedelta(seconds=ANSWER_S))
@@ -112,25 +100,16 @@ def clock(world: World) -> list[Finding]:
                 store.set(f"ping/{first}/{number}", "")
                 store.wait([f"pong/{first}/{number}"], timedelta(seconds=ANSWER_S))
                 there, came = float(store.get(f"pong/{first}/{number}")), time.time()
-                sample = (came - sent, (sent + came) / 2 - there)
-                measured = min(measured or sample, sample)
-    of_ranks = world.exchange(measured)
-    if not world.is_main or len(world.machines) == 1:
+                samples.append((came - sent, (sent + came) / 2 - there))
+    of_ranks = world.exchange(min(samples, default=None))
+    apart = {world.host_of(rank): 1000 * pair[1] for rank, pair in enumerate(of_ranks) if pair}
+    if not apart:
         return []
-    offsets = {world.hosts[rank]: round(1000 * pair[1], 1) for rank, pair in enumerate(of_ranks) if pair}
-    rows = [
-        Finding(
-            "network: clock",
-            "warning",
-            f"{abs(offset):.0f} ms {'ahead of' if offset > 0 else 'behind'} {world.hosts[0]}",
-            "start a time service there (chrony, systemd-timesyncd): logs and file times of the machines don't fit",
-            host,
-            {"offset_ms": offset},
-        )
-        for host, offset in offsets.items()
-        if abs(offset) > APART_MS
-    ]
-    most = max(map(abs, offsets.values()))
-    return rows or [
-        Finding("network: clock", "ok", f"machines differ by at most {most:.0f} ms", figures={"offset_ms": offsets})
-    ]
+    way_out = "start a time service there (chrony, systemd-timesyncd): logs and file times of the machines don't fit"
+    rows = []
+    for host, ms in apart.items():
+        if abs(ms) > APART_MS:
+            measured = f"{abs(ms):.0f} ms {'ahead of' if ms > 0 else 'behind'} {world.host_of(0)}"
+            rows.append(Finding("network: clock", "warning", measured, way_out, host))
+    measured = f"machines differ by at most {max(map(abs, apart.values())):.0f} ms"
+    return rows or [Finding("network: clock", "ok", measured)]

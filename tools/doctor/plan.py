@@ -1,4 +1,4 @@
-"""Plan and rehearsal: the recipe trains for some seconds in the launched layout, or in each that this hardware allows."""
+"""Plan and rehearsal: the recipe trains for some seconds in one layout, or in each that is possible."""
 
 import os
 import shlex
@@ -12,87 +12,59 @@ import torch
 
 from common.distributed.environment import cores
 from common.errors import Refused
-from tools.doctor.finding import Finding, Status
+from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.limits import BUSY, said_busy
 from tools.doctor.trial import Layout, config_of, precision, try_layout
 from tools.doctor.world import World
 
 REHEARSAL_S, PLAN_S = 150.0, 3600.0  # limits
-_LAYOUT_S, _MEASURED_S, _USUAL_S = (
-    600.0,
-    6.0,
-    20.0,
-)  # the limit of a layout, the seconds it trains, what it usually takes
+_LAYOUT_S, _MEASURED_S, _USUAL_S = 600.0, 6.0, 20.0  # of a layout: the limit, what it trains, what it usually takes
 _SAME = 1.03  # layouts whose speeds differ by less are equally fast: fewer processes are simpler
 _IMPOSSIBLE = 1.25  # times as many images per process as with fewer processes: one of the two was disturbed
 _LAGS = 0.15  # share of the time that the slowest rank is behind the average one
 _WAITS = 0.2  # share of the time that a process waits for data
 _MOST_MEMORY = 0.9  # share of the memory that one should not exceed
 _CHECKPOINTS = 3  # two that are kept (--keep_checkpoints) and the one that is being written
-_GIB = 2**30
 
 
 def rehearse(world: World) -> list[Finding]:
-    """Rows for some steps in the launched layout, with their memory and a checkpoint; on rank 0."""
+    """Rows for some steps in the launched layout, with their memory and a checkpoint."""
     layout = Layout(world.world_size, world.world_size // world.local_world_size, world.node)
     found = try_layout(world, layout, 1.5, REHEARSAL_S - 75, log_every=1)
-    if not world.is_main:
-        return []
     if found.get("late"):  # which a busy machine may be
         return [Finding("rehearsal", "not run", "the recipe did not come to its fourth step", found["failed"])]
     if "failed" in found:
         return [Finding("rehearsal", "failed", "the recipe made no step", found["failed"])]
     there = Path(config_of(world).output_dir).resolve()
     free = shutil.disk_usage(next(path for path in [there, *there.parents] if path.exists())).free
-    on_cuda = world.device.type == "cuda"
-    total = torch.cuda.mem_get_info(world.device)[1] if on_cuda else psutil.virtual_memory().total
-    room = total if on_cuda else total / world.local_world_size
-    return [steps(found), *slowest(found, world), memory(found, room), checkpoint(found, free)]
+    if world.device.type == "cuda":
+        return rehearsed(found, world, torch.cuda.mem_get_info(world.device)[1], free)
+    return rehearsed(found, world, psutil.virtual_memory().total / world.local_world_size, free)
 
 
-def steps(found: dict) -> Finding:
-    """Speed, and whether data workers keep up."""
-    text = (
-        f"{found['samples'] / found['images_per_second']:.3g} s per step of {found['samples']} samples, "
-        f"{described(found)}, {found['start_s']:.2g} s to the first step"
-    )
-    if found["data_wait"] <= _WAITS:
-        return Finding("rehearsal: steps", "ok", text, figures=found)
-    way_out = "raise --workers, store smaller images, decode fewer times (--cache), or take a machine with more cores"
-    return Finding("rehearsal: steps", "warning", text, way_out, figures=found)
+def rehearsed(found: dict, world: World, room: float, free: float) -> list[Finding]:
+    """Rows for what a trial found, with `room` bytes of memory per process and a disk with `free` bytes."""
+    fewer = "raise --workers, store smaller images, decode fewer times (--cache), or take a machine with more cores"
+    smaller = "take a smaller --max_micro_batch_size, which does not change the result, or fewer processes per machine"
+    look = "every step waits for it: look there for other processes (top, nvidia-smi), throttling, and a CPU quota"
+    speed = f"{found['samples'] / found['images_per_second']:.3g} s per step of {found['samples']} samples"
+    text = f"{speed}, {_described(found)}, {found['start_s']:.2g} s to the first step"
+    rows = [judged("rehearsal: steps", text, (found["data_wait"] > _WAITS, "warning", fewer), figures=found)]
+    if found["lag"] >= _LAGS:
+        text = f"is the slowest rank: it takes {found['lag']:.0%} of the time longer than the others on average"
+        rows.append(Finding("rehearsal: slowest", "warning", text, look, world.name(found["slowest"])))
+    text = f"{found['memory'] / GIB:.2f} GiB of {room / GIB:.3g} GiB per process at the peak"
+    rows.append(judged("rehearsal: memory", text, (found["memory"] > _MOST_MEMORY * room, "warning", smaller)))
+    check, size = "rehearsal: checkpoint", found.get("checkpoint_bytes", 0)
+    if not size:
+        return [*rows, Finding(check, "failed", "none was written", "see the recipe: it must call run.save")]
+    text = f"{size / 2**20:,.1f} MiB, verified in {found['verify_s']:.2g} s; {free / GIB:,.1f} GiB are free"
+    needed = _CHECKPOINTS * size
+    way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {needed / GIB:.1f} GiB, or take another --output_dir"
+    return [*rows, judged(check, text, (free < needed, "failed", way_out))]
 
 
-def slowest(found: dict, world: World) -> list[Finding]:
-    """A row if one rank keeps the others waiting."""
-    if found["lag"] < _LAGS:
-        return []
-    text = f"is the slowest rank: it takes {found['lag']:.0%} of the time longer than the others on average"
-    way_out = "every step waits for it: look there for other processes (top, nvidia-smi), throttling, and a CPU quota"
-    return [Finding("rehearsal: slowest", "warning", text, way_out, world.name(found["slowest"]))]
-
-
-def memory(found: dict, room: float) -> Finding:
-    """The peak of the process that took the most, against what there is for each."""
-    text = f"{found['memory'] / _GIB:.2f} GiB of {room / _GIB:.3g} GiB per process at the peak"
-    status: Status = "ok" if found["memory"] <= _MOST_MEMORY * room else "warning"
-    way_out = "take a smaller --max_micro_batch_size, which does not change the result, or fewer processes per machine"
-    return Finding("rehearsal: memory", status, text, way_out if status != "ok" else "", figures={"room_bytes": room})
-
-
-def checkpoint(found: dict, free: int) -> Finding:
-    """Whether a checkpoint can be read again, and the disk has room for those that a run keeps."""
-    if not (size := found.get("checkpoint_bytes")):
-        return Finding("rehearsal: checkpoint", "failed", "none was written", "see the recipe: it must call run.save")
-    text = f"{size / 2**20:,.1f} MiB, verified in {found['verify_s']:.2g} s; {free / _GIB:,.1f} GiB are free"
-    if free >= _CHECKPOINTS * size:
-        return Finding("rehearsal: checkpoint", "ok", text)
-    room = f"{_CHECKPOINTS * size / _GIB:.1f} GiB"
-    way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {room}, or take another --output_dir"
-    return Finding("rehearsal: checkpoint", "failed", text, way_out)
-
-
-def described(found: dict) -> str:
-    """Speed and waiting in words."""
+def _described(found: dict) -> str:
     return f"{found['images_per_second']:,.0f} images/s, {found['data_wait']:.0%} of the time waiting for data"
 
 
@@ -100,7 +72,7 @@ def described(found: dict) -> str:
 
 
 def plan(world: World) -> list[Finding]:
-    """A row for each number of processes, and the fastest layout with its command; on rank 0. Raises `Refused`."""
+    """A row for each number of processes, and the fastest layout with its command. Raises `Refused`."""
     if world.recipe is None:
         raise Refused("--plan needs a recipe and its flags: --plan recipes/cls.py --data FOLDER")
     config_of(world)
@@ -113,19 +85,17 @@ def plan(world: World) -> list[Finding]:
             rows.append(Finding(f"plan: {layout}", "warning", "can't be had", found["failed"]))
             continue
         tried.append((layout, found))
-        text = f"{described(found)}, {found.get('memory', 0) / _GIB:.2f} GiB per process"
+        text = f"{_described(found)}, {found['memory'] / GIB:.2f} GiB per process"
         rows.append(Finding(f"plan: {layout}", "ok", text, figures=found | {"processes": layout.processes}))
         _say(world, f"{layout}: {text}")
     if not tried:
         raise Refused(f"no layout could be tried: {rows[0].way_out}")
-    if not world.is_main:
-        return []
-    rows.append(fastest(world, tried))
-    if inexact := tried[-1][1]["inexact"]:
-        text = "layouts change the results of this recipe"
-        return [*rows, Finding("plan: results", "warning", text, "; ".join(inexact))]
+    inexact = tried[-1][1]["inexact"]
     text = "a run can change to it at any checkpoint: layouts don't change results"
-    return [*rows, Finding("plan: results", "ok", text)]
+    if inexact:
+        text = "layouts change the results of this recipe"
+    results = judged("plan: results", text, (inexact != [], "warning", "; ".join(inexact)))
+    return [*rows, fastest(world, tried), results]
 
 
 def layouts_of(world: World) -> list[Layout]:
@@ -140,38 +110,38 @@ def layouts_of(world: World) -> list[Layout]:
 
 def fastest(world: World, tried: Sequence[tuple[Layout, dict]]) -> Finding:
     """The row of the fastest layout, with its command; of none if the figures can't be believed."""
+    check, again = "plan: fastest", "plan again on machines that do nothing else"
     speeds = {layout: found["images_per_second"] for layout, found in tried}
-    busy = max(found.get("others", 0.0) for _, found in tried)
-    again = "plan again on machines that do nothing else"
+    busy = max(found["others"] for _, found in tried)
     if busy > BUSY:
-        return Finding("plan: fastest", "warning", f"none is named: {said_busy(busy)} meanwhile", again)
+        return Finding(check, "warning", f"none is named: {said_busy(busy)} meanwhile", again)
     for more, speed in speeds.items():
         for fewer, other in speeds.items():
             ratio, processes = speed / other, more.processes / fewer.processes
             if processes > 1 and ratio > _IMPOSSIBLE * processes:
                 text = f"none is named: {more} made {ratio:.2g} times the images of {fewer}, which is impossible"
-                return Finding("plan: fastest", "warning", text, f"one of the two was disturbed: {again}")
+                return Finding(check, "warning", text, f"one of the two was disturbed: {again}")
     best = next(layout for layout, speed in speeds.items() if speed * _SAME >= max(speeds.values()))
-    alone = next((speed for layout, speed in speeds.items() if layout.processes == 1), None)
-    times = f", {speeds[best] / alone:.2g} times as many as 1 process" if alone and best.processes > 1 else ""
-    text = f"{best}, {speeds[best]:,.0f} images/s{times}"
-    return Finding("plan: fastest", "ok", text, figures={"command": command(world, best)})
+    text = f"{best}, {speeds[best]:,.0f} images/s"
+    if best.processes > 1 and (alone := speeds.get(Layout(1, node=best.node))):
+        text += f", {speeds[best] / alone:.2g} times as many as 1 process"
+    return Finding(check, "ok", text, figures={"command": command(world, best)})
 
 
 def command(world: World, layout: Layout) -> str:
     """What starts the recipe in this layout."""
-    kind, suffix = precision(os.environ), ""
+    kind, on_cpu = precision(os.environ), world.device.type == "cpu"
     flags: list[object] = []
-    if world.device.type == "cuda":
-        suffix = "" if kind == "no" else f"_{kind}"
-        name, usual = ("single_gpu", 1) if layout.processes == 1 else ("multi_gpu", 8)
-    else:
-        name, usual = (world.device.type, 1) if layout.processes == 1 else ("multi_cpu", 2)
-        flags += [] if kind == "no" else ["--mixed_precision", kind]
+    suffix = f"_{kind}" if kind != "no" and world.device.type == "cuda" else ""
+    if kind != "no" and not suffix:
+        flags += ["--mixed_precision", kind]
+    name, usual = ("multi_cpu", 2) if on_cpu else ("multi_gpu", 8)
     if layout.machines > 1:
-        name = "2node_cpu" if world.device.type == "cpu" else "2node"
+        name = "2node_cpu" if on_cpu else "2node"
         flags += ["--num_machines", layout.machines, "--num_processes", layout.processes, "--main_process_ip"]
         flags += [os.environ.get("MASTER_ADDR", "HOST")]
+    elif layout.processes == 1:
+        name = {"cpu": "cpu", "cuda": "single_gpu"}.get(world.device.type, world.device.type)
     elif layout.processes != usual:
         flags += ["--num_processes", layout.processes]
     file = f"accelerate_configs/{name}{suffix}.yaml"

@@ -1,4 +1,4 @@
-"""Session: one call of the doctor. All checks run in one order on all ranks, and end in one table and the exit code.
+"""Session: one call of the doctor. All checks run in one order on all ranks, and end in one table.
 
 A check that raises becomes a row with its cause; the other ranks learn it from the store and go on to the next check. A check
 that exceeds its limit on a rank ends the doctor there: a row says in which line it is stuck.
@@ -15,8 +15,9 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import Store
 
@@ -41,10 +42,10 @@ _STOPPED = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `name` is unique; --only selects by its `word`, with which its rows begin.
+    """A check. `name` is unique; --only selects by its first word, with which its rows begin.
 
-    It runs on every rank, after all have met if it `exchanges` anything with others, and else before that. Without exchanging,
-    the first process of a machine may do it alone (`once_per_machine`).
+    It runs on every rank. If it `exchanges` anything with others, it does so after all have met, and rank 0's rows count.
+    Else it runs before that, and may be run `once_per_machine`.
     """
 
     name: str
@@ -52,11 +53,6 @@ class Check:
     exchanges: bool = True
     limit: float = 15.0  # seconds
     once_per_machine: bool = False
-
-    @property
-    def word(self) -> str:
-        """network for "network: ports"."""
-        return self.name.partition(":")[0]
 
 
 CHECKS = [
@@ -79,16 +75,16 @@ PLAN = [CHECKS[0], Check("plan", plan.plan, limit=plan.PLAN_S)]
 
 
 def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
-    """Run the checks that `options` asks for; returns the exit code. Raises `Refused` for options that can't be met."""
-    words = [*dict.fromkeys(check.word for check in CHECKS)]
+    """Run the checks that `options` asks for; returns the exit code. Raises `Refused`."""
+    words = {check: check.name.partition(":")[0] for check in CHECKS}
     only = {word.strip() for word in (options.only or "").split(",")} - {""}
-    if unknown := only - {*words}:
-        raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(words)}")
+    if unknown := only - {*words.values()}:
+        raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(dict.fromkeys(words.values()))}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = PLAN if options.plan else [check for check in CHECKS if not only or check.word in only]
+    checks = PLAN if options.plan else [check for check in CHECKS if not only or words[check] in only]
     world = this_process(environ, options.recipe, options.flags)
-    session = Session(world, options, words)
+    session = Session(world, options, [*words.values()])
     if world.device.type == "cpu":
         share_cores(environ, world.launch)  # as the recipes do
     if world.world_size > 1 and not meeting_file(environ):
@@ -106,20 +102,20 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
 
 
 class Session:
-    """The rows of this rank so far, which end in one table, whether all checks have run or one is stuck."""
+    """The rows of this rank so far, which end in one table."""
 
     def __init__(self, world: World, options: argparse.Namespace, words: list[str]) -> None:
         self.world, self.options, self.words, self.began = world, options, words, time.monotonic()
         self.rows: list[Finding] = []
-        self.seconds: dict[str, float] = {}  # of each check
-        self.answered: set[int] = set()  # ranks that have finished; rank 0 knows
         self._ending = threading.Lock()
         threading.Thread(target=self._await_signal, args=(_signalled(),), daemon=True).start()
 
     def add(self, findings: list[Finding]) -> None:
-        """Add rows of this rank, and put all into the store, where rank 0 finds them even if this process dies."""
+        """Add rows, and put all into the store, where rank 0 finds them even if this process dies."""
         self.rows += findings
-        self._post(self.world.check)
+        if self.world.store is not None:
+            post = {"check": self.world.check, "rows": [asdict(finding) for finding in self.rows]}
+            self.world.store.set(f"rows/{self.world.rank}", json.dumps(post))
 
     def run(self, check: Check) -> None:
         """Run a check. One that exchanges with processes that are not there becomes a row "not run"."""
@@ -129,129 +125,128 @@ class Session:
         if check.exchanges and not world.is_met:
             return self.add([Finding(check.name, "not run", "needs processes that meet")])
         world.enter(check.name)
-        self._post(check.name)
-        began = time.monotonic()
+        self.add([])
         timer = threading.Timer(check.limit, self._overrun, (check, threading.get_ident()))
         timer.daemon = True
         timer.start()
         try:
             findings = check.function(world)
+            if check.exchanges:
+                findings = findings if world.is_main else []
+            else:
+                here = ON_MACHINE if check.once_per_machine else HERE
+                findings = [replace(each, place=here) if each.place == "all" else each for each in findings]
         except Exception as error:
             findings = self._failure(check, error)
         finally:
             timer.cancel()
-        if not check.exchanges:
-            here = ON_MACHINE if check.once_per_machine else HERE
-            findings = [replace(each, place=here) if each.place == "all" else each for each in findings]
-        self.seconds[check.name] = round(time.monotonic() - began, 3)
         self.add(findings)
 
     def end(self, stopped: str = "") -> int:
-        """Print the table, and return the exit code. Whoever calls it second waits for ever: the process ends."""
+        """Print the table, and return the exit code. A second call waits for ever: the process ends."""
         self._ending.acquire()
-        world, store, code = self.world, self.world.store, 0
-        alone = store is None and world.world_size > 1  # it speaks for its machine
+        world, store = self.world, self.world.store
         if stopped:
             self.rows.append(Finding(world.check, "not run", stopped, place=HERE))
-        rows = self._of_all_ranks()
-        if world.is_main or (alone and world.is_local_main):
-            code = self._print(rows)
-        if store is not None:
-            if world.is_main:
-                store.set("printed", str(code))
-                _await_readers(store, len(self.answered - {0}))
-            else:
-                code = _printed(store)
-        if code := code or int(alone or bool(stopped)):
+        self.add([])
+        if store is None:  # a rank that can't reach the others speaks for its machine
+            rows = [(world.rank, finding) for finding in self.rows]
+            code = self._print(rows) if world.is_local_main else 0
+            code = code or int(world.world_size > 1)
+        else:
+            store.set(f"done/{world.rank}", "")
+            code = self._end_together(store)
+        if code := code or int(bool(stopped)):
             announce_exit(code)
         return code
 
-    def _of_all_ranks(self) -> list[tuple[int, Finding]]:
-        """The rows of all ranks with their ranks, on rank 0; empty on the others."""
-        world = self.world
-        if world.store is None:
-            return [(world.rank, finding) for finding in self.rows]
-        self._post("")
+    def _end_together(self, store: Store) -> int:
+        """Rank 0 prints the rows of all; the others wait for the exit code, while the store is there."""
+        world, until = self.world, time.monotonic() + LAST_ROWS_S
         if not world.is_main:
-            return []
-        rows, until = [], time.monotonic() + LAST_ROWS_S
-        for rank in range(world.world_size):
-            post: dict = {"check": "start", "rows": []}
-            while post["check"] and world.hosts[rank] and time.monotonic() < until:
-                if world.store.check([f"rows/{rank}"]):
-                    post = json.loads(world.store.get(f"rows/{rank}"))
-                time.sleep(0.02)
-            rows += [(rank, Finding(**row)) for row in post["rows"]]
-            if not world.hosts[rank]:  # `meeting` names those that have not come
+            with contextlib.suppress(RuntimeError, ValueError):
+                store.wait(["printed"], timedelta(seconds=PRINTED_S))
+                code = int(store.get("printed"))
+                store.add("read", 1)
+                return code
+            return 1
+        rows: list[tuple[int, Finding]] = []
+        answered = -1  # but for rank 0 itself
+        for rank, host in enumerate(world.hosts or [world.host]):
+            if not host:  # `meet` has named it
                 continue
-            if check := post["check"]:
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"done/{rank}"], timedelta(seconds=max(0.02, until - time.monotonic())))
+            has_posted, is_done = store.check([f"rows/{rank}"]), store.check([f"done/{rank}"])
+            post: dict[str, Any] = (
+                json.loads(store.get(f"rows/{rank}")) if has_posted else {"check": "start", "rows": []}
+            )
+            rows += [(rank, Finding(**row)) for row in post["rows"]]
+            answered += is_done
+            if not is_done:
                 cause = "it has died or is stuck: see its own message"
-                rows.append((rank, Finding(check, "failed", "no answer", cause, world.name(rank))))
-            else:
-                self.answered.add(rank)
-        return rows
-
-    def _post(self, check: str) -> None:
-        """Put this rank's rows into the store; `check` is the one that it is in, "" at the end."""
-        if self.world.store is not None:
-            rows = [asdict(finding) for finding in self.rows]
-            self.world.store.set(f"rows/{self.world.rank}", json.dumps({"check": check, "rows": rows}))
+                lost = Finding(post["check"], "failed", "no answer", cause, world.name(rank))
+                rows.append((rank, lost))
+        code = self._print(rows)
+        store.set("printed", str(code))
+        until = time.monotonic() + PRINTED_S
+        while store.add("read", 0) < answered and time.monotonic() < until:
+            time.sleep(0.02)
+        return code
 
     def _failure(self, check: Check, error: Exception) -> list[Finding]:
-        """The row of a check that raised; none if it did so because another rank has raised, which has the cause."""
+        """The row of a check that raised; none if another rank has the cause."""
         world, text = self.world, printable(" ".join(str(error).split())) or type(error).__name__
-        lost = isinstance(error, LostPeer) or is_lost_peer(error)
-        if lost and world.store is not None and world.store.check([f"raised/{check.name}"]):
+        is_lost = isinstance(error, LostPeer) or is_lost_peer(error)
+        if is_lost and world.store is not None and world.store.check([f"raised/{check.name}"]):
             return []
         world.raised()
-        if lost:
-            return [Finding(check.name, "failed", "no answer", text, HERE)]
-        if isinstance(error, Refused):
-            return [Finding(check.name, "failed", "refused", text, HERE)]
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"{type(error).__name__}: {text:.300} ({place.filename}:{place.lineno})"
-        return [Finding(check.name, "failed", "raised", cause, HERE)]
+        measured = "no answer" if is_lost else "refused" if isinstance(error, Refused) else "raised"
+        if measured == "raised":
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {text:.300} ({place.filename}:{place.lineno})"
+        return [Finding(check.name, "failed", measured, text, HERE)]
 
     def _overrun(self, check: Check, thread: int) -> None:
         """Called by a thread when the check takes too long: add a row that says where, and end."""
         stack = traceback.extract_stack(sys._current_frames()[thread])
-        is_waiting = any(part in frame.filename for frame in stack[-3:] for part in _WAITING)
         place = next((frame for frame in reversed(stack) if "/torch/" not in frame.filename), stack[-1])
         where = f"in {place.name} ({place.filename}:{place.lineno})"
-        if is_waiting:
-            finding = Finding(check.name, "not run", f"waited {check.limit:.0f} s for other ranks", f"waits {where}")
+        if any(part in frame.filename for frame in stack[-3:] for part in _WAITING):
+            measured = f"waited {check.limit:.0f} s for other ranks"
+            self.rows.append(Finding(check.name, "not run", measured, f"waits {where}", HERE))
         else:
-            finding = Finding(check.name, "failed", f"no end within {check.limit:.0f} s", f"stuck {where}")
-        self.rows.append(finding)
+            measured = f"no end within {check.limit:.0f} s"
+            self.rows.append(Finding(check.name, "failed", measured, f"stuck {where}", HERE))
         self._leave()
 
     def _print(self, rows: list[tuple[int, Finding]]) -> int:
-        world, options = self.world, self.options
+        world, file = self.world, self.options.json
         hosts = world.hosts or [world.host] * world.world_size
         findings = fold(rows, hosts, self.words)
         seconds = round(time.monotonic() - self.began, 1)
-        if options.json:
-            about = {"processes": world.world_size, "hosts": hosts, "seconds": seconds}
-            about |= {"seconds_of_checks": self.seconds, "findings": [asdict(finding) for finding in findings]}
-            text = json.dumps(about, indent=2)
-            if options.json == "-":
-                print(text, flush=True)
-            else:
-                replace_file(Path(options.json), f"{text}\n".encode())
-        if options.json != "-":
-            print(show(findings, sys.stdout.isatty(), bool(options.only)), f"({seconds:.0f} s)", flush=True)
-            for command in [finding.figures["command"] for finding in findings if "command" in finding.figures]:
-                print(f"\n{command}", flush=True)
+        about = {"processes": world.world_size, "hosts": hosts, "seconds": seconds}
+        text = json.dumps(about | {"findings": [asdict(finding) for finding in findings]}, indent=2)
+        if file == "-":
+            print(text, flush=True)
+        else:
+            if file:
+                replace_file(Path(file), f"{text}\n".encode())
+            table = show(findings, sys.stdout.isatty(), bool(self.options.only))
+            print(f"{table} ({seconds:.0f} s)", flush=True)
+            for finding in findings:
+                if "command" in finding.figures:
+                    print(f"\n{finding.figures['command']}", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
     def _await_signal(self, pipe: int) -> None:
-        """A person (Ctrl-C), or the launcher after the death of a process, ends the doctor: show what was found so far."""
+        """A person, or the launcher after a death, ends the doctor: show what was found so far."""
         while (number := os.read(pipe, 1)[0]) not in _STOPPED:
             pass
         self._leave(f"stopped by {signal.Signals(number).name}")
 
     def _leave(self, stopped: str = "") -> NoReturn:
-        """End the process from another thread than the one that is stuck, and the processes that it has started."""
+        """End the process, and those that it has started, from another thread than the one that is stuck."""
         code = 1
         try:
             code = self.end(stopped)
@@ -262,30 +257,10 @@ class Session:
 
 
 def _signalled() -> int:
-    """A pipe from which each signal can be read as a byte, also while the main thread waits in a collective."""
+    """A pipe with a byte for each signal, also while the main thread waits in a collective."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in _STOPPED:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing)
     return reading
-
-
-def _printed(store: Store) -> int:
-    """The exit code of rank 0, once it has printed."""
-    until = time.monotonic() + PRINTED_S
-    with contextlib.suppress(RuntimeError):  # rank 0 has ended, and its store
-        while time.monotonic() < until:
-            if store.check(["printed"]):
-                code = int(store.get("printed"))
-                store.add("read", 1)
-                return code
-            time.sleep(0.05)
-    return 1
-
-
-def _await_readers(store: Store, others: int) -> None:
-    """Keep the store open until the others have read the exit code."""
-    until = time.monotonic() + PRINTED_S
-    while store.add("read", 0) < others and time.monotonic() < until:
-        time.sleep(0.02)

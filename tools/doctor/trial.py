@@ -1,4 +1,4 @@
-"""Trial: the recipe itself, started on some processes for some seconds; what it measures is read from its run folder.
+"""Trial: the recipe itself, started for some seconds; what it measures is read from its run folder.
 
 The processes get the variables that a launcher would set. Once there are enough rows in metrics.jsonl they are asked to stop
 (SIGTERM), which saves a checkpoint. The run folder is temporary.
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from common.checkpoints.store import Checkpoints, verify
-from common.config.parsing import parse
+from common.checkpoints import Checkpoints, verify
+from common.config import parse
 from common.errors import printable
 from common.launching.exit_codes import RESUMABLE
 from tools.doctor.limits import used_by_others
@@ -39,8 +39,10 @@ QUIET = (
 _INEXACT = re.compile("depends? on the layout|layouts agree|not measured")  # in the start table
 FEWEST_ROWS = 4  # the first half is warm-up
 # A launcher's variables, which describe another world than that of a trial.
-_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
-_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_")
+_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "MASTER_"),
+    *("TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,55 +67,64 @@ class Layout:
 
 def config_of(world: World):
     """The recipe's configuration, with its flags. Raises `Refused` for flags that it does not take."""
-    recipe = world.recipe or RECIPES / "cls.py"
-    return parse(load_recipe(recipe).Config, [*world.words], recipe.name)
+    recipe, *words = command_of(world)
+    return parse(load_recipe(Path(recipe)).Config, words, Path(recipe).name)
+
+
+def command_of(world: World) -> list[str]:
+    """The recipe's file and its flags; without a recipe, the classifier on digits."""
+    if world.recipe:
+        return [str(world.recipe.resolve()), *world.words]
+    return [str(RECIPES / "cls.py"), "--config", str(RECIPES / "presets/digits.yaml"), *world.words]
 
 
 def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_every: int) -> dict:
     """Run the recipe in `layout` until it has trained for `seconds`; `limit` includes the start. A collective.
 
-    What rank 0 gets: `failed` with the cause, or images_per_second, data_wait (a share of the time), start_s, samples (per
-    step), micro_steps, the `slowest` rank and its `lag` (a share of the time), checkpoint_bytes, verify_s; `memory` (bytes,
-    of the process that took the most), `others`, the largest share of a machine's cores that other programs used at the
-    start, and `inexact`, lines of the start table on what depends on the layout.
+    Returns `failed` with the cause (`late`: it came to no end), or images_per_second, data_wait (a share of the time),
+    start_s, samples (per step), the `slowest` rank and its `lag` (a share of the time), checkpoint_bytes, verify_s; `memory`
+    (bytes, of the process that took the most), `others`, the largest share of a machine's cores that other programs used at
+    the start, and `inexact`, lines of the start table on what depends on the layout.
     """
-    folder = _folder(Path(config_of(world).output_dir)) if world.is_main else ""
+    folder, port = "", 0
+    if world.is_main:
+        folder = _folder(Path(config_of(world).output_dir))
+        with socket.create_server(("", 0)) as listener:
+            port = listener.getsockname()[1]
     address = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.machines > 1 else "127.0.0.1"
-    runs, port = world.exchange([folder, _free_port()])[0]
+    folder, port = world.exchange([folder, port])[0]
     layout = dataclasses.replace(layout, address=address, port=port)
     try:
         found: dict = {}
         if world.is_local_main and world.node < layout.machines:
             found = {"others": used_by_others()}
-            found |= _run_here(world, layout, Path(runs), seconds, limit, log_every)
+            found |= _run_here(world, layout, Path(folder), seconds, limit, log_every)
         of_ranks = [one for one in world.exchange(found, limit + 60) if one]
         failed = sorted((one for one in of_ranks if "failed" in one), key=lambda one: one["lost"])
-        most = {name: max(one.get(name, 0) for one in of_ranks) for name in ("memory", "others")}
-        return failed[0] if failed else of_ranks[0] | most
+        largest = {name: max(one.get(name, 0) for one in of_ranks) for name in ("memory", "others")}
+        return failed[0] if failed else of_ranks[0] | largest
     finally:
         end_trials()
 
 
 def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: float, log_every: int) -> dict:
-    recipe, run = world.recipe or RECIPES / "cls.py", runs / "trial"
-    command = [sys.executable, str(recipe.resolve()), *world.words, *QUIET]
+    run, command = runs / "trial", [sys.executable, *command_of(world), *QUIET]
     command += ["--output_dir", str(runs), "--log_every", str(log_every)]
     with contextlib.ExitStack() as stack:
-        errors = []
-        for number in range(layout.here):
+        said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(layout.here)]
+        for number, file in enumerate(said):
             variables = launch_variables(layout, number, world.device.type == "cpu", os.environ)
-            errors.append(stack.enter_context(tempfile.TemporaryFile()))
-            _started.append(
-                subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=errors[-1], stderr=errors[-1])
-            )
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            _started.append(process)
         started = [*_started]
         began, memory, asked = time.monotonic(), 0, False
+        rows: dict[int, dict] = {}  # of metrics.jsonl, by step
         until = began + limit
         while any(process.poll() is None for process in started) and time.monotonic() < until:
             if world.device.type == "cpu":  # rank 0's rows have that of a GPU
                 memory = max([memory, *(_peak(process.pid) for process in started)])
-            rows = _rows(run) if world.is_main else []
-            if not asked and len(rows) >= FEWEST_ROWS and rows[-1]["read_at"] - rows[0]["read_at"] >= seconds:
+            times = _read(run, rows) if world.is_main else []
+            if not asked and len(times) >= FEWEST_ROWS and times[-1] - times[0] >= seconds:
                 asked = True
                 for process in started:
                     process.terminate()
@@ -121,19 +132,21 @@ def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: f
                 until = min(until, time.monotonic() + 3.0)  # the others have lost a peer
             time.sleep(0.05)
         codes = [process.poll() for process in started]
-        wrong = [number for number, code in enumerate(codes) if code not in (0, RESUMABLE)]
-        if wrong:  # who has refused or was killed knows the cause, the others have only lost a peer
-            first = min(wrong, key=lambda number: (codes[number] is None, (codes[number] or 0) not in (2, -9)))
-            code = codes[first]
-            errors[first].seek(0)
-            said = errors[first].read().decode(errors="replace")
-            cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, said)
-            return {"failed": cause, "lost": code != 2, "late": code is None}
-        errors[0].seek(0)
-        table = errors[0].read().decode(errors="replace")
-        found = {"memory": memory} | (measured(_rows(run), run, began) if world.is_main else {})
-        inexact = [" ".join(line.split()) for line in table.splitlines() if _INEXACT.search(line)]
-        return found | {"inexact": inexact}
+        for file in said:
+            file.seek(0)
+        texts = [file.read().decode(errors="replace") for file in said]
+    if wrong := [number for number, code in enumerate(codes) if code not in (0, RESUMABLE)]:
+        # Who has refused or was killed knows the cause, the others have only lost a peer.
+        knows = [number for number in wrong if codes[number] in (2, -signal.SIGKILL)]
+        ended = [number for number in wrong if codes[number] is not None]
+        first = [*knows, *ended, *wrong][0]
+        code = codes[first]
+        cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, texts[first])
+        return {"failed": cause, "lost": code != 2, "late": code is None}
+    _read(run, rows)
+    inexact = [" ".join(line.split()) for line in texts[0].splitlines() if _INEXACT.search(line)]
+    found = {"memory": memory, "inexact": inexact}
+    return found | (measured([*rows.values()], run, began) if world.is_main else {})
 
 
 def measured(rows: Sequence[dict], run: Path, began: float) -> dict:
@@ -141,13 +154,10 @@ def measured(rows: Sequence[dict], run: Path, began: float) -> dict:
     if not rows:
         return {"failed": "it ended before it made a step", "lost": False}
     last = rows[len(rows) // 2 :]
-    seconds = sum(1 / row["perf/images_per_second"] for row in last)  # for one sample per row
-    record = json.loads((run / "environment.json").read_text())
     found = {
-        "images_per_second": len(last) / seconds,
+        "images_per_second": statistics.harmonic_mean([row["perf/images_per_second"] for row in last]),
         "data_wait": statistics.fmean(row["perf/data_wait"] for row in last),
         "samples": rows[-1]["samples"] // rows[-1]["step"],
-        "micro_steps": record.get("micro_steps", 1),
         "start_s": rows[0]["read_at"] - began,
         "slowest": statistics.mode(row.get("perf/slowest_rank", 0) for row in last),
         "lag": statistics.fmean(row.get("perf/slowest_rank_lag", 0) for row in last),
@@ -167,12 +177,10 @@ def launch_variables(layout: Layout, local_rank: int, on_cpu: bool, environ: Map
 
     OMP_NUM_THREADS is left out unless a person has set it: the run then divides the cores itself.
     """
-    found = {name: value for name, value in environ.items() if name not in _WORLD and not name.startswith(_LAUNCHERS)}
+    found = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}
     found |= {"ACCELERATE_MIXED_PRECISION": precision(environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     found |= {"CUDA_VISIBLE_DEVICES": "-1"} if on_cpu else {}
-    if (
-        "LOCAL_RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ
-    ):  # a launcher has set the threads of this layout
+    if "LOCAL_RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:  # a launcher has set its layout's threads
         found.pop("OMP_NUM_THREADS", None)
         with contextlib.suppress(psutil.Error):  # what a person has set stands in the launcher's own environment
             said = psutil.Process(os.getppid()).environ()
@@ -186,9 +194,10 @@ def launch_variables(layout: Layout, local_rank: int, on_cpu: bool, environ: Map
         "LOCAL_WORLD_SIZE": layout.here,
         "GROUP_RANK": layout.node,
         "GROUP_WORLD_SIZE": layout.machines,
+        "MASTER_ADDR": layout.address,
         "MASTER_PORT": layout.port,
     }
-    return found | {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": layout.address}
+    return found | {name: str(value) for name, value in world.items()}
 
 
 def precision(environ: Mapping[str, str]) -> str:
@@ -208,11 +217,10 @@ def cause_of(code: int, output: str) -> str:
 
 _started: list[subprocess.Popen] = []
 _folders: list[str] = []
-_read_at: dict[tuple[str, int], float] = {}  # when a step's row was first seen
 
 
 def end_trials() -> None:
-    """End the processes of a trial and remove its folders, also from another thread when the doctor is stopped."""
+    """End a trial's processes and remove its folders, also from another thread."""
     while _started:
         process = _started.pop()
         process.kill()
@@ -221,15 +229,13 @@ def end_trials() -> None:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
-def _rows(run: Path) -> list[dict]:
-    """The whole rows of the run's metrics.jsonl, each with the time at which it was first read."""
-    rows = []
+def _read(run: Path, rows: dict[int, dict]) -> list[float]:
+    """Add new whole rows of the run's metrics.jsonl with the time of reading. Returns these times."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
             if "perf/images_per_second" in row:
-                rows.append(row | {"read_at": _read_at.setdefault((str(run), row["step"]), time.monotonic())})
-    return rows
+                rows.setdefault(row["step"], row | {"read_at": time.monotonic()})
+    return [row["read_at"] for row in rows.values()]
 
 
 def _peak(process: int) -> int:
@@ -247,9 +253,3 @@ def _folder(output_dir: Path) -> str:
             _folders.append(tempfile.mkdtemp(prefix=".doctor-", dir=place))
             return _folders[-1]
     raise OSError(f"no folder can be made in {output_dir} or {tempfile.gettempdir()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""World: the processes that the doctor runs in, as one check sees them, and their store, over which they exchange findings."""
+"""World: the processes that the doctor runs in, as a check sees them, and their store."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ class LostPeer(Exception):
 
 @dataclass
 class World:
-    """What a check knows about its process and the others. `store` is None for one process, and until they have met."""
+    """What a check knows about its process and the others."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,11 +39,11 @@ class World:
     recipe: Path | None = None  # for checks that need a model and data
     words: list[str] = field(default_factory=list)  # flags of the recipe
     hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
-    store: Store | None = None
+    store: Store | None = None  # None for one process, and until they have met
     is_met: bool = False  # all processes have reached the store
     is_cut: bool = False  # this process knows why no process group can be formed, such as a firewall
     check: str = ""  # the one that runs
-    _exchanges: int = 0
+    exchanges: int = 0  # in this check so far
 
     @property
     def is_main(self) -> bool:
@@ -51,27 +51,35 @@ class World:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True if this is the first process of its machine."""
         return self.local_rank == 0
 
     @property
+    def is_one_machine(self) -> bool:
+        """True if all processes are on one machine."""
+        return self.local_world_size == self.world_size and len(self.machines) == 1
+
+    @property
     def machines(self) -> list[list[int]]:
-        """The ranks of each machine, in the order of their first rank. One process: [[0]]; two machines: [[0, 1], [2, 3]]."""
+        """The ranks of each machine. One process: [[0]]; two machines: [[0, 1], [2, 3]]."""
         ranks: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts or [self.host]):
             ranks.setdefault(host, []).append(rank)
         return [*ranks.values()]
 
+    def host_of(self, rank: int) -> str:
+        return self.hosts[rank] if self.hosts else self.host
+
     def name(self, rank: int) -> str:
         """How the table names a rank: "rank 3 (node1)"."""
-        return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank} ({self.host})"
+        return f"rank {rank} ({self.host_of(rank)})"
 
     def places(self, ranks: Collection[int]) -> str:
-        """How the table names several ranks: by their hosts if all of these hosts' ranks are among them."""
+        """How the table names several ranks."""
         return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
 
     def exchange(self, value: Any, patience: float = ANSWER_S) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank; over the store, so it works without a process group.
+        """The values of all ranks, in rank order, on every rank. It needs no process group.
 
         Values must be JSON. Raises `LostPeer` at once if another rank fails in the same check, and after `patience`
         seconds if one does not come.
@@ -80,34 +88,33 @@ class World:
         """
         if self.store is None:
             return [json.loads(json.dumps(value))]
-        self._exchanges += 1
-        store = PrefixStore(f"exchange/{self.check}/{self._exchanges}", self.store)
+        self.exchanges += 1
+        store = PrefixStore(f"exchange/{self.check}/{self.exchanges}", self.store)
         store.set(str(self.rank), json.dumps(value))
         if self.is_main:
-            for rank in range(self.world_size):
-                self.wait(store, str(rank), self.name(rank), patience)
-            store.set("all", json.dumps([json.loads(store.get(str(rank))) for rank in range(self.world_size)]))
-        self.wait(store, "all", self.name(0), patience)
-        return json.loads(store.get("all"))
+            found = [self._await(store, str(rank), rank, patience) for rank in range(self.world_size)]
+            store.set("all", json.dumps([json.loads(one) for one in found]))
+        return json.loads(self._await(store, "all", 0, patience))
 
-    def wait(self, store: Store, key: str, whom: str, patience: float = ANSWER_S) -> None:
-        """Wait until `key` is in the store. `whom` names the process that sets it."""
+    def _await(self, store: Store, key: str, rank: int, patience: float) -> bytes:
+        """The value of `key`, which `rank` sets."""
         until = time.monotonic() + patience
         while True:
             try:
-                return store.wait([key], timedelta(seconds=1))
+                store.wait([key], timedelta(seconds=1))
+                return store.get(key)
             except dist.DistStoreError:
                 if self.store is not None and self.store.check([f"raised/{self.check}"]):
                     raise LostPeer from None
                 if time.monotonic() > until:
-                    raise LostPeer(f"{whom} did not answer within {patience:.0f} s") from None
+                    raise LostPeer(f"{self.name(rank)} did not answer within {patience:.0f} s") from None
 
     def enter(self, check: str) -> None:
         """Note that `check` begins on this rank."""
-        self.check, self._exchanges = check, 0
+        self.check, self.exchanges = check, 0
 
     def raised(self) -> None:
-        """Tell the others that this rank has failed in the current check, so that they don't wait for it."""
+        """Tell the others that this rank has failed in the current check."""
         if self.store is not None:
             self.store.set(f"raised/{self.check}", str(self.rank))
 
@@ -123,20 +130,11 @@ def places(ranks: Collection[int], among: Collection[int], hosts: Sequence[str])
 
 
 def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: list[str]) -> World:
-    """The world that the launcher's variables describe. Nothing has been sent yet. Raises `Refused` if they contradict."""
+    """The world that the launcher's variables describe. Raises `Refused` if they contradict."""
     launch = complete(environ)
     device = torch.device("cpu")
     if not wants_cpu(environ) and torch.cuda.is_available():
         device = torch.device("cuda", min(launch.local_rank, torch.cuda.device_count() - 1))
         torch.cuda.set_device(device)
-    return World(
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        launch.local_world_size,
-        launch.node_rank or 0,
-        launch=launch,
-        device=device,
-        recipe=recipe,
-        words=words,
-    )
+    sizes = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, launch.node_rank or 0)
+    return World(*sizes, launch=launch, device=device, recipe=recipe, words=words)
