@@ -8,10 +8,7 @@ it makes as many steps as writing takes. `stop` is how long the loop stands stil
 made while a checkpoint is written, in total. On the CPU torch uses one thread, and so does the writer.
 """
 
-import argparse
 import copy
-import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -19,7 +16,7 @@ from pathlib import Path
 
 import timm
 import torch
-from table import Row
+from table import Row, script
 
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints
@@ -82,59 +79,35 @@ class Training:
             torch.cuda.synchronize()
 
 
+def measure(quick: bool, brief: bool) -> dict:
+    """Saves in the order ABBA; returns and prints what it took."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    model, quartets = ("test_vit", 1) if quick else ("vit_base_patch16_224", 1 if brief else 4)
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(model, 1, Path(folder))
+        training.step()
+        first = training.save(beside=True)  # also allocates memory for the copies
+        rows = [training.save(beside) for _ in range(quartets) for beside in (True, False, False, True)]
+    beside = [row for row in rows if row["beside"]]
+    stops, writing, slower = ([row[key] for row in beside] for key in ("stop_s", "writing_s", "slower_steps_s"))
+    median = statistics.median
+    print(f"{model}, {training.bytes / 1e9:.2f} GB per checkpoint, a step takes {1e3 * median(training.quiet):.0f} ms")
+    print(
+        f"in the background: stop {median(stops):.3f} s ({min(stops):.2f} to {max(stops):.2f}; the first "
+        f"{first['stop_s']:.2f}), writing {median(writing):.2f} s, slower steps {median(slower):.2f} s"
+    )
+    return {"model": model, "bytes": training.bytes, "first_stop_s": first["stop_s"], "rows": rows}
+
+
 def table(result: dict) -> list[Row]:
     """Rows for the common table."""
     beside, waiting = (
         statistics.median(row["stop_s"] for row in result["rows"] if row["beside"] == kind) for kind in (True, False)
     )
     what = f"stop for a checkpoint of {result['bytes'] / 1e9:.2g} GB"
-    return [Row(what, "s", beside, "training waits", waiting, result["ratio"], goal=GOAL)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only check that it works: a tiny model, few checkpoints")
-    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
-    model, batch_size, quartets = "vit_base_patch16_224", 1, 1 if arguments.brief else 4
-    if arguments.quick:
-        model, batch_size, quartets = "test_vit", 1, 1
-    folder = Path(tempfile.mkdtemp())
-    try:
-        training = Training(model, batch_size, folder)
-        training.step()
-        first = training.save(beside=True)  # also allocates memory for the copies
-        rows = [training.save(beside) for _ in range(quartets) for beside in (True, False, False, True)]
-    finally:
-        shutil.rmtree(folder)
-
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    quiet, more = statistics.median(training.quiet), f", {torch.get_num_threads()} thread"
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU" + more
-    print(f"{model}, {parameters / 1e6:.1f} M parameters, {training.bytes / 1e9:.2f} GB per checkpoint")
-    print(f"{where}; torch {torch.__version__}; medians of {2 * quartets}; a step takes {1e3 * quiet:.0f} ms")
-    print(f"{'':24}{'stop':>22}{'writing':>12}{'slower steps':>16}")
-    medians = {}
-    for beside, name in ((True, "in the background"), (False, "training waits")):
-        mine = [row for row in rows if row["beside"] == beside]
-        medians[beside] = {key: statistics.median(row[key] for row in mine) for key in ("stop_s", "writing_s")}
-        stops = [row["stop_s"] for row in mine]
-        slower = f"{statistics.median(row['slower_steps_s'] for row in mine):14.2f} s" if beside else ""
-        print(
-            f"{name:24}{medians[beside]['stop_s']:8.3f} s ({min(stops):.2f}-{max(stops):.2f})"
-            f"{medians[beside]['writing_s']:10.2f} s{slower}"
-        )
-    ratio = medians[False]["stop_s"] / medians[True]["stop_s"]
-    print(f"first save in the background: {first['stop_s']:.3f} s, with the allocation of memory for the copies")
-    print(f"training waits / in the background: {ratio:.1f}; goal: at least {GOAL}")
-    if arguments.output:
-        result = {"model": model, "parameters": parameters, "bytes": training.bytes, "step_s": quiet}
-        result |= {"first_stop_s": first["stop_s"], "ratio": ratio, "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    return [Row(what, "s", beside, "training waits", waiting, waiting / beside, goal=GOAL)]
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, table)

@@ -10,7 +10,6 @@ CPU time, so that other work on the machine counts less. On the CPU torch uses o
 other threads' work.
 """
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -24,20 +23,18 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import timm
 import torch
 import torchvision
 from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from table import Row
+from table import Row, script
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from common.data.batch_plan import BatchPlan
-from common.data.cache import open_cache
 from common.data.loader import training_loader
 from common.data.stream import Stream
 from common.detection.batches import TrainingImages
@@ -58,6 +55,9 @@ READING = 2.5  # goal of the ratio to torchvision
 def flags(setting: Setting) -> dict:
     return {
         "detector": "fcos",
+        "data": "digits",
+        "hflip": 0,
+        "warmup_epochs": 0,
         "levels": "{}-{}".format(*LEVELS),
         "width": WIDTH,
         "convolutions": CONVOLUTIONS,
@@ -114,7 +114,7 @@ def bare(setting: Setting) -> None:
             group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
         images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
         targets = [{key: value.to(device, non_blocking=True) for key, value in one.items()} for one in targets]
-        losses, _ = model(images, targets, model.counts(targets, images.shape[2:]))
+        losses, _ = model.losses(images, targets, model.counts(targets, images.shape[2:]))
         loss = losses.sum()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
@@ -152,22 +152,19 @@ def make_photographs(folder: Path, count: int) -> int:
     return round(statistics.mean(file.stat().st_size for file in folder.glob("*.jpg")))
 
 
-def our_loader(folder: Path, side: int, cache: int = 0):
+def our_loader(folder: Path, side: int):
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.2))
     stream = Stream(len(train), READ_BATCH, seed=0)
     augmentation = BoxAugmentation(0, (side,), 1333, hflip=0.5)
-    samples = TrainingImages(
-        train, stream, augmentation, 32, (124, 116, 104), 0, cache=open_cache(len(train), cache, "")
-    )
+    samples = TrainingImages(train, stream, augmentation, 32, (124, 116, 104), 0)
     return training_loader(samples, BatchPlan(READ_BATCH, 1, READ_BATCH), 0, 10**9, workers=1)
 
 
-def torchvision_loader(folder: Path, side: int, tensors: bool = False):
-    """As torchvision's training script for detection reads with `--data-augmentation multiscale`; `tensors`: its --backend."""
-    convert = [v2.PILToTensor()]
-    vary = [v2.RandomShortestSize([side], max_size=1333), v2.RandomHorizontalFlip()]
+def torchvision_loader(folder: Path, side: int):
+    """As torchvision's training script for detection reads with `--data-augmentation multiscale`."""
+    vary = [v2.RandomShortestSize([side], max_size=1333), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     end = [v2.ToDtype(torch.float32, scale=True), v2.SanitizeBoundingBoxes(), v2.ToPureTensor()]
-    transform = v2.Compose([*(convert + vary if tensors else vary + convert), *end])
+    transform = v2.Compose([*vary, *end])
     with contextlib.redirect_stdout(None):
         data = torchvision.datasets.CocoDetection(str(folder), str(folder / "train.json"), transforms=transform)
     data = torchvision.datasets.wrap_dataset_for_transforms_v2(data, ("boxes", "labels"))
@@ -187,7 +184,7 @@ def worker_cpu(loader, skipped: int, batches: int) -> float:
         return sum(time.user + time.system for time in times)
 
     running = iter(loader)
-    for _ in range(skipped):  # start, what is read ahead, and the first pass into a cache
+    for _ in range(skipped):  # start, and what is read ahead
         next(running)
     before = spent()
     for _ in range(batches):
@@ -198,33 +195,21 @@ def worker_cpu(loader, skipped: int, batches: int) -> float:
     return 1e3 * (after - before) / (READ_BATCH * batches)
 
 
-def report_reading(count: int, batches: int, turns: int) -> list[dict]:
-    """Prints and returns the CPU time per image of every way, at two sizes."""
+def measure_reading(count: int, batches: int, turns: int) -> list[dict]:
+    """The CPU time per image of both ways, at two sizes."""
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "coco"
         size = make_photographs(folder, count)
-        print(f"\nCPU ms of a data worker per image: JPEGs of 640 x 480 and {size / 1000:.0f} kB, quality {QUALITY}")
         for side in (480, 800):
-            ways = {
-                "ours": lambda side=side: our_loader(folder, side),
-                "torchvision": lambda side=side: torchvision_loader(folder, side),
-                "torchvision, tensors": lambda side=side: torchvision_loader(folder, side, tensors=True),
-                "ours, cached": lambda side=side: our_loader(folder, side, cache=640),
-            }
+            ways = {"ours": our_loader, "torchvision": torchvision_loader}
             times = {way: [] for way in ways}
-            skipped = max(10, -(-count // READ_BATCH) + 5)
             for turn in range(turns):
                 for way in list(ways)[:: 1 if turn % 2 else -1]:
-                    times[way].append(worker_cpu(ways[way](), skipped, batches))
+                    times[way].append(worker_cpu(ways[way](folder, side), 10, batches))
             medians = {way: statistics.median(values) for way, values in times.items()}
-            ratios = {
-                way: statistics.median(a / b for a, b in zip(values, times["ours"], strict=True))
-                for way, values in times.items()
-            }
-            results.append({"short_side": side, "bytes": size, "medians": medians, "ratios": ratios})
-            for way in ways:
-                print(f"short side {side}  {way:24}{medians[way]:8.2f}{ratios[way]:8.2f}", flush=True)
+            ratio = statistics.median(a / b for a, b in zip(times["torchvision"], times["ours"], strict=True))
+            results.append({"short_side": side, "bytes": size, "medians": medians, "ratio": ratio})
     return results
 
 
@@ -232,20 +217,14 @@ def table(results: dict) -> list[Row]:
     """Rows for the common table."""
     rows = rows_of_loops("det", results["loops"])
     for result in results["reading"]:
-        medians, ratios = result["medians"], result["ratios"]
-        for way in ("torchvision", "torchvision, tensors"):
-            goal = READING if way == "torchvision" else None
-            what = f"CPU of an image with boxes, short side {result['short_side']}"
-            rows.append(Row(what, "ms", medians["ours"], way, medians[way], ratios[way], None, goal))
+        ours, theirs = (result["medians"][way] for way in ("ours", "torchvision"))
+        what = f"CPU of an image with boxes, short side {result['short_side']}"
+        rows.append(Row(what, "ms", ours, "torchvision", theirs, result["ratio"], None, READING))
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only check that it works: few steps of tiny models")
-    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    arguments = parser.parse_args()
+def measure(quick: bool, brief: bool) -> dict:
+    """The loops in three settings, as loop.py's, and the reading at two sizes."""
     gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
@@ -254,21 +233,12 @@ def main() -> None:
         Setting("test_resnet", 64, 2, 24),
         Setting("test_resnet", 64, 16, 12),
     )
-    quartets = 2 if arguments.brief else 5
-    count, batches, turns = 64, 40, 3 if arguments.brief else 7
-    if arguments.quick:
-        settings, quartets = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6)), 1
-        count, batches, turns = 16, 4, 1
-
-    device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
-    print(f"{device}; torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}")
-    results = {
-        "loops": report(recipe("det", flags), bare, settings, quartets),
-        "reading": report_reading(count, batches, turns),
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    quartets, reading = (2, (64, 40, 3)) if brief else (5, (64, 40, 7))
+    if quick:
+        settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
+        quartets, reading = 1, (16, 4, 1)
+    return {"loops": report(recipe("det", flags), bare, settings, quartets), "reading": measure_reading(*reading)}
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, table)

@@ -25,7 +25,7 @@ import torch
 from table import Row, show
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = {  # script: its flags; in the order of docs/benchmarks.md
+SCRIPTS = {  # script: its flags; in the order of docs/results.md
     "input_pipeline": ["--brief"],
     "loop": ["--brief"],
     "detection": ["--brief"],

@@ -1,21 +1,19 @@
 """Measures how much of a GPU's speed `recipes/cls.py` reaches, on data that lie on the GPU and on files.
 
-    python benchmarks/gpu.py [--quick | --brief] [--eager] [--seconds 500] [--output FILE]
+    python benchmarks/gpu.py [--quick] [--model vit_small_patch16_224] [--compile] [--output FILE]
 
-ResNet-50, ViT-S/16 and ConvNeXt-T at 224 pixels in bf16, each with and without torch.compile. The bound is a step written by
-hand on one normalised batch that lies on the device: forward, loss, backward, fused AdamW, cudnn.benchmark. It is compared with
-the recipe's own `main`, whose feed is replaced by one that gives, in turns, one batch that lies on the device, or JPEGs of 500
-x 375 pixels: decoded by the workers, on the device, or once (`--cache`). The peer for JPEGs is timm's own loader with its
-prefetcher, as many workers and the same augmentation, in front of the step written by hand.
+A model of timm at 224 pixels in bf16. The bound is a step written by hand on one normalised batch that lies on the device:
+forward, loss, backward, fused AdamW, cudnn.benchmark. It is compared with the recipe's own `main`, whose feed is replaced by
+one that gives, in turns, one batch that lies on the device, or JPEGs of 500 x 375 pixels: decoded by the workers, on the
+device, or once (`--cache`). The peer for JPEGs is timm's own loader with its prefetcher, as many workers and the same
+augmentation, in front of the step written by hand.
 
-The ways of a model take turns in one process, forwards and backwards. A turn starts with empty loader queues and some steps
-that are not measured; clocks are read once the device is idle. A ratio is a ratio of medians. At the end: how often the host
-waits for the device in a step, whether fp16 trains, and peak memory. Without a GPU only --quick runs.
+The ways take turns in one process, forwards and backwards. A turn starts with empty loader queues and some steps that are not
+measured; clocks are read once the device is idle. A ratio is a ratio of medians. Without a GPU only --quick runs.
 """
 
 import argparse
 import contextlib
-import gc
 import io
 import json
 import math
@@ -27,16 +25,16 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import timm.data
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from input_pipeline import make_photographs
 from paired import LR, WEIGHT_DECAY, Enough, Setting, recipe
 from table import Row, show
@@ -48,18 +46,16 @@ from common.classification.augmentation import Normalize
 from common.classification.batches import Batch, TrainingSamples
 from common.classification.color_jitter import ColorJitter
 from common.classification.transforms import training_transform
-from common.config.fields import AugmentationConfig
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.loader import Prefetcher, training_loader, worker_count
 from common.data.stream import Stream
-from common.launching import launch
-from common.run.run import Run
 from common.training import step as training_step
 
 OF_LIMIT, OF_TIMM = 0.98, 2.0  # goals: share of the bound, times timm's loader
-VARIED = AugmentationConfig(crop_scale=0.08, hflip=0.5, color_jitter=0.4)  # the defaults of timm's loader
+# The defaults of timm's loader.
+VARIED = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="", color_jitter=0.4)
 CACHE = 1.5  # side of a cached image / side of a crop
 WARM_UP = 3  # steps of a turn that are not measured
 CLASSES = 2
@@ -70,20 +66,17 @@ FILES = ("worker", "device", "cache")
 class Size:
     """How much is measured."""
 
-    models: dict[str, bool]  # name: channels_last
+    model: str
+    compiled: bool
     image_size: int
     batch_size: int
     photographs: int  # in each class
     seconds: float  # of a turn of the step written by hand
-    quartets: int  # of turns on data on the device; half as many on files
     workers: int
 
-
-FULL = Size(
-    {"resnet50": True, "vit_small_patch16_224": False, "convnext_tiny": True}, 224, 256, 256, 1.2, 2, worker_count(-1)
-)
-BRIEF = replace(FULL, models={"resnet50": True}, quartets=1)
-QUICK = Size({"test_resnet": True}, 64, 8, 16, 0.0, 1, 1)
+    @property
+    def layout(self) -> torch.memory_format:
+        return torch.contiguous_format if self.model.startswith("vit") else torch.channels_last
 
 
 def now(device: torch.device) -> float:
@@ -190,14 +183,12 @@ class Sources:
 class Hand:
     """The step written by hand."""
 
-    def __init__(self, name: str, size: Size, device: torch.device, compiled: bool):
-        self.device = device
-        self.layout = torch.channels_last if size.models[name] else torch.contiguous_format
+    def __init__(self, size: Size, device: torch.device):
+        self.device, self.layout = device, size.layout
         torch.manual_seed(0)
-        options = {"img_size": size.image_size} if name.startswith("vit") else {}
-        self.model = timm.create_model(name, num_classes=CLASSES, **options).to(device, memory_format=self.layout)
+        self.model = timm.create_model(size.model, num_classes=CLASSES).to(device, memory_format=self.layout)
         self.optimizer = create_optimizer_v2(self.model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-        if compiled:
+        if size.compiled:
             self.model.compile()
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -239,90 +230,41 @@ class Conducted:
         return 0.0, ()
 
 
-@contextlib.contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
-
-
-def train(data: Sources, name: str, compiled: bool, precision: str, batches: Iterator[Batch]) -> dict:
-    """Runs the recipe on `batches` until they raise `Enough`; returns its accelerator and the losses of its last step."""
-    size, seen, start, backward = data.size, {}, launch.start, Run.backward
-    jitter = ColorJitter.apply
-
-    def started(config, **options):
-        seen["accelerator"] = start(config, **options)
-        return seen["accelerator"]
-
-    def passed_back(run, losses):
-        seen["losses"] = losses.detach()
-        backward(run, losses)
+def train(data: Sources, batches: Iterator[Batch]) -> None:
+    """Runs the recipe on `batches` until they raise `Enough`."""
+    size, jitter = data.size, ColorJitter.apply
 
     def jittered(self, images, targets, draws):
         """The resident batch has no draws: its colours stay, as those of the step written by hand."""
         return jitter(self, images, targets, draws) if draws.numel() else (images, targets)
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # otherwise it keeps the precision of the previous run
-    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as switches:
-        json.dump({"compile": compiled, "channels_last": size.models[name]}, switches)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as switches, contextlib.ExitStack() as stack:
+        json.dump({"compile": size.compiled, "channels_last": size.layout is torch.channels_last}, switches)
         switches.flush()
         flags = {"config": switches.name, "data": data.folder, "val_share": 0.05, "image_size": size.image_size}
         flags |= {key: getattr(VARIED, key) for key in ("crop_scale", "hflip", "color_jitter")}
         quiet = io.StringIO()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(training_step, "Prefetcher", lambda loader, device: Conducted(batches)))
-            stack.enter_context(replaced(launch, "start", started))
-            stack.enter_context(replaced(Run, "backward", passed_back))
-            stack.enter_context(replaced(ColorJitter, "apply", jittered))
-            # The end of a run kills all data workers of the process; those of the queues are needed for the next model.
-            stack.enter_context(replaced(data_workers, "end", lambda: None))
-            stack.enter_context(contextlib.redirect_stdout(quiet))
-            stack.enter_context(contextlib.redirect_stderr(quiet))
-            stack.enter_context(contextlib.suppress(Enough))
-            recipe("cls", lambda setting: flags)(Setting(name, size.image_size, size.batch_size, 0))
-    return seen
+        stack.enter_context(patch.object(training_step, "Prefetcher", lambda loader, device: Conducted(batches)))
+        stack.enter_context(patch.object(ColorJitter, "apply", jittered))
+        # The end of a run kills all data workers of the process; those of the queues end with this program.
+        stack.enter_context(patch.object(data_workers, "end", lambda: None))
+        stack.enter_context(contextlib.redirect_stdout(quiet))
+        stack.enter_context(contextlib.redirect_stderr(quiet))
+        stack.enter_context(contextlib.suppress(Enough))
+        recipe("cls", lambda setting: flags)(Setting(size.model, size.image_size, size.batch_size, 0))
 
 
-# ---- a model's turns
-
-
-@dataclass
-class Session:
-    """One model, with or without torch.compile: images per second in each turn of each way, and other measurements."""
-
-    model: str
-    compiled: bool
-    speeds: dict[str, list[float]] = field(default_factory=dict)
-    syncs: float | None = None  # waits of the host for the device, per step
-    memory: dict[str, float] = field(default_factory=dict)  # peak GiB: of the step written by hand, of the recipe
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.model}{', compiled' if self.compiled else ''}"
-
-
-def run_session(data: Sources, session: Session) -> None:
-    """Measures all turns of a model and fills `session`."""
-    began, size, device = time.perf_counter(), data.size, data.device
-    if session.compiled:
-        torch._dynamo.reset()  # graphs of other models count towards its limit of recompilations
-    before = allocated(device, peak=False)
-    hand = Hand(session.model, size, device, session.compiled)
+def measure(data: Sources) -> dict[str, list[float]]:
+    """Images per second in each turn of each way."""
+    size, device, speeds = data.size, data.device, {}
+    hand = Hand(size, device)
     resident = endless(data.normalised.contiguous(memory_format=hand.layout), data.resident.labels)
     hand.turn(resident, 2)
-    reset_peak(device)
-    a_step = hand.turn(resident, 3) / 3
-    session.memory["by hand"] = allocated(device, peak=True) - before
-    held = allocated(device, peak=False) - before
-    steps = max(2, min(200, math.ceil(size.seconds / a_step)))
+    steps = max(2, min(200, math.ceil(size.seconds / (hand.turn(resident, 3) / 3))))
 
     def note(way: str, seconds: float) -> None:
-        session.speeds.setdefault(way, []).append(size.batch_size * steps / seconds)
+        speeds.setdefault(way, []).append(size.batch_size * steps / seconds)
 
     def of_recipe(way: str) -> Iterator[Batch]:
         following = partial(next, data.feeds[way]) if way in data.feeds else lambda: data.resident
@@ -336,27 +278,18 @@ def run_session(data: Sources, session: Session) -> None:
     def conduct() -> Iterator[Batch]:
         for _ in range(WARM_UP):
             yield data.resident
-        reset_peak(device)
-        for way in ["resident", "by hand", "by hand", "resident"] * size.quartets + files * max(1, size.quartets // 2):
+        for way in ["resident", "by hand", "by hand", "resident", *FILES, "timm", "timm", *FILES[::-1]]:
             with data.queues[way].turn() if way in data.queues else contextlib.nullcontext():
                 if way in ("by hand", "timm"):
                     note(way, hand.turn(resident if way == "by hand" else data.queues[way].batches, steps))
                 else:
                     yield from of_recipe(way)
-            session.memory.setdefault("recipe", allocated(device, peak=True) - before - held)
-        if not session.compiled and device.type == "cuda":
-            with counting() as count:
-                for _ in range(10):
-                    yield data.resident
-            session.syncs = count() / 10
         raise Enough
 
-    files = [*FILES, "timm"]
-    files += files[::-1]
-    train(data, session.model, session.compiled, "bf16", conduct())
-    if len(session.speeds.get("timm", ())) < 2:
-        raise RuntimeError(f"{session}: the recipe ended before its turns: {session.speeds}")
-    session.seconds = time.perf_counter() - began
+    train(data, conduct())
+    if len(speeds.get(FILES[0], ())) < 2:
+        raise RuntimeError(f"{size.model}: the recipe ended before its turns: {speeds}")
+    return speeds
 
 
 def endless(*batch: torch.Tensor) -> Iterator:
@@ -364,109 +297,15 @@ def endless(*batch: torch.Tensor) -> Iterator:
         yield batch
 
 
-def allocated(device: torch.device, *, peak: bool) -> float:
-    """GiB; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0.0
-    return (torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)) / 2**30
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def tidy() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Callable[[], int]]:
-    """Counts the waits for the device that torch reports; it does not see those inside nvJPEG."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield lambda: sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def see_fp16(data: Sources, name: str) -> dict:
-    """Trains some steps in fp16; returns loss scale, loss and the waits for the device per step."""
-    result = {}
-
-    def batches() -> Iterator[Batch]:
-        for _ in range(20):
-            yield data.resident
-        with counting() as count:
-            for _ in range(10):
-                yield data.resident
-        result["syncs"] = count() / 10
-        raise Enough
-
-    seen = train(data, name, False, "fp16", batches())
-    losses = seen["losses"].float()
-    result |= {"scale": seen["accelerator"].scaler.get_scale(), "loss": losses.mean().item()}
-    result["works"] = bool(losses.isfinite().all()) and result["scale"] > 0 and result["syncs"] == 0
-    tidy()
-    return result
-
-
-def rows_of(session: Session) -> list[Row]:
-    median = {way: statistics.median(speeds) for way, speeds in session.speeds.items()}
+def rows_of(speeds: dict[str, list[float]]) -> list[Row]:
+    median = {way: statistics.median(of_way) for way, of_way in speeds.items()}
     limit, rows = median["by hand"], []
     for way in ("resident", *FILES):
-        peer, goal = "by hand", OF_LIMIT
-        if way != "resident":  # if timm's loader nearly keeps up with the model, twice its speed is impossible
-            peer, goal = "timm", min(OF_TIMM, OF_LIMIT * limit / median["timm"])
-        what = "on the device" if way == "resident" else f"JPEG, {way}"
+        what, peer, goal = f"JPEG, {way}", "timm", min(OF_TIMM, OF_LIMIT * limit / median["timm"])
+        if way == "resident":
+            what, peer, goal = "on the device", "by hand", OF_LIMIT
         name = "the step by hand" if peer == "by hand" else "timm's loader, the step by hand"
-        ratio = median[way] / median[peer]
-        rows.append(Row(f"{session}: {what}", "images/s", median[way], name, median[peer], ratio, limit, goal))
-    return rows
-
-
-def measure(
-    size: Size, device: torch.device, seconds: float, write: Callable[[dict], None], ways: tuple[bool, ...]
-) -> list[Row]:
-    """Measures all rows and writes them after each session; sessions that would end after `seconds` are left out."""
-    began, sessions, rows, fp16 = time.perf_counter(), [], [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        make_photographs(Path(folder), 500, 375, size.photographs)
-        data = Sources(size, Path(folder), device)
-        print(f"{size.workers} workers per loader, ready after {time.perf_counter() - began:.0f} s", flush=True)
-        for compiled in ways:
-            for name in size.models:
-                session = Session(name, compiled)
-                slowest = max((each.seconds for each in sessions), default=0)
-                took = slowest * (2 if compiled and not any(each.compiled for each in sessions) else 1)
-                if time.perf_counter() - began + took > seconds:
-                    print(f"{session}: skipped, it would not end within {seconds:.0f} s", flush=True)
-                    continue
-                run_session(data, session)
-                tidy()
-                sessions.append(session)
-                rows += rows_of(session)
-                print(f"{session}: {session.seconds:.0f} s", flush=True)
-                write({"rows": rows, "sessions": sessions, "fp16": fp16})
-            if device.type == "cuda" and not fp16:
-                fp16 |= see_fp16(data, next(iter(size.models)))
-                write({"rows": rows, "sessions": sessions, "fp16": fp16})
-    show(rows)
-    for session in sessions:
-        waits = "" if session.syncs is None else f"; the host waits {session.syncs:g} times per step (goal 0)"
-        by_hand, ours = session.memory["by hand"], session.memory["recipe"]
-        print(f"{session}: peak memory {by_hand:.2f} GiB by hand, {ours:.2f} GiB in the recipe{waits}")
-    if fp16:
-        print(
-            f"fp16: {'works' if fp16['works'] else 'DOES NOT WORK'}; loss {fp16['loss']:.3f}, scale {fp16['scale']:g}, "
-            f"the host waits {fp16['syncs']:g} times per step (goal 0)"
-        )
-    else:
-        print("fp16: not tried, it needs a GPU")
+        rows.append(Row(what, "images/s", median[way], name, median[peer], median[way] / median[peer], limit, goal))
     return rows
 
 
@@ -482,9 +321,8 @@ def fitting(size: Size) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only check that it works: a tiny model, also on a CPU")
-    parser.add_argument("--brief", action="store_true", help="one model, without torch.compile, fewer repetitions")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--seconds", type=float, default=500, help="time limit: skip what would end later")
+    parser.add_argument("--model", default="resnet50", help="of timm, for 224 pixels (default: resnet50)")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -496,27 +334,24 @@ def main() -> None:
         torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped worker is left behind
-    size = QUICK if arguments.quick else replace(BRIEF if arguments.brief else FULL, workers=fitting(FULL))
-    ways = (False,) if arguments.brief or arguments.eager else (False, True)
-    facts = {
-        "device": torch.cuda.get_device_name(device) if gpu else "CPU",
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "cores": len(os.sched_getaffinity(0)),
-        "batch_size": size.batch_size,
-        "image_size": size.image_size,
-    }
+    size = Size(arguments.model, arguments.compile, 224, 256, 256, 1.2, worker_count(-1))
+    size = replace(size, workers=fitting(size))
+    if arguments.quick:
+        size = Size("test_resnet", arguments.compile, 64, 8, 16, 0.0, 1)
+    facts = {"device": torch.cuda.get_device_name(device) if gpu else "CPU", "cores": len(os.sched_getaffinity(0))}
+    facts |= {"torch": torch.__version__, "timm": timm.__version__, **asdict(size)}
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-
-    def write(result: dict) -> None:
-        if arguments.output:
-            lists = {key: [asdict(each) for each in result[key]] for key in ("rows", "sessions")}
-            arguments.output.write_text(json.dumps(facts | result | lists, indent=2) + "\n")
-
     try:
-        measure(size, device, arguments.seconds, write, ways)
+        with tempfile.TemporaryDirectory() as folder:
+            make_photographs(Path(folder), 500, 375, size.photographs)
+            speeds = measure(Sources(size, Path(folder), device))
     finally:
         data_workers.end()  # stopped ones, too
+    rows = rows_of(speeds)
+    show(rows)
+    if arguments.output:
+        result = facts | {"rows": [asdict(row) for row in rows], "speeds": speeds}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

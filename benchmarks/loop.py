@@ -8,17 +8,14 @@ training process (workers 0), so that no part of the input pipeline is hidden. `
 torch uses one thread, so that waiting is not hidden by other threads' work.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
 from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
-from table import Row
+from table import Row, script
 from timm.data import create_transform, resolve_model_data_config
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +26,13 @@ CROP_SCALE = 0.7
 
 
 def flags(setting: Setting) -> dict:
-    return {"image_size": setting.image_size, "crop_scale": CROP_SCALE}
+    return {
+        "data": "digits",
+        "image_size": setting.image_size,
+        "crop_scale": CROP_SCALE,
+        "hflip": 0,
+        "warmup_epochs": 0,
+    }
 
 
 class Images(Dataset):
@@ -85,17 +88,8 @@ def bare(setting: Setting) -> None:
             step += 1
 
 
-def table(results: list[dict]) -> list[Row]:
-    """Rows for the common table."""
-    return rows_of_loops("cls", results)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only check that it works: few steps of a tiny model")
-    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    arguments = parser.parse_args()
+def measure(quick: bool, brief: bool) -> list[dict]:
+    """A usual setting, and two with short steps, of few and of many samples."""
     gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
@@ -104,16 +98,15 @@ def main() -> None:
         Setting("test_resnet", 32, 8, 80),
         Setting("test_resnet", 32, 64, 20),
     )
-    quartets = 3 if arguments.brief else 5
-    if arguments.quick:
-        settings, quartets = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24)), 1
+    if quick:
+        settings = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24))
+    return report(recipe("cls", flags), bare, settings, 1 if quick else 3 if brief else 5)
 
-    device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} thread"
-    print(f"{device}; torch {torch.__version__}, timm {timm.__version__}")
-    results = report(recipe("cls", flags), bare, settings, quartets)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+def table(results: list[dict]) -> list[Row]:
+    """Rows for the common table."""
+    return rows_of_loops("cls", results)
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, table)

@@ -8,7 +8,6 @@ optimizer step; CPU time is the user time of all processes of a row. `accelerate
 other subcommands before it starts the recipe; `accelerate-launch`, the same command on its own, imports less.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -20,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from table import Row
+from table import Row, script
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "test_resnet"
@@ -37,7 +36,8 @@ STARTED = "STARTUP_BENCHMARK_STARTED"  # environment variable: time of the launc
 def command(row: str, scratch: Path) -> list[str]:
     """The command line of a row. The process writes its time to `scratch/step.json`."""
     config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
-    flags = ["--model", MODEL, "--max_steps", "2", "--workers", "0", "--output_dir", scratch]
+    flags = ["--data", "digits", "--image_size", "32", "--model", MODEL]
+    flags += ["--max_steps", "2", "--workers", "0", "--output_dir", scratch]
     recipe = ROOT / "recipes" / "cls.py"
     first_step = [__file__, "--first_step", scratch / "step.json", recipe, *flags]
     bin_folder = Path(sys.executable).parent
@@ -116,30 +116,14 @@ def table(result: dict) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only check that it works: each start once")
-    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # internal, as the next one: the process of a row
-    parser.add_argument("--first_step", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.bare:
-        return bare(arguments.bare)
-    if arguments.first_step:
-        output, *words = arguments.first_step
-        return first_step(Path(output), words)
-
-    result = compare(1 if arguments.quick else 2 if arguments.brief else 3)
-    print(f"medians of {result['rounds']}, one CPU thread; to the end of the first step of {MODEL} on digits")
-    print(f"{'':36}{'wall':>9}{'range':>17}{'of the import':>15}{'user CPU':>11}")
-    for name, row in result["rows"].items():
-        spread = f"{row['least_s']:.2f}-{row['most_s']:.2f} s"
-        print(f"{name:36}{row['wall_s']:7.2f} s{spread:>17}{row['ratio']:15.2f}{row['cpu_s']:9.2f} s")
-    print(f"goal: the first step within {GOAL} times the bare import")
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+def measure_all(quick: bool, brief: bool) -> dict:
+    return compare(1 if quick else 2 if brief else 3)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--bare"]:  # the process of a row, as the next one
+        bare(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--first_step"]:
+        first_step(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        script(__doc__, measure_all, table)

@@ -1,7 +1,11 @@
-"""The table that all benchmarks share: one `Row` per comparison, and `show`, which prints them."""
+"""The table that all benchmarks share: one `Row` per comparison, and `show`, which prints them; and their command line."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -29,3 +33,16 @@ def show(rows: Iterable[Row]) -> None:
             f"{row.what:50}{row.ours:10.4g}{row.theirs:10.4g}{limit:>10}{row.ratio:9.2f}{goal:>7}{missed} {row.peer}"
             + f", {row.unit}" * bool(row.unit)
         )
+
+
+def script(docstring: str, measure: Callable[[bool, bool], Any], table: Callable[[Any], list[Row]]) -> None:
+    """The command line of a script: prints `table` of what `measure(quick, brief)` gives, and writes that to --output."""
+    parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only check that it works: little of everything")
+    parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    arguments = parser.parse_args()
+    result = measure(arguments.quick, arguments.brief)
+    show(table(result))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2, default=asdict) + "\n")

@@ -33,7 +33,7 @@ def run(launch: Launcher, script: str, output: Path) -> tuple[str, list | dict]:
 @pytest.mark.long
 def test_starts_are_measured_beside_the_bare_imports(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "startup.py", tmp_path / "startup.json")
-    assert printed.count("\n") == 7 and len(result["rows"]) == 4
+    assert printed.count("\n") == 4 and len(result["rows"]) == 4
     assert next(iter(result["rows"].values()))["ratio"] == 1
     assert all(0 < row["cpu_s"] and 0 < row["wall_s"] < 60 for row in result["rows"].values())
 
@@ -51,7 +51,7 @@ def test_a_detectors_recipe_bare_loop_and_reading_are_measured(launch: Launcher,
     assert "ms per step" in printed and "µs per sample" in printed
     check_loops(results["loops"], [4, 2, 6])
     assert [row["short_side"] for row in results["reading"]] == [480, 800]
-    assert all(min(row["medians"].values()) > 0 and len(row["ratios"]) == 4 for row in results["reading"])
+    assert all(min(row["medians"].values()) > 0 and row["ratio"] > 0 for row in results["reading"])
 
 
 @pytest.mark.long
@@ -73,8 +73,8 @@ def check_loops(results: list[dict], batch_sizes: list[int]) -> None:
 
 def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, rows = run(launch, "input_pipeline.py", tmp_path / "input.json")
-    assert printed.count("\n") == 1 + len(rows) == 16
-    assert {row["peer"] for row in rows} >= {"timm, as it comes", "torchvision", "datasets"}
+    assert printed.count("\n") == 1 + len(rows) == 12
+    assert {row["peer"] for row in rows} >= {"timm, as it comes", "torchvision"}
     assert all(row["ratio"] > 0 and math.isfinite(row["ours"]) and row["theirs"] > 0 for row in rows)
 
 
@@ -88,14 +88,14 @@ def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
     rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows >= 25 and done.stdout.count("\n") == rows + 3
+    assert rows >= 23 and done.stdout.count("\n") == rows + 3
 
 
 def test_both_ways_to_save_are_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, result = run(launch, "checkpoint.py", tmp_path / "checkpoint.json")
-    assert printed.count("\n") == 7 and "in the background" in printed and "training waits" in printed
+    assert printed.count("\n") == 4 and "in the background" in printed and "training waits" in printed
     assert [row["beside"] for row in result["rows"]] == [True, False, False, True]
-    assert result["ratio"] > 0 and all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])
+    assert all(row["stop_s"] > 0 and row["writing_s"] > 0 for row in result["rows"])
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None:
@@ -106,16 +106,16 @@ def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None
 
 @pytest.mark.long
 def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launcher, tmp_path: Path) -> None:
-    done = launch.start_python("benchmarks/gpu.py", "--quick", "--output", tmp_path / "gpu.json").finish(400)
+    output = tmp_path / "gpu.json"
+    done = launch.start_python("benchmarks/gpu.py", "--quick", "--compile", "--output", output).finish(400)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "gpu.json").read_text())
-    assert [session["compiled"] for session in result["sessions"]] == [False, True]
-    for session in result["sessions"]:
-        turns = {way: len(speeds) for way, speeds in session["speeds"].items()}
-        assert turns == {"resident": 2, "by hand": 2, "worker": 2, "device": 2, "cache": 2, "timm": 2}
-    for resident, *files in (result["rows"][:4], result["rows"][4:]):
-        # Twice timm's loader, or the model's own speed where that is less.
-        assert resident["goal"] == 0.98
-        assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
+    result = json.loads(output.read_text())
+    assert {way: len(speeds) for way, speeds in result["speeds"].items()} == dict.fromkeys(
+        ("resident", "by hand", "worker", "device", "cache", "timm"), 2
+    )
+    resident, *files = result["rows"]
+    # Twice timm's loader, or the model's own speed where that is less.
+    assert resident["goal"] == 0.98
+    assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
-    assert done.stdout.count("images/s") == len(result["rows"]) and "fp16" in done.stdout
+    assert done.stdout.count("images/s") == len(result["rows"]) == 4

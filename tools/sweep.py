@@ -4,7 +4,8 @@
 
 Each trial is a run of its own, started by the file's command. A trial that is worse than the median of those before it, at the
 same step, is stopped. Kill the sweep at any moment: the same command continues it, the unfinished trial from its checkpoint.
-Flags of the recipe may follow, such as --data FOLDER --epochs 5; they hold for every trial.
+Flags of the recipe may follow, such as --data FOLDER --epochs 5; they hold for every trial. Optuna's own commands read the
+study: optuna trials --study-name sweep_cls --storage sqlite:///runs/sweep_cls.db
 """
 
 import argparse
@@ -14,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,6 +115,7 @@ class Sweep:
         self.words, self.flags, self.file, self.name = words, flags, read(words.file), words.file.stem
         self.metric, self.goal = self.file["metric"]["name"], self.file["metric"]["goal"]
         self.store = words.study or words.output_dir / f"{self.name}.db"
+        self._storage = f"sqlite:///{self.store.resolve()}"
         self._child: subprocess.Popen | None = None
 
     def run(self) -> None:
@@ -137,7 +140,12 @@ class Sweep:
                     self._study.enqueue_trial(dict(zip(parameters, grid[len(trials)], strict=True)))
                 self._study.sampler = self._sampler(len(trials))
                 self._try(self._study.ask(parameters))
-            print(self._table())
+            with contextlib.suppress(ValueError):  # no trial was completed
+                best = self._study.best_trial
+                result = f"{self.metric} {best.value:.4f}"
+                print(f"best: {self._run(best.number)}  {result}  {' '.join(flags_of(best.params))}")
+            command = ["optuna", "trials", "--study-name", self.name, "--storage", self._storage]
+            print(f"all trials: {shlex.join(command)}")
 
     def leave(self) -> None:
         """Let the run that is on its way save and end."""
@@ -151,7 +159,7 @@ class Sweep:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         study = optuna.create_study(
-            storage=f"sqlite:///{self.store.resolve()}",
+            storage=self._storage,
             study_name=self.name,
             direction=self.goal,
             pruner=optuna.pruners.MedianPruner(n_startup_trials=self.words.unpruned),
@@ -199,18 +207,21 @@ class Sweep:
             said = (errors.read().strip().splitlines() or ["no message"])[-1]
         status = read_json(folder / "status.json")
         if stopped:
-            trial.set_user_attr("outcome", f"stopped at step {max(seen)}")
+            outcome = f"stopped at step {max(seen)}"
             self._study.tell(trial, state=TrialState.PRUNED)
         elif code and status == before:
             raise Refused(f"{run} did not start: {said}")
         elif status["status"] == "finished" and (finite := [value for value in seen.values() if math.isfinite(value)]):
-            self._study.tell(trial, max(finite) if self.goal == "maximize" else min(finite))
+            value = max(finite) if self.goal == "maximize" else min(finite)
+            outcome = f"{self.metric} {value:.4f}"
+            self._study.tell(trial, value)
         elif status["status"] in ("finished", "failed"):
-            cause = status["cause"] if code else f"no finite {self.metric} in {folder / 'metrics.jsonl'}"
-            trial.set_user_attr("outcome", f"failed: {cause}")
+            cause = status["cause"] if code else f"no finite {self.metric} in {folder}/metrics.jsonl"
+            outcome = f"failed: {cause}"
             self._study.tell(trial, state=TrialState.FAIL)
         else:
             raise RestartNeeded(f"{run} was interrupted at step {status['step']}: the same command continues it")
+        print(f"{run}: {outcome}", flush=True)
 
     def _watch(self, trial: "optuna.Trial", rows: Path) -> tuple[dict[int, float], bool]:
         """Report the metric of every evaluation until the run ends or is stopped: its values by step, and whether it was."""
@@ -233,21 +244,6 @@ class Sweep:
 
     def _run(self, number: int) -> str:
         return f"{self.name}-{number:03d}"
-
-    def _table(self) -> str:
-        """All trials, and the flags of the best."""
-        rows = [["trial", self.metric, *self.file["parameters"], "outcome"]]
-        for trial in self._study.trials:
-            value = "-" if trial.value is None else f"{trial.value:.4f}"
-            outcome = trial.user_attrs.get("outcome", trial.state.name.lower())
-            words = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in trial.params.values())
-            rows.append([self._run(trial.number), value, *words, outcome])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        with contextlib.suppress(ValueError):  # no trial was completed
-            best = self._study.best_trial
-            lines.append(f"best: {self._run(best.number)}  {' '.join(flags_of(best.params))}")
-        return "\n".join(lines)
 
 
 def evaluations(rows: Path, metric: str) -> Iterator[tuple[int, float]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.config.origin import Origin
+from common.config import Origin
 from common.config.parsing import nearest_path, parse
 from common.config.recipe_source import FOLDER
 from common.detection.weights import sources as sources_of_weights
@@ -81,7 +81,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     words = ["--eval_only", weights, *flags]
     if not reads_data and not origin.config.get("data") and "--data" not in words:
         words += ["--data", _ANY_DATA]
-    return Trained(recipe, parse(recipe.Config, words, file.name, origin=sources_of_weights.origin), origin)
+    return Trained(recipe, parse(recipe.Config, words, file.name), origin)
 
 
 def load_recipe(file: Path) -> ModuleType:

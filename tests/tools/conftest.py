@@ -41,16 +41,9 @@ def trained_classifier(shared_run) -> Path:
 
 
 @pytest.fixture(scope="session")
-def averaged_classifier(shared_run) -> Path:
-    """The same for 2 epochs with a moving average, whose results differ from those of the weights that it averages."""
-    words = ["--config", "recipes/presets/digits.yaml", "--epochs", 2, "--ema_decay", 0.98]
-    return shared_run("cls", words, "averaged")
-
-
-@pytest.fixture(scope="session")
 def trained_detector(shared_run) -> Path:
-    """The run folder of the det_digits preset, 120 steps, on two processes with data workers and W&B offline."""
-    return shared_run("det", ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 120])
+    """The run folder of the det_digits preset, 80 steps, on two processes with data workers and W&B offline."""
+    return shared_run("det", ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 80])
 
 
 @pytest.fixture(scope="session")

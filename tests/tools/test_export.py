@@ -22,11 +22,12 @@ from common.classification.transforms import evaluation_transform
 from common.errors import Refused
 from common.training import batch_norm, timm_models
 from tests.harness.launching import ROOT
+from tests.harness.runs import copied, read
 from tools.export import classifier, formats, proof, verify
 from tools.export.__main__ import load, main
 from tools.export.preprocessing import Preprocessing
 
-QUICK = ("--seconds", "0", "--workers", "0")
+QUICK = ("--workers", "0")
 
 
 def check(folder: Path, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -46,35 +47,28 @@ def check(folder: Path, blocked: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_path) -> None:
     run = tmp_path / "run"
-    for part in ("best", "source"):
-        shutil.copytree(trained_classifier / part, run / part)
-    shutil.copy(trained_classifier / "config.yaml", run)
-    recorded = json.loads((run / "best" / "results.json").read_text())
+    copied(trained_classifier, run)
+    recorded = read(run / "best" / "results.json")
     # As a person starts it, with data workers.
-    command = [sys.executable, "-m", "tools.export", run, "--to", "onnx", "--seconds", "0"]
+    command = [sys.executable, "-m", "tools.export", run, "--to", "onnx"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in ("torch_export", "openvino"):
         main([str(run / "best"), "--to", name, *QUICK])
     assert sorted(path.name for path in (run / "export").iterdir()) == ["onnx", "openvino", "torch_export"]
 
-    for name, blocked in (
-        ("onnx", ("torch", "timm", "tools", "common")),
-        ("openvino", ("torch",)),
-        ("torch_export", ()),
-    ):
+    without = {"onnx": ("torch", "timm", "tools", "common"), "openvino": ("torch",), "torch_export": ()}
+    for name, blocked in without.items():
         folder = run / "export" / name
-        about = json.loads((folder / "export.json").read_text())
+        about = read(folder / "export.json")
         figures = about["validation"]
         assert figures["images"] == 359 and figures["differing"] == 0 and figures["largest_difference"] < 1e-4
         assert figures["top1"] == figures["top1_exported"] == pytest.approx(recorded["top1"], abs=1e-12)
         assert about["classes"] == [*"0123456789"] and len(about["vectors"]) == 10
-        assert [row["shape"][0] for row in about["latency"]] == [1, 2, 4, 8, 16]
-        assert all(0 < row["median_ms"] <= row["p99_ms"] for row in about["latency"])
         checked = check(folder, blocked)
         assert checked.returncode == 0 and checked.stdout.count("\n") == 1, checked.stdout + checked.stderr
-    without = check(run / "export" / "torch_export", ("torch",))  # the packages were indeed out of reach
-    assert without.returncode == 1 and "torch is not there" in without.stdout
+    checked = check(run / "export" / "torch_export", ("torch",))  # the packages were indeed out of reach
+    assert checked.returncode == 1 and "torch is not there" in checked.stdout
 
     # Weights that were changed: by the hash, and by what they compute if the hash was changed, too.
     folder = run / "export" / "openvino"
@@ -85,7 +79,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     (folder / "model.bin").write_bytes(weights)
     checked = check(folder)
     assert checked.returncode == 1 and "model.bin is not the file that was measured" in checked.stdout
-    about = json.loads((folder / "export.json").read_text())
+    about = read(folder / "export.json")
     about["files"]["model.bin"] = hashlib.sha256(weights).hexdigest()
     (folder / "export.json").write_text(json.dumps(about))
     checked = check(folder)
@@ -131,12 +125,12 @@ def test_another_preprocessing_is_refused_by_the_names_of_the_images(trained_cla
             main([*words, "-o", str(output)])
         assert not output.parent.exists()
     main([*words, "-o", str(output), "--differing", "30"])
-    figures = json.loads((output / "export.json").read_text())["validation"]
+    figures = read(output / "export.json")["validation"]
     assert 0 < figures["differing"] <= 30 and figures["largest_difference"] > classifier.MOVED
     # The right one is accepted on the same images, and replaces the export.
     monkeypatch.undo()
     main([*words, "-o", str(output)])
-    assert json.loads((output / "export.json").read_text())["validation"]["differing"] == 0
+    assert read(output / "export.json")["validation"]["differing"] == 0
     assert [path.name for path in output.parent.iterdir()] == ["folder"]
 
 
@@ -197,7 +191,7 @@ def test_each_class_of_multi_label_data_has_a_probability_of_its_own(tmp_path) -
     (tmp_path / "labels.csv").write_text("\n".join([*rows, "8.png,1,1,1"]))
     flags = ["--data", tmp_path / "labels.csv", "--label_column", "a,b,c", "--loss", "bce", "--max_broken_share", "0.5"]
     main([*map(str, [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK])])
-    about = json.loads((tmp_path / "out" / "export.json").read_text())
+    about = read(tmp_path / "out" / "export.json")
     assert about["multi_label"] and about["validation"]["images"] == 8 and about["validation"]["unreadable"] == 1
     with np.load(tmp_path / "out" / "vectors.npz") as vectors:
         assert abs(vectors["probabilities_0"].sum() - 1) > 0.01
@@ -216,7 +210,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
         "crop_pct": 1.0,
     }
     timm_models.export(model, [*"0123456789"], config, False, {}, tmp_path / "best")
-    record = json.loads((trained_classifier / "best" / "run.json").read_text())
+    record = read(trained_classifier / "best" / "run.json")
     (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
     source = (ROOT / "recipes" / "cls.py").read_text()
     begin, end = (
@@ -226,7 +220,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "mine.py").write_text(f"{source[:begin]}        model = {own}\n{source[end:]}")
     main([str(tmp_path / "best"), "--to", "torch_export", *QUICK])
-    about = json.loads((tmp_path / "export" / "torch_export" / "export.json").read_text())
+    about = read(tmp_path / "export" / "torch_export" / "export.json")
     assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
 
 

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import json
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,16 +19,16 @@ import torch
 from PIL import Image
 
 from common.data.decoding import resized
-from common.detection.batches import EvaluationScenes
+from common.detection.batches import EvaluationScenes, fill_of
 from common.detection.data.annotated import FixedImages
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.harness import small_rf_detr
-from tests.harness.launching import ROOT
+from tests.harness.runs import copied, read
 from tools.export import formats, verify
-from tools.export.__main__ import load
+from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
 from tools.export.detector_module import Exportable, Preprocessing
 from tools.trained import RECIPES, load_recipe
@@ -92,8 +91,8 @@ def built(family: str) -> tuple[Detector, BoxAugmentation]:
 def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -> list[dict[str, np.ndarray]]:
     """What the recipe's evaluation finds in each image."""
     recipe = load_recipe(RECIPES / "det.py")
-    normalize, fill = recipe.build_normalize(SimpleNamespace(dtype="float32"), detector, torch.device("cpu"))
-    scenes = EvaluationScenes(source, plain, detector.stride, fill)
+    *_, normalize = recipe.build_augmentation(recipe.Config(), detector, torch.device("cpu"))
+    scenes = EvaluationScenes(source, plain, detector.stride, fill_of(detector))
     batches = [scenes.__getitems__(np.array([index])) for index in range(len(source))]
     loader = type("Loader", (list,), {"dataset": scenes})(batches)
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
@@ -181,16 +180,11 @@ def test_a_picture_may_show_one_object_or_none(family, names, tmp_path) -> None:
 
 
 def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
-    run, hidden = tmp_path / "run", tmp_path / "hidden"
-    for part in ("best", "source"):
-        shutil.copytree(trained_detector / part, run / part)
-    shutil.copy(trained_detector / "config.yaml", run)
-    command = [sys.executable, "-m", "tools.export", run, "--to", "onnx", "--seconds", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run, hidden = copied(trained_detector, tmp_path / "run"), tmp_path / "hidden"
+    main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
-    about = json.loads((folder / "export.json").read_text())
-    figures, recorded = about["validation"], json.loads((run / "best" / "results.json").read_text())
+    about = read(folder / "export.json")
+    figures, recorded = about["validation"], read(run / "best" / "results.json")
     assert figures["AP"] == pytest.approx(recorded["AP"], abs=1e-6) and figures["AP"] > 0.1
     assert figures["AP_exported"] == pytest.approx(figures["AP"], abs=1e-4)
     assert figures["images"] == recorded["count"] and figures["differing"] == 0

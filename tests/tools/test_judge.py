@@ -4,7 +4,9 @@ A folder of checkpoints stands for the mean of their weights.
 """
 
 import json
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,24 +16,23 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from common.checkpoints.store import stamps
+from common.config.parsing import parse
 from common.errors import Refused
+from recipes import cls, det
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
+from tests.harness.outcomes import Outcome
+from tests.harness.runs import copied, read, refusal
 from tools.trained import load
 
 
-def read(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
+def report_in(folder: Path) -> dict:
+    return read(folder / "results.json")
 
 
-def printed(ended: Ended) -> dict:
-    assert ended.code == 0, ended.stderr
+def printed(ended: Ended | Outcome) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
-
-
-def refusal(ended: Ended) -> str:
-    assert ended.code == 2 and ended.stderr.count("\n") == 1, ended
-    return ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def reported(run, launch) -> Path:
 
 
 def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, forks) -> None:
-    report, best = read(reported), read(run / "best")
+    report, best = report_in(reported), report_in(run / "best")
     for key in ("top1", "per_class", "count"):
         assert report[key] == best[key]
     assert report["thresholds"] == best["thresholds"] and len(set(best["thresholds"].values())) > 1
@@ -64,10 +65,10 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert sum(row["images"] for row in calibration["bins"]) == 359
     evaluated = report["evaluated"]
     assert (evaluated["part"], evaluated["images"], evaluated["run"]) == ("a fixed fifth, held out", 359, "cls")
-    assert evaluated["step"] == json.loads((run / "best/run.json").read_text())["step"]
+    assert evaluated["step"] == read(run / "best/run.json")["step"]
 
     alone = printed(forks("--eval_only", run / "best", "--workers", 0))
-    again = read(run / "evaluation/best-held_out")
+    again = report_in(run / "evaluation/best-held_out")
     assert again.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert again == report and alone["thresholds"] == report["thresholds"]
     assert not (run / "evaluation/best-held_out/pictures").exists(), "the old report's pictures are gone with it"
@@ -92,10 +93,10 @@ def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, ca
     assert f"evaluating {run}/checkpoints of the run cls, {wanted}\n" in ended.stdout
     of_mean, of_last = printed(ended), printed(forks("--eval_only", run / "checkpoints" / steps[1], "--workers", 0))
     assert 0.9 < of_mean["top1"] and of_mean["loss"] != of_last["loss"]
-    assert read(run / "evaluation/checkpoints-held_out")["evaluated"]["mean_of_steps"] == [
+    assert report_in(run / "evaluation/checkpoints-held_out")["evaluated"]["mean_of_steps"] == [
         int(step[5:]) for step in steps
     ]
-    assert read(run / f"evaluation/{steps[1]}-held_out")["evaluated"]["mean_of_steps"] is None
+    assert report_in(run / f"evaluation/{steps[1]}-held_out")["evaluated"]["mean_of_steps"] is None
 
     trained = load(str(run / "checkpoints"), ["--workers", "0"])
     assert capsys.readouterr().err == f"{run}/checkpoints: {wanted}\n"
@@ -110,29 +111,29 @@ def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, ca
         assert is_number or not torch.equal(one[name], other[name]), "buffers worth comparing"
 
 
-def test_checkpoints_without_a_mean_are_refused(run, forks, tmp_path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    shutil.copytree(run / "checkpoints", folder)
-    shutil.copy(run / "config.yaml", folder.parent)
-    first, last = sorted(folder.iterdir())
-    manifest = json.loads((first / "manifest.json").read_text())
-    tensors = load_file(first / "model.safetensors")
+def test_checkpoints_without_a_mean_are_refused(run, run_several, tmp_path) -> None:
+    folders = [tmp_path / name / "checkpoints" for name in ("unfinished", "differing", "single")]
+    for folder in folders:
+        shutil.copytree(run / "checkpoints", folder)
+        shutil.copy(run / "config.yaml", folder.parent)
+    unfinished, differing, single = folders
+    first, last = sorted(path.name for path in single.iterdir())
+    (unfinished / first / "manifest.json").unlink()
+    tensors = load_file(differing / first / "model.safetensors")
     name = next(name for name in tensors if tensors[name].ndim == 4)
-    (first / "manifest.json").unlink()
-    assert "no manifest.json is in it" in refusal(forks("--eval_only", folder, "--workers", 0))
-    save_file(tensors | {name: tensors[name][:1]}, first / "model.safetensors")
-    from common.checkpoints.store import stamps
-
-    (first / "manifest.json").write_text(json.dumps(stamps(first)))
-    assert manifest.keys() == stamps(first).keys() - {"manifest.json"}
-    word = refusal(forks("--eval_only", folder, "--workers", 0))
-    assert f"{last}: {name} is not as in {first.name}, so they have no mean" in word
-    shutil.rmtree(first)
-    assert f"has one checkpoint, and a mean needs two or more; name {last}, or train" in refusal(
-        forks("--eval_only", folder)
-    )
+    save_file(tensors | {name: tensors[name][:1]}, differing / first / "model.safetensors")
+    (differing / first / "manifest.json").unlink()
+    (differing / first / "manifest.json").write_text(json.dumps(stamps(differing / first)))
+    shutil.rmtree(single / first)
+    told = run_several(1, {folder.parent.name: ["--eval_only", folder] for folder in folders})
+    for name_of_case, text in (
+        ("unfinished", "no manifest.json is in it"),
+        ("differing", f"{differing / last}: {name} is not as in {first}, so they have no mean"),
+        ("single", f"has one checkpoint, and a mean needs two or more; name {single / last}, or train"),
+    ):
+        assert told[name_of_case].outcome == "refused" and text in told[name_of_case].text
     with pytest.raises(Refused, match="keep_checkpoints"):
-        load(str(folder))
+        load(str(single))
 
 
 @pytest.fixture(scope="module")
@@ -144,35 +145,34 @@ def parts(tmp_path_factory) -> Path:
     return root
 
 
-def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, forks, tmp_path) -> None:
-    common = f"--output_dir {tmp_path}/runs --tracker none --workers 0".split()
-    words = f"--data {parts} --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --name folders".split()
-    assert forks(*words, *common).code == 0
-    run = tmp_path / "runs" / "folders"
+def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, run_several, tmp_path) -> None:
+    words = f"--data {parts} --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --output_dir {tmp_path}"
+    run = run_several(1, {"folders": words.split()})["folders"].folder
     assert "test" not in (run / "metrics.jsonl").read_text() and not (run / "evaluation").exists()
-    seen = {}
-    for name, flags in (("best-val", ""), ("best-test", "--split test"), ("best-val-", "--image_size 64")):
-        results = printed(forks("--eval_only", run / "best", "--workers", 0, *flags.split()))
-        (folder,) = set((run / "evaluation").iterdir()) - set(seen)
-        seen[folder] = (folder / "results.json").read_bytes()
-        assert folder.name.startswith(name) and read(folder)["top1"] == results["top1"]
-        assert read(folder)["evaluated"]["part"] == ("test/" if "test" in name else "val/")
-        assert read(folder)["evaluated"]["config"]["image_size"] == (64 if "64" in flags else 32)
-    assert all((folder / "results.json").read_bytes() == content for folder, content in seen.items())
-    assert len({*seen.values()}) == 3
-
     shutil.copytree(run / "best", tmp_path / "model")
-    ended = forks("--eval_only", tmp_path / "model", "--output_dir", tmp_path / "here", "--workers", 0)
-    (folder,) = (tmp_path / "here/evaluation").iterdir()
-    assert printed(ended)["top1"] == read(folder)["top1"] and folder.name.startswith("model-val-")
-    assert f"report: {folder}\n" in ended.stdout and len([*(tmp_path / "model").iterdir()]) == 4
-    word = refusal(forks("--eval_only", tmp_path / "model", "--output_dir", "/proc/here", "--workers", 0))
-    assert "/proc/here/evaluation can't be written (" in word and "name another --output_dir" in word
-    dry = forks("--eval_only", tmp_path / "model", "--output_dir", tmp_path / "dry", "--workers", 0, "--dry_run")
-    assert printed(dry)["top1"] == read(folder)["top1"] and not (tmp_path / "dry").exists()
+    flags = {"best-val": "", "best-test": "--split test", "best-val-": "--image_size 64"}
+    cases = {name: ["--eval_only", run / "best", *words.split()] for name, words in flags.items()}
+    cases["alone"] = ["--eval_only", tmp_path / "model", "--output_dir", tmp_path / "here"]
+    cases["dry"] = ["--eval_only", tmp_path / "model", "--output_dir", tmp_path / "dry", "--dry_run"]
+    cases["nowhere"] = ["--eval_only", tmp_path / "model", "--output_dir", "/proc/here"]
+    ended = run_several(1, cases)
+    reports = {}
+    for name in ("best-val", "best-test", "best-val-", "alone"):
+        reports[name] = Path(re.findall("^report: (.*)$", ended[name].stdout, re.MULTILINE)[0])
+        assert printed(ended[name])["top1"] == report_in(reports[name])["top1"]
+    assert {*reports.values()} == {*(run / "evaluation").iterdir(), *(tmp_path / "here/evaluation").iterdir()}
+    for name in flags:
+        assert reports[name].name.startswith(name), reports
+        evaluated = report_in(reports[name])["evaluated"]
+        assert evaluated["part"] == ("test/" if "test" in name else "val/")
+        assert evaluated["config"]["image_size"] == (64 if name == "best-val-" else 32)
+    assert reports["alone"].name.startswith("model-val-") and len([*(tmp_path / "model").iterdir()]) == 4
+    assert ended["nowhere"].outcome == "refused" and "/proc/here/evaluation can't be written (" in ended["nowhere"].text
+    assert "name another --output_dir" in ended["nowhere"].text
+    assert printed(ended["dry"])["top1"] == printed(ended["alone"])["top1"] and not (tmp_path / "dry").exists()
 
 
-def test_a_test_part_of_tables_and_of_boxes_is_evaluated_by_name(parts, scenes, forks, tmp_path) -> None:
+def test_a_test_part_of_tables_and_of_boxes_is_evaluated_by_name(parts, scenes, run_several, tmp_path) -> None:
     rows = [
         f"{path},{path.parent.name},{part}"
         for part in ("train", "val", "test")
@@ -180,21 +180,24 @@ def test_a_test_part_of_tables_and_of_boxes_is_evaluated_by_name(parts, scenes, 
     ]
     (tmp_path / "table.csv").write_text("image,label,split\n" + "\n".join(rows) + "\n")
     boxes = shutil.copytree(scenes, tmp_path / "scenes")
-    (boxes / "test.json").write_text(json.dumps(part_of(json.loads((boxes / "val.json").read_text()), 4)))
+    (boxes / "test.json").write_text(json.dumps(part_of(read(boxes / "val.json"), 4)))
     small = "--short_sides 64 --long_side 96 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
-    common = f"--output_dir {tmp_path}/runs --tracker none --workers 0 --max_steps 2".split()
-    for recipe, data, flags, count in (
-        ("cls", tmp_path / "table.csv", "--model test_vit --image_size 32", 60),
-        ("det", boxes, small, 4),
+    cases = {}
+    for recipe, data, flags in (
+        ("cls", tmp_path / "table.csv", "--model test_vit --image_size 32"),
+        ("det", boxes, small),
     ):
-        ended = forks("--data", data, *flags.split(), "--name", recipe, *common, recipe=recipe)
-        assert ended.code == 0 and "for --split test\n" in ended.stdout, ended.stderr
-        run = tmp_path / "runs" / recipe
+        script, best = f"recipes/{recipe}.py", tmp_path / "runs" / recipe / "best"
+        cases[recipe] = [script, "--data", data, *flags.split(), "--max_steps", 2, "--output_dir", tmp_path / "runs"]
         for part in ("val", "test"):
-            ended = forks("--eval_only", run / "best", "--split", part, "--workers", 0, recipe=recipe)
-            report = read(run / "evaluation" / f"best-{part}")
-            assert printed(ended)["count"] == report["evaluated"]["images"] == report["count"]
-            assert part in report["evaluated"]["part"] and f"{part}" in ended.stdout.splitlines()[1]
+            cases[f"{recipe} {part}"] = [script, "--eval_only", best, "--split", part]
+    ended = run_several(1, cases)
+    for recipe, count in (("cls", 60), ("det", 4)):
+        assert "for --split test\n" in ended[recipe].stdout
+        for part in ("val", "test"):
+            of_part, report = ended[f"{recipe} {part}"], report_in(ended[recipe].folder / "evaluation" / f"best-{part}")
+            assert printed(of_part)["count"] == report["evaluated"]["images"] == report["count"]
+            assert part in report["evaluated"]["part"] and part in of_part.stdout.splitlines()[1]
         assert report["count"] == count
 
 
@@ -205,3 +208,51 @@ def part_of(annotations: dict, count: int) -> dict:
         "images": annotations["images"][:count],
         "annotations": [row for row in annotations["annotations"] if row["image_id"] in kept],
     }
+
+
+# --- detectors
+
+PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors", "confidence", "objects"}
+VIEWS = ("--eval_flip", "--eval_sizes", "96,128")
+
+
+def test_a_report_of_several_views_is_the_same_on_two_ranks(
+    trained_detector, scenes, launch, run_several, tmp_path
+) -> None:
+    run = copied(trained_detector, tmp_path / "run")
+    words = ("--eval_only", run / "best", "--data", scenes, "--split", "train")
+    two = launch("multi_cpu", "recipes/det.py", *words, "--workers", 1, *VIEWS)
+    assert two.returncode == 0, two.stderr
+    said = "each image is shown at 96, 128 pixels, each also mirrored; boxes are merged by NMS at IoU 0.6\n"
+    assert two.stdout.count(said) == 1
+    (folder,) = (run / "evaluation").iterdir()
+    report, of_two = report_in(folder), json.loads(two.stdout.splitlines()[-1])
+    assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
+    assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
+    one = run_several(
+        1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]}, recipe="recipes/det.py"
+    )
+    assert printed(one["views"]) == of_two and printed(one["plain"])["AP50"] != report["AP50"]
+
+    assert report["AP50"] > 0, "numbers worth comparing"
+    assert report["thresholds"] == of_two["thresholds"]
+    for name, row in report["classes"].items():
+        assert row["threshold"] == report["thresholds"][name]
+        precision, recall = row["precision"], row["recall"]
+        assert row["f1"] is None or row["f1"] == pytest.approx(2 * precision * recall / (precision + recall))
+    errors = report["errors"]
+    kinds = ("localisation", "class", "duplicate", "background", "both")
+    assert errors["false_positives"]["count"] == sum(errors[kind]["count"] for kind in kinds) > 0
+    assert errors["missed"]["count"] <= errors["false_negatives"]["count"]
+    assert 0 <= max(errors[kind]["dAP50"] for kind in kinds) <= 1 - report["AP50"]
+    for groups in report["objects"].values():
+        assert sum(of["count"] for of in groups.values()) == sum(row["objects"] for row in report["classes"].values())
+    assert report["evaluated"]["config"]["eval_flip"] and report["evaluated"]["config"]["eval_sizes"] == "96,128"
+
+
+def test_views_are_for_eval_only_and_sizes_are_checked() -> None:
+    for config, flag in ((cls.Config, "--eval_flip"), (det.Config, "--eval_flip"), (det.Config, "--eval_sizes=96")):
+        assert re.search(f"{flag[:9]}.* --eval_only", refusal(partial(parse, config), "--data", "digits", flag))
+    for sizes in ("96,96", "0", "a", "96,", "9000", ",".join(map(str, range(1, 12)))):
+        said = refusal(partial(parse, det.Config), "--eval_sizes", sizes)
+        assert "must be up to 10 different lengths in pixels" in said

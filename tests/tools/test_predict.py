@@ -25,6 +25,7 @@ from common.launching import launch as launching
 from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited
+from tests.harness.runs import read, refusal, rows_of
 from tools.predict.__main__ import main
 from tools.predict.images import images
 from tools.predict.listing import listing
@@ -75,10 +76,23 @@ def of_boxes(trained_detector, tmp_path_factory) -> Path:
     return folder
 
 
-def rows_of(*words: object, tmp_path: Path) -> list[dict]:
+def found_in(*words: object, tmp_path: Path) -> list[dict]:
     """The rows that a call in this process writes."""
     main([*map(str, words), "-o", str(tmp_path / "rows.jsonl"), "--overwrite", "--workers", "0"])
-    return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    return rows_of(tmp_path / "rows.jsonl")
+
+
+def coco_numbers(truth: Path, found: Path, kind: str = "bbox") -> list[float]:
+    """AP, AP50, AP75, APs and APm as pycocotools computes them."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    annotations = COCO(truth)
+    evaluation = COCOeval(annotations, annotations.loadRes(str(found)), kind)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats[:5].tolist()
 
 
 def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
@@ -89,11 +103,11 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
     done = launch("multi_cpu", "-m", "tools.predict", *words, flags=["--num_processes", 3])
     assert done.returncode == 0, done.stderr
     assert not done.stdout and done.stderr.count("359 images") == 1
-    rows = rows_of(trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path)
+    rows = found_in(trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path)
     assert (tmp_path / "rows.jsonl").read_text() == (tmp_path / "three.jsonl").read_text()
     assert [row["file"] for row in rows] == files and len(files) == 359
     right = [row["predictions"][0]["class"] == Path(row["file"]).parent.name for row in rows]
-    assert np.mean(right) == json.loads((trained_classifier / "best" / "results.json").read_text())["top1"]
+    assert np.mean(right) == read(trained_classifier / "best" / "results.json")["top1"]
 
     (tmp_path / "script.py").write_text(SCRIPT)
     assert len(SCRIPT.splitlines()) <= 26  # of them 10 open every kind of file
@@ -106,28 +120,20 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
 
 
 def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(launch, trained_detector, of_boxes, tmp_path) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     found, truth = tmp_path / "found.json", of_boxes / "instances.json"
     words = [trained_detector, of_boxes / "val", "--format", "coco", "--images_of", truth, "-o", found]
     done = launch("multi_cpu", "-m", "tools.predict", *words)
     assert done.returncode == 0, done.stderr
     main([*map(str, words[:-1]), str(tmp_path / "one.json"), "--workers", "0"])
     assert found.read_text() == (tmp_path / "one.json").read_text()
-    truth = COCO(truth)
-    evaluation = COCOeval(truth, truth.loadRes(str(found)), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    recorded = json.loads((trained_detector / "best" / "results.json").read_text())
+    recorded = read(trained_detector / "best" / "results.json")
     numbers = [recorded[name] for name in ("AP", "AP50", "AP75", "APs", "APm")]
-    assert recorded["AP"] > 0.05 and evaluation.stats[:5] == pytest.approx(numbers, abs=1e-6)
+    assert recorded["AP"] > 0.05 and coco_numbers(truth, found) == pytest.approx(numbers, abs=1e-6)
 
-    rows = rows_of(trained_detector, of_boxes / "val", "--threshold", 0, tmp_path=tmp_path)
+    rows = found_in(trained_detector, of_boxes / "val", "--threshold", 0, tmp_path=tmp_path)
     boxes = [one for row in rows for one in row["predictions"]]
     assert len(boxes) == len(json.loads(found.read_text()))
-    best = rows_of(trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
+    best = found_in(trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
     for many, few in zip(rows, best, strict=True):
         assert few["predictions"] == [one for one in many["predictions"] if one["score"] >= 0.2][:2]
 
@@ -154,10 +160,16 @@ def odd(digits, tmp_path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", ["cls", "det"])
-def test_files_that_cannot_be_read_are_rows_with_their_reason(request, recipe, odd, tmp_path, capsys) -> None:
+def test_files_that_cannot_be_read_are_rows_with_their_reason_and_others_are_drawn(
+    request, recipe, odd, tmp_path, capsys
+) -> None:
     folder, wrong = odd
     run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
-    rows = rows_of(run, folder, folder / "never.png", tmp_path=tmp_path)
+    rows = found_in(run, folder, folder / "never.png", "--draw", tmp_path / "drawn", tmp_path=tmp_path)
+    drawn = sorted(path.name for path in (tmp_path / "drawn").iterdir())
+    assert [int(name[:6]) for name in drawn] == [number for number, row in enumerate(rows) if "error" not in row]
+    assert len(drawn) == 12 - len(wrong)
+    assert min(np.asarray(Image.open(tmp_path / "drawn" / name)).std() for name in drawn) > 1
     by_name = {os.fsencode(Path(row["file"]).name): row for row in rows}
     assert len(by_name) == len(rows) == 13 and rows[-1]["file"].endswith("never.png")
     for name, row in by_name.items():
@@ -168,36 +180,13 @@ def test_files_that_cannot_be_read_are_rows_with_their_reason(request, recipe, o
     assert "1 files without an image's extension were left out: .txt 1" in said
     assert "13 images, 7 with an error" in said
 
-    main(
-        [
-            str(run),
-            str(folder),
-            "-o",
-            str(tmp_path / "rows.csv"),
-            "--format",
-            "csv",
-            "--workers",
-            "0",
-            "--threshold",
-            "0.1",
-        ]
-    )
+    words = [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1]
+    main([*map(str, words)])
     lines = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
-    assert len({line["file"] for line in lines}) == 12 and str(folder / "new\nline.png") in {
-        line["file"] for line in lines
-    }
+    files = {line["file"] for line in lines}
+    assert len(files) == 12 and str(folder / "new\nline.png") in files
     assert sum(bool(line["error"]) for line in lines) == 6
     assert recipe == "cls" or all(line["left"] for line in lines if line["class"])
-
-
-def test_pictures_are_drawn_of_what_can_be_read(trained_classifier, trained_detector, odd, tmp_path) -> None:
-    folder, wrong = odd
-    for run in (trained_classifier, trained_detector):
-        rows = rows_of(run, folder, "--draw", tmp_path / run.name, tmp_path=tmp_path)
-        drawn = sorted(path.name for path in (tmp_path / run.name).iterdir())
-        assert [int(name[:6]) for name in drawn] == [number for number, row in enumerate(rows) if "error" not in row]
-        assert len(drawn) == 12 - len(wrong)
-        assert min(np.asarray(Image.open(tmp_path / run.name / name)).std() for name in drawn) > 1
 
 
 def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch) -> None:
@@ -205,20 +194,20 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
     for name in ("a/2.png", "a/1.png", "a/x/3.jpg", "b.png", "[b].png", "c.txt", "@at.png"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    assert listing(["b.png", "a"], [])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
-    assert listing(["**/*.png", "[b].png", "@at.png"], [])[0] == ["@at.png", "[b].png", "a/1.png", "a/2.png", "b.png"]
+    assert listing(["b.png", "a"])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
+    assert listing(["**/*.png", "[b].png", "@at.png"])[0] == ["@at.png", "[b].png", "a/1.png", "a/2.png", "b.png"]
     Path("list.txt").write_bytes(b"a/x\r\n\nb.png\nnowhere.png\n")
-    assert listing(["@list.txt"], [])[0] == listing([], ["list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
+    assert listing(["@list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
     Path("list.txt").write_bytes(b"new\nline.png\0b.png\0")
-    files, notes = listing(["b.png"], ["list.txt"])
+    files, notes = listing(["b.png", "@list.txt"])
     assert files == ["b.png", "new\nline.png"] and "1 files were named more than once" in notes[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"c.txt\n")))
-    assert listing(["-"], [])[0] == ["c.txt"]
+    assert listing(["-"])[0] == ["c.txt"]
     Path("empty").mkdir()
     Path("empty/a.md").touch()
     for words, text in {"empty": "empty: no image is there; 1 files.*.md 1", "n*.gif": "n.*no file matches"}.items():
         with pytest.raises(Refused, match=text):
-            listing([words], [])
+            listing([words])
 
 
 def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
@@ -230,9 +219,8 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
     (tmp_path / "results.json").write_text('{"thresholds": {"b": 0.25, "a": null}}')
     assert chosen() == pytest.approx([0.3, 0.25]) and chosen(0.75) == [0.75, 0.75]
     assert "lacks 1 class" in choose(str(tmp_path), ("a", "b"), None, True, False, False)[1]
-    (tmp_path / "results.json").write_text(
-        '{"thresholds": {"b": 0.25, "a": 0.75}, "ema_thresholds": {"b": 0.5, "a": 0.125}}'
-    )
+    averaged = '{"thresholds": {"b": 0.25, "a": 0.75}, "ema_thresholds": {"b": 0.5, "a": 0.125}}'
+    (tmp_path / "results.json").write_text(averaged)
     assert chosen() == [0.125, 0.5] and chosen(all_boxes=True) == [0, 0] and chosen(is_detector=False) == [0, 0]
     (tmp_path / "results.json").write_text('{"thresholds": {"b": "high"}}')
     with pytest.raises(Refused, match=r"results.json: its thresholds.*--threshold"):
@@ -278,50 +266,47 @@ def test_texts_are_written_in_order_and_the_file_appears_when_it_is_complete(tmp
 
 
 def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_detector, digits, tmp_path) -> None:
-    (tmp_path / "old.jsonl").write_text("old")
-    (tmp_path / "instances.json").write_text('{"images": [], "categories": []}')
-    content = {
-        "images": [{"id": 1, "file_name": next(digits.rglob("*.png")).name}],
-        "categories": [{"id": 1, "name": "0"}],
-    }
-    (tmp_path / "categories.json").write_text(json.dumps(content))
-    image = str(next(digits.rglob("*.png")))
+    image, old, empty, other = next(digits.rglob("*.png")), *(tmp_path / name for name in ("old", "empty", "other"))
+    old.write_text("old")
+    empty.write_text('{"images": [], "categories": []}')
+    other.write_text(
+        json.dumps({"images": [{"id": 1, "file_name": image.name}], "categories": [{"id": 1, "name": "0"}]})
+    )
     coco = ["--format", "coco", "--images_of"]
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
-        (trained_classifier, [image, "--top", "0"], "--top 0: must be at least 1"),
-        (trained_classifier, [image, "--threshold", "1.5"], "--threshold 1.5: must be between 0 and 1"),
+        (trained_classifier, [tmp_path / "gone*"], "no file matches"),
+        (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
+        (trained_classifier, [image, "--threshold", 1.5], "--threshold 1.5: must be between 0 and 1"),
         (trained_classifier, [image, "--format", "coco"], "for detectors"),
         (trained_classifier, [image, "--data", "digits"], "--data: is not read here"),
-        (trained_classifier, [image, "--learning_rate", "3"], "unknown flag --learning_rate"),
-        (trained_classifier, [image, "-o", str(tmp_path / "old.jsonl")], "old.jsonl: exists.*--overwrite"),
-        (trained_classifier, [image, "-o", str(tmp_path / "no" / "x")], "No such file or directory"),
-        (trained_classifier, [image, "-o", str(tmp_path)], "is a folder"),
+        (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),
+        (trained_classifier, [image, "-o", old], "old: exists; name another, or add --overwrite"),
+        (trained_classifier, [image, "-o", tmp_path / "no" / "x"], "No such file or directory"),
+        (trained_classifier, [image, "-o", tmp_path], "is a folder"),
         (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),
         (trained_detector, [image, "--images_of", "x.json"], "--images_of x.json: gives ids to --format coco"),
-        (trained_detector, [image, *coco, str(tmp_path / "old.jsonl")], "not COCO's annotations"),
-        (trained_detector, [image, *coco, str(tmp_path / "instances.json")], "is none of the 0 images"),
-        (trained_detector, [image, *coco, str(tmp_path / "categories.json")], "has no category 1, 2"),
+        (trained_detector, [image, *coco, old], "not COCO's annotations"),
+        (trained_detector, [image, *coco, empty], "is none of the 0 images"),
+        (trained_detector, [image, *coco, other], "has no category 1, 2"),
         (trained_detector, [image, *coco, "x.json", "-o", "x.json"], "is the file of --images_of"),
         (tmp_path, [image], "neither config.json nor manifest.json"),
     ):
-        before = sorted(os.listdir(tmp_path))
-        with pytest.raises(Refused, match=text) as refusal:
-            main([str(run), *words, *([] if "--learning_rate" in words else ["--workers", "0"])])
-        assert "\n" not in str(refusal.value) and sorted(os.listdir(tmp_path)) == before, words
-    assert (tmp_path / "old.jsonl").read_text() == "old"
+        assert text in refusal(main, run, *words, *([] if "--learning_rate" in words else ["--workers", 0]))
+        assert sorted(os.listdir(tmp_path)) == ["empty", "old", "other"], words
+    assert old.read_text() == "old"
 
 
-def test_two_files_on_three_processes_and_a_refusal_once_on_two(launch, trained_detector, of_boxes, tmp_path) -> None:
-    files = [of_boxes / "val" / "1.png", of_boxes / "val" / "0.png"]
-    three = launch.start("multi_cpu", "-m", "tools.predict", trained_detector, *files, flags=["--num_processes", 3])
-    refused = launch("multi_cpu", "-m", "tools.predict", trained_detector, tmp_path)
-    assert refused.returncode == 2 and refused.stderr.count("no image is there") == 1
-    assert f"predict: {tmp_path}: no image is there" in refused.stderr
-    done = three.finish()
+def test_two_files_on_three_processes_and_a_refusal_that_is_said_once(
+    launch, trained_detector, of_boxes, tmp_path
+) -> None:
+    files, three = [of_boxes / "val" / "1.png", of_boxes / "val" / "0.png"], ["--num_processes", 3]
+    done = launch("multi_cpu", "-m", "tools.predict", trained_detector, *files, flags=three)
     assert done.returncode == 0, done.stderr
-    expected = rows_of(trained_detector, *files, tmp_path=tmp_path)
+    expected = found_in(trained_detector, *files, tmp_path=tmp_path)
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    refused = launch("multi_cpu", "-m", "tools.predict", trained_detector, tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count(f"predict: {tmp_path}: no image is there") == 1
 
 
 def test_rows_stream_to_a_reader_who_may_leave_and_a_kill_leaves_no_file(launch, trained_classifier, digits, tmp_path):
@@ -331,22 +316,22 @@ def test_rows_stream_to_a_reader_who_may_leave_and_a_kill_leaves_no_file(launch,
     for number in range(60):  # more than a pipe holds
         (tmp_path / f"{number}").symlink_to(digits)
     many.write_text("".join(f"{tmp_path / str(number)}\n" for number in range(60)))
-    words = ["-m", "tools.predict", trained_classifier, "--list", many, "--workers", 1, "--max_micro_batch_size", 16]
-    leaver = launch.start_python(*words[:3], "--list", many, "-o", tmp_path / "pipe", *words[5:])
+    words = ["-m", "tools.predict", trained_classifier, f"@{many}", "--workers", 1, "--max_micro_batch_size", 16, "-o"]
+    leaver = launch.start_python(*words, tmp_path / "pipe")
     with (tmp_path / "pipe").open() as reader:
         assert json.loads(reader.readline())["file"] == str(tmp_path / "0" / "0" / min(os.listdir(digits / "0")))
         assert leaver.process.poll() is None
     done = leaver.finish()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
-    killed = launch.start_python(*words[:3], "--list", many, "-o", tmp_path / "rows.jsonl", *words[5:])
+    killed = launch.start_python(*words, tmp_path / "rows.jsonl")
     while killed.process.poll() is None:
         draft = tmp_path / ".rows.jsonl.tmp"
         if draft.exists() and draft.stat().st_size:
             killed.process.send_signal(signal.SIGKILL)
             break
     assert killed.finish().returncode == -signal.SIGKILL and not (tmp_path / "rows.jsonl").exists()
-    assert len(rows_of(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
+    assert len(found_in(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
 
 
 def test_a_model_of_several_labels_gives_every_class_above_its_threshold(run_several, tmp_path) -> None:
@@ -358,40 +343,42 @@ def test_a_model_of_several_labels_gives_every_class_above_its_threshold(run_sev
     source = held_out(run)
     for index in range(len(source)):
         source.image(index).save(images / f"{index:03d}.png")
-    recorded = json.loads((run / "best" / "results.json").read_text())
+    recorded = read(run / "best" / "results.json")
     for weights in (run, next((run / "checkpoints").iterdir())):
-        rows = rows_of(weights, images, "--threshold", 0.5, tmp_path=tmp_path)
+        rows = found_in(weights, images, "--threshold", 0.5, tmp_path=tmp_path)
         predicted = [{one["class"] for one in row["predictions"]} for row in rows]
         true = [{source.classes[place] for place in np.flatnonzero(labels)} for labels in source.labels]
         exact = np.mean([ours == theirs for ours, theirs in zip(predicted, true, strict=True)])
         assert weights != run or exact == pytest.approx(recorded["exact_match"])
         assert {len(one) for one in predicted} - {1}  # none or several
-    own = [one for row in rows_of(run, images, tmp_path=tmp_path) for one in row["predictions"]]
+    own = [one for row in found_in(run, images, tmp_path=tmp_path) for one in row["predictions"]]
     assert own and all(one["score"] >= recorded["thresholds"][one["class"]] for one in own)
     assert len(own) != sum(map(len, predicted))  # other thresholds than 0.5
 
 
 @pytest.mark.long
 def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     words = ["--detector", "mask_rcnn", "--data", scenes, "--max_steps", 30, "--output_dir", tmp_path]
     run_several(1, {"masks": words}, recipe="recipes/det.py")
-    truth, found = scenes / "val.json", tmp_path / "found.json"
-    words = [tmp_path / "masks", scenes / "val", "--format", "coco", "--images_of", truth, "-o", found, "--workers", 0]
-    main([*map(str, words), "--draw", str(tmp_path / "drawn")])
-    truth = COCO(truth)
-    for annotation in truth.dataset["annotations"]:
+    truth, found = read(scenes / "val.json"), tmp_path / "found.json"
+    words = [
+        "--format",
+        "coco",
+        "--images_of",
+        scenes / "val.json",
+        "-o",
+        found,
+        "--workers",
+        0,
+        "--draw",
+        tmp_path / "drawn",
+    ]
+    main([*map(str, [tmp_path / "masks", scenes / "val", *words])])
+    for annotation in truth["annotations"]:
         annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
-    truth.createIndex()
-    recorded = json.loads((tmp_path / "masks" / "best" / "results.json").read_text())
+    (tmp_path / "truth.json").write_text(json.dumps(truth))
+    recorded = read(tmp_path / "masks" / "best" / "results.json")
     for kind, prefix in (("bbox", ""), ("segm", "mask_")):
-        evaluation = COCOeval(truth, truth.loadRes(str(found)), kind)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-        assert evaluation.stats[:3] == pytest.approx(
-            [recorded[f"{prefix}{name}"] for name in ("AP", "AP50", "AP75")], abs=1e-6
-        )
+        numbers = [recorded[f"{prefix}{name}"] for name in ("AP", "AP50", "AP75")]
+        assert coco_numbers(tmp_path / "truth.json", found, kind)[:3] == pytest.approx(numbers, abs=1e-6)
     assert all(one["segmentation"]["counts"] for one in json.loads(found.read_text()))

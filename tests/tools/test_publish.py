@@ -13,10 +13,10 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 
-from common.errors import Refused
 from common.run import report
 from common.run.past_run import PastRun
 from tests.harness.launching import inherited
+from tests.harness.runs import copied, read, refusal
 from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
 
@@ -44,14 +44,11 @@ def ran(words: list, folder: Path) -> str:
     return done.stdout
 
 
-def read(file: Path) -> dict:
-    return json.loads(file.read_text())
-
-
 def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_exports(
-    averaged_classifier, trained_classifier, forks, tmp_path, capsys
+    run_several, trained_classifier, forks, tmp_path, capsys
 ) -> None:
-    run = shutil.copytree(averaged_classifier, tmp_path / "averaged", ignore=shutil.ignore_patterns("wandb"))
+    words = "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none --workers 0 --output_dir"
+    run = run_several(2, {"averaged": [*words.split(), tmp_path]}, pictures=True)["averaged"].folder
     ended = forks("--eval_only", run / "best", "--workers", 0)
     true = json.loads(ended.stdout.splitlines()[-1])
     raw = PastRun(run).rows[-1]["eval/top1"]
@@ -144,39 +141,38 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier, tmp_path, place: str) -> None:
+def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier, tmp_path) -> None:
     """A run that a person started with such flags: its files have them in every place where a run writes them."""
-    run = shutil.copytree(trained_classifier, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "wandb"))
-    names = "data model class_weights image_column label_column eval_only init notes own"
-    flags = dict.fromkeys(names.split(), place)
-    of_run, facts = read(run / "best/run.json"), read(run / "environment.json")
-    (run / "best/run.json").write_text(json.dumps(of_run | {"config": of_run["config"] | flags, "notes": place}))
-    facts |= {"command": f"recipes/cls.py --data {place}", "recipe": place}
-    (run / "environment.json").write_text(json.dumps(facts))
-    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
-    (run / "log.txt").write_text((run / "log.txt").read_text().replace("digits", place).replace("test_resnet", place))
-    for file in (run / "best/notes.txt", run / "pictures/Alice Smith.png"):
-        file.write_text(place)
-    published(run, tmp_path / "model")
-    for file in (tmp_path / "model").rglob("*"):
-        assert SECRET not in str(file) and (file.is_dir() or SECRET.encode() not in file.read_bytes()), file
-    settings = read(tmp_path / "model/run.json")["config"]
-    assert settings["model"] == "test_resnet" and settings["lr"] == of_run["config"]["lr"], "it can be evaluated"
+    texts = "data model class_weights image_column label_column eval_only init notes own".split()
+    original = read(trained_classifier / "best/run.json")
+    for number, place in enumerate(PLACES):
+        run, model = copied(trained_classifier, tmp_path / f"run-{number}"), tmp_path / f"model-{number}"
+        flags = dict.fromkeys(texts, place)
+        of_run = original | {"config": original["config"] | flags, "notes": place}
+        (run / "best/run.json").write_text(json.dumps(of_run))
+        facts = read(run / "environment.json") | {"command": f"recipes/cls.py --data {place}", "recipe": place}
+        (run / "environment.json").write_text(json.dumps(facts))
+        (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
+        log = (run / "log.txt").read_text()
+        (run / "log.txt").write_text(log.replace("digits", place).replace("test_resnet", place))
+        for file in (run / "best/notes.txt", run / "pictures/Alice Smith.png"):
+            file.write_text(place)
+        published(run, model)
+        for file in model.rglob("*"):
+            assert SECRET not in str(file) and (file.is_dir() or SECRET.encode() not in file.read_bytes()), file
+        settings = read(model / "run.json")["config"]
+        assert settings["model"] == "test_resnet" and settings["lr"] == original["config"]["lr"], "it can be evaluated"
 
 
 def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classifier, tmp_path) -> None:
-    run = tmp_path / "<i>a|*b*"
-    shutil.copytree(trained_classifier, run, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
+    run = copied(trained_classifier, tmp_path / "<i>a|*b*")
     odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
-    for name in ("config.json", "results.json"):
-        content = read(best / name)
-        if name == "config.json":
-            content["label_names"][3] = odd
-        else:
-            content["per_class"] = {odd if key == "3" else key: value for key, value in content["per_class"].items()}
-            content["per_class"]["4"] = None
-        (best / name).write_text(json.dumps(content))
+    config, results = read(best / "config.json"), read(best / "results.json")
+    config["label_names"][3] = odd
+    results["per_class"] = {odd if key == "3" else key: value for key, value in results["per_class"].items()}
+    results["per_class"]["4"] = None
+    (best / "config.json").write_text(json.dumps(config))
+    (best / "results.json").write_text(json.dumps(results))
     (run / "status.json").write_text(json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""}))
     _, text = published(run, tmp_path / "model")
     assert r"| a\|b \<i\>\*\_\`\\n\[x\]\(https\://x\) |" in text and "\n| 4 | - |" in text
@@ -185,18 +181,15 @@ def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classi
 
 
 def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:
-    def refused(run: Path, *words: str) -> str:
-        with pytest.raises(Refused) as refusal:
-            main([str(run), "--to", "someone/digits", *words])
-        assert "\n" not in str(refusal.value)
-        return str(refusal.value)
+    def refused(run: Path, *words: object) -> str:
+        return refusal(main, run, "--to", "someone/digits", *words)
 
-    new = ("--dry_run", str(tmp_path / "new"))
+    new = ("--dry_run", tmp_path / "new")
     assert "no run folder" in refused(trained_classifier / "best", *new)
     assert "must be OWNER/NAME" in refused(trained_classifier, *new, "--to", "digits")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
-    assert "is there already" in refused(trained_classifier, "--dry_run", str(tmp_path / "old"))
+    assert "is there already" in refused(trained_classifier, "--dry_run", tmp_path / "old")
     assert refused(trained_classifier, "--dry_run", "/dev/null/x").startswith("--dry_run /dev/null/x: ")
     run = tmp_path / "run"
     shutil.copytree(trained_classifier, run)

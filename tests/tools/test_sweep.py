@@ -1,8 +1,8 @@
 """A sweep reads the file of `wandb sweep`, stops bad trials, and goes on after a kill as if there had been none."""
 
-import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,8 +16,10 @@ from wandb.sdk.launch.sweeps import utils as wandb_sweeps
 
 from common.errors import Refused
 from tests.harness.launching import ROOT, inherited
+from tests.harness.runs import read as read_json
+from tests.harness.runs import refusal, rows_of
 from tests.harness.waiting import Limit
-from tools.sweep import command_of, evaluations, read
+from tools.sweep import command_of, evaluations, main, read
 
 # Stands for a recipe: evaluates at steps 1 to 6 with its rate as result, saves each step, and waits at step 3 if told to.
 RECIPE = """
@@ -51,30 +53,48 @@ status("finished")
 """
 
 
-@pytest.fixture
-def sweep(tmp_path: Path):
-    """`sweep("a", "--trials", 3)` starts a sweep of the stand-in in the folder a."""
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    content = {
-        "program": str(tmp_path / "recipe.py"),
-        "method": "bayes",
-        "metric": {"name": "eval/top1", "goal": "maximize"},
-        "parameters": {
-            "lr": {"distribution": "uniform", "min": 0.0, "max": 1.0},
-            "depth": {"min": 1, "max": 9},
-            "opt": {"values": ["sgd", "adamw"]},
-        },
-        "command": ["${env}", "${interpreter}", "${program}", "${args}"],
-    }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+FILE = {
+    "method": "bayes",
+    "metric": {"name": "eval/top1", "goal": "maximize"},
+    "parameters": {
+        "lr": {"distribution": "uniform", "min": 0.0, "max": 1.0},
+        "depth": {"min": 1, "max": 9},
+        "opt": {"values": ["sgd", "adamw"]},
+    },
+    "command": ["${env}", "${interpreter}", "${program}", "${args}"],
+}
 
-    def start(name: str, *words: object) -> subprocess.Popen:
-        own = ["--output_dir", tmp_path / name, "--unpruned", 2, "--sweep_seed", 1, "--hold", tmp_path / "hold", *words]
-        command = [sys.executable, "-m", "tools.sweep", tmp_path / "mine.yaml", *own]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*map(str, command)], cwd=ROOT, env=inherited(), **pipes)
 
-    return start
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with mine.yaml, which searches for flags of the stand-in."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    (folder / "recipe.py").write_text(RECIPE)
+    write(folder / "mine.yaml", FILE | {"program": str(folder / "recipe.py")})
+    return folder
+
+
+def write(file: Path, content: dict) -> None:
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def words_of(folder: Path, name: str, *words: object) -> list[str]:
+    own = ["--output_dir", folder / name, "--unpruned", 2, "--sweep_seed", 1, "--hold", folder / "hold"]
+    return [*map(str, [folder / "mine.yaml", *own, *words])]
+
+
+def start(words: list[str]) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "tools.sweep", *words], cwd=ROOT, env=inherited(), **pipes)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[str]:
+    """What a sweep of six trials prints that nothing disturbs."""
+    ended = start(words_of(folder, "whole", "--trials", 6))
+    printed, errors = ended.communicate(timeout=300)
+    assert (ended.returncode, errors) == (0, "")
+    return printed.splitlines()
 
 
 def trials(folder: Path, name: str) -> list[tuple]:
@@ -94,27 +114,24 @@ def wait_for(what, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("signal", ["kill", "terminate"])
-def test_a_killed_sweep_goes_on_as_if_it_had_not_been(sweep, tmp_path: Path, signal: str) -> None:
-    whole = sweep("whole", "--trials", 6)
-    table, errors = whole.communicate(timeout=300)
-    assert (whole.returncode, errors) == (0, "")
-    (tmp_path / "hold").touch()
-    killed = sweep("killed", "--trials", 6)
-    rows = tmp_path / "killed/mine-001/metrics.jsonl"
+def test_a_killed_sweep_goes_on_as_if_it_had_not_been(folder: Path, whole: list[str], signal: str) -> None:
+    (folder / "hold").touch()
+    words = words_of(folder, signal, "--trials", 6)
+    killed, rows = start(words), folder / signal / "mine-001/metrics.jsonl"
     wait_for(lambda: rows.exists() and rows.read_text().count("\n") == 3, killed)
     (child,) = psutil.Process(killed.pid).children()
     getattr(killed, signal)()
     assert killed.wait(60) == {"kill": -9, "terminate": 75}[signal]
     psutil.wait_procs([child], 60)
-    assert json.loads((rows.parent / "status.json").read_text())["status"] == "resumable", "its run was asked to save"
-    (tmp_path / "hold").unlink()
-    resumed = sweep("killed", "--trials", 6)
+    assert read_json(rows.parent / "status.json")["status"] == "resumable", "its run was asked to save"
+    (folder / "hold").unlink()
+    resumed = start(words)
     again, errors = resumed.communicate(timeout=300)
     assert (resumed.returncode, errors) == (0, "")
     assert (rows.parent / "starts").read_text() == "0 mine\n3 mine\n", "the unfinished run continues"
-    expected = trials(tmp_path / "whole", "mine")
-    assert trials(tmp_path / "killed", "mine") == expected and len(expected) == 6
-    assert again.partition("trial  ")[2] == table.partition("trial  ")[2], "the same table"
+    expected = trials(folder / "whole", "mine")
+    assert trials(folder / signal, "mine") == expected and len(expected) == 6
+    assert again.splitlines()[:-1] == whole[2:-1], "the same words, but for the trial before and the study's file"
 
     states = [state for state, *_ in expected]
     assert {"COMPLETE", "PRUNED"} <= {*states} and states[3] == "FAIL", "the seed has one of each"
@@ -122,20 +139,29 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(sweep, tmp_path: Path, sig
         if state == "COMPLETE":
             assert value == 1 - params["lr"] and [*reported] == [2, 3, 4, 5, 6]
     best = min((params for state, _, params, _ in expected if state == "COMPLETE"), key=lambda params: params["lr"])
-    assert table.splitlines()[-1].endswith(f"--lr={best['lr']} --depth={best['depth']} --opt={best['opt']}")
+    assert whole[-2].startswith("best: mine-00") and f"  eval/top1 {1 - best['lr']:.4f}  " in whole[-2]
+    assert whole[-2].endswith(f"--lr={best['lr']} --depth={best['depth']} --opt={best['opt']}")
+    assert "mine-003: failed: the loss is not finite" in whole and any(": stopped at step" in line for line in whole)
 
 
-def test_what_cannot_be_searched_is_refused_in_one_line(sweep, tmp_path: Path) -> None:
-    def refusal(*words: object) -> str:
-        ended = sweep("a", *words)
-        _, errors = ended.communicate(timeout=120)
-        assert ended.returncode == 2 and errors.count("\n") == 1, errors
-        return errors
+def test_optunas_own_command_lists_the_trials(whole: list[str]) -> None:
+    command = [sys.executable, "-c", "from optuna.cli import main; main()", *shlex.split(whole[-1])[3:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert whole[-1].startswith("all trials: optuna trials ") and done.stdout.count("COMPLETE") >= 2
 
-    assert refusal("--wrong", 1) == "mine-000 did not start: --wrong: no such flag\n"
-    assert "was begun with another flags of the recipe" in refusal("--trials", 1)
-    file = tmp_path / "mine.yaml"
-    content = yaml.safe_load(file.read_text())
+
+def test_what_cannot_be_searched_is_refused_in_one_line(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    words = words_of(folder, "wrong")
+    wrong = start([*words, "--wrong", "1"])
+    assert wrong.communicate(timeout=120)[1] == "mine-000 did not start: --wrong: no such flag\n"
+    assert wrong.returncode == 2
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert "was begun with another flags of the recipe" in refusal(main, *words, "--trials", 1)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert refusal(main, "a.yaml") == "tools.sweep needs Optuna: pip install optuna"
+    monkeypatch.undo()
+
+    file, rows = tmp_path / "mine.yaml", tmp_path / "metrics.jsonl"
     for change, told in (
         ({"method": "magic"}, "method magic: must be one of random, bayes, grid"),
         ({"metric": {"name": "eval/top1"}}, "metric must have a name"),
@@ -144,23 +170,16 @@ def test_what_cannot_be_searched_is_refused_in_one_line(sweep, tmp_path: Path) -
         ({"method": "grid"}, "method grid needs `values` of lr, depth"),
         ({"command": None}, "command: missing"),
     ):
-        file.write_text(yaml.safe_dump(content | change, sort_keys=False))
+        write(file, FILE | {"program": "recipe.py"} | change)
         with pytest.raises(Refused, match=re.escape(told)):
             read(file)
     file.write_text("a: [")
     with pytest.raises(Refused, match="can't be read"):
         read(file)
-    rows = tmp_path / "metrics.jsonl"
     rows.write_text('{"step": 1, "eval/ema_top1": 0.1, "eval/top1": 0.9}\n')
     assert [*evaluations(rows, "eval/ema_top1")] == [(1, 0.1)]
     with pytest.raises(Refused, match="the average is exported; search for eval/ema_top1"):
         [*evaluations(rows, "eval/top1")]
-
-
-def test_without_optuna_the_way_out_is_named() -> None:
-    text = "import sys; sys.modules['optuna'] = None; from tools.sweep import main; main(['a.yaml'])"
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, env=inherited(), capture_output=True, text=True)
-    assert done.stderr.endswith("Refused: tools.sweep needs Optuna: pip install optuna\n")
 
 
 PRESETS = sorted((ROOT / "recipes" / "presets").glob("sweep_*.yaml"))
@@ -188,32 +207,6 @@ def test_a_sweep_of_the_presets_runs_on_two_ranks_as_wandb_starts_it(path: Path,
     assert done.returncode == 0, done.stderr
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert {name: config[name] for name in values} == values
-    (row,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    assert file["metric"]["name"] in row
-    assert json.loads((tmp_path / "run/environment.json").read_text())["world_size"] == 2
+    (row,) = rows_of(tmp_path / "run/metrics.jsonl")
+    assert file["metric"]["name"] in row and read_json(tmp_path / "run/environment.json")["world_size"] == 2
     assert "tools.sweep" in path.read_text() and "wandb sweep" in path.read_text()
-
-
-@pytest.mark.long
-def test_a_sweep_of_real_runs_is_killed_and_stops_a_rate_that_is_too_high(tmp_path: Path) -> None:
-    content = yaml.safe_load((ROOT / "recipes/presets/sweep_cls.yaml").read_text())
-    content["parameters"] = {"lr": {"values": [0.004, 1000.0]}, "weight_decay": {"values": [0.05, 0.0]}}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"method": "grid"}))
-    few = "--max_steps 8 --eval_every 2 --checkpoint_every 1 --log_every 1 --tracker none --workers 1 --unpruned 1 --trials 3"
-
-    def sweep(name: str) -> subprocess.Popen:
-        command = ["-m", "tools.sweep", tmp_path / "mine.yaml", *few.split(), "--output_dir", tmp_path / name]
-        return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=inherited())
-
-    assert sweep("whole").wait() == 0
-    killed, rows = sweep("killed"), tmp_path / "killed/mine-001/metrics.jsonl"
-    wait_for(lambda: rows.exists() and rows.read_text().count("\n") >= 3, killed)
-    killed.kill()
-    killed.wait()
-    assert sweep("killed").wait() == 0
-    expected = trials(tmp_path / "whole", "mine")
-    assert trials(tmp_path / "killed", "mine") == expected
-    assert [state for state, *_ in expected] == ["COMPLETE", "COMPLETE", "PRUNED"]
-    assert expected[2][2]["lr"] == 1000.0
-    log = (rows.parent / "log.txt").read_text()
-    assert log.count("resuming from step") == 1

@@ -28,22 +28,28 @@ def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> Non
     assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
 
 
-@pytest.mark.parametrize("recipe", ["cls", "det"])
-def test_weights_that_are_no_numbers_are_refused_by_name(request, recipe, forks, tmp_path) -> None:
-    run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
-    best = shutil.copytree(run / "best", tmp_path / "best")
-    tensors = load_file(best / "model.safetensors")
-    name = next(name for name in tensors if tensors[name].ndim == 4)
-    for changed, said in (
-        (tensors[name].to(torch.int8), "int8" if recipe == "cls" else "another detector: 1 tensors differ"),
-        (tensors[name] > 0, "bool" if recipe == "cls" else "another detector: 1 tensors differ"),
-        (tensors[name] / 0, "has numbers that are not finite"),
-        (tensors[name][:1], "with the weights in this folder" if recipe == "cls" else "another detector: 1 tensors"),
-    ):
-        save_file(tensors | {name: changed}, best / "model.safetensors", {"format": "pt"})
-        ended = forks("--eval_only", best, "--workers", 0, "--output_dir", tmp_path, "--data", "digits", recipe=recipe)
-        assert (ended.code, ended.stderr.count("\n")) == (2, 1) and said in ended.stderr, ended
-        assert name in ended.stderr and "hub" not in ended.stderr
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    trained_classifier, trained_detector, run_several, tmp_path
+) -> None:
+    cases, expected = {}, {}
+    for run in (trained_classifier, trained_detector):
+        tensors, recipe = load_file(run / "best" / "model.safetensors"), run.name
+        name = next(name for name in tensors if tensors[name].ndim == 4)
+        other = "another detector: 1 tensors differ"
+        for kind, changed, said in (
+            ("int8", tensors[name].to(torch.int8), "int8" if recipe == "cls" else other),
+            ("bool", tensors[name] > 0, "bool" if recipe == "cls" else other),
+            ("infinite", tensors[name] / 0, "has numbers that are not finite"),
+            ("short", tensors[name][:1], "with the weights in this folder" if recipe == "cls" else other),
+        ):
+            best = shutil.copytree(run / "best", tmp_path / f"{recipe} {kind}")
+            save_file(tensors | {name: changed}, best / "model.safetensors", {"format": "pt"})
+            cases[best.name] = [f"recipes/{recipe}.py", "--eval_only", best, "--data", "digits"]
+            expected[best.name] = said, name
+    for case, ended in run_several(1, cases).items():
+        said, name = expected[case]
+        assert ended.outcome == "refused" and said in ended.text and name in ended.text, ended
+        assert "\n" not in ended.text and "hub" not in ended.text
 
 
 def test_a_copied_best_is_built_by_the_recipe_of_the_repository(trained_classifier, tmp_path) -> None:

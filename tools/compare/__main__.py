@@ -3,9 +3,9 @@
     python -m tools.compare runs/a runs/b -o comparison
 
 Each run is compared with the first. Their best models are evaluated on the same validation images, which must be the same for
-all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json and the predictions, which the next
-comparison there reads. Flags that are not listed are the recipe's, for all models: --data FOLDER, --workers 4. On several
-devices: accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
+all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json. Flags that are not listed are the recipe's,
+for all models: --data FOLDER, --workers 4. On several devices: accelerate launch --config_file
+accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
 """
 
 import argparse
@@ -29,11 +29,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     words, flags = arguments().parse_known_args(argv)
-    from common.distributed.collectives import is_main
+    from common.distributed import is_main
     from common.durable import make_folder
     from common.launching import launch
+    from common.run import PastRun
     from common.run.folder import write_json
-    from common.run.past_run import PastRun
     from tools.compare import evaluation, tables
 
     if len(words.run) < 2:
@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise Refused(f"--recorded evaluates nothing, so it has no use for {' '.join(flags)}")
     runs = [PastRun(_run_of(path)) for path in words.run]
     _refuse_other_data(runs, flags)
-    predictions = [] if words.recorded else _evaluate(runs, flags, words.output)
+    predictions = []
+    if not words.recorded:
+        candidates = evaluation.find([run.path for run in runs], flags)
+        accelerator = launch.start(candidates[0].trained.config)
+        predictions = [evaluation.measure(candidate, accelerator) for candidate in candidates]
     if not is_main():
         return
     lines = _describe(runs)
@@ -53,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         more, found["differences"] = _differences(predictions, words.resamples)
         lines += more
     if words.output:
-        with evaluation.writing(words.output):
+        try:
             make_folder(words.output)
             write_json(words.output / "comparison.json", found)
+        except OSError as error:
+            raise Refused(
+                f"--output {words.output} can't be written ({error.strerror}): name another folder"
+            ) from error
         lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
         launch.say(line)
@@ -78,49 +86,32 @@ def _refuse_other_data(runs: Sequence, flags: Sequence[str]) -> None:
             )
 
 
-def _evaluate(runs: Sequence, flags: Sequence[str], output: Path | None) -> list:
-    from common.launching import launch
-    from tools.compare import evaluation
-
-    candidates = evaluation.find([run.path for run in runs], flags)
-    accelerator = launch.start(candidates[0].trained.config)
-    kept = output / "predictions" if output else None
-    return [evaluation.measure(candidate, accelerator, kept) for candidate in candidates]
-
-
 def _describe(runs: Sequence) -> list[str]:
     """Tables of what the folders record."""
     from tools.compare import tables
 
     names = [run.name if len({one.name for one in runs}) == len(runs) else str(run.path) for run in runs]
     lines = ["configuration: what differs"]
-    differing = tables.configuration(runs)
-    lines += tables.layout(names, differing) if differing else ["  nothing"]
+    lines += tables.layout(names, tables.configuration(runs), "nothing")
     for run, name in zip(runs[1:], names[1:], strict=True):
         changed = tables.source_difference(runs[0], run)
         what = "not recorded by both" if changed is None else "" if changed else "the same"
-        lines += [
-            "",
-            f"recipe source, {names[0]} and {name}: {what}".rstrip(),
-            *(f"  {line}" for line in changed or ()),
-        ]
-    known = {run.fingerprint for run in runs}
-    same = (
-        "the same"
-        if len(known) == 1 and "" not in known
-        else "differs in"
-        if "" not in known
-        else "not recorded by all"
-    )
-    rows = [("training", 0), ("validation", 2)] if same == "differs in" else []
-    parts = [(name, [run.fingerprint.partition("-")[place] for run in runs]) for name, place in rows]
-    lines += ["", f"data fingerprint: {same}", *(tables.layout(names, parts) if parts else ())]
+        lines += ["", f"recipe source, {names[0]} and {name}: {what}".rstrip()]
+        lines += [f"  {line}" for line in changed or ()]
+    known = [run.fingerprint for run in runs]
+    if len({*known}) == 1 and all(known):
+        lines += ["", "data fingerprint: the same"]
+    elif all(known):
+        parts = zip(*(fingerprint.partition("-")[::2] for fingerprint in known), strict=True)
+        rows = [*zip(("training", "validation"), map(list, parts), strict=True)]
+        lines += ["", "data fingerprint: differs in", *tables.layout(names, rows)]
+    else:
+        lines += ["", "data fingerprint: not recorded by all"]
     lines += ["", "results of the best models", *tables.layout(names, tables.results(runs))]
     lines += ["", "cost", *tables.layout(names, tables.cost(runs))]
-    of_classes = tables.classes(runs)
     head = [*names, "change"] if len(runs) == 2 else names
-    lines += ["", "classes that changed most", *(tables.layout(head, of_classes) if of_classes else ["  none"])]
-    return lines
+    lines += ["", "classes that changed most"]
+    return lines + tables.layout(head, tables.classes(runs), "none")
 
 
 def _differences(predictions: Sequence, resamples: int) -> tuple[list[str], list[dict]]:

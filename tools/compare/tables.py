@@ -1,13 +1,13 @@
 """What the folders of runs tell about their differences: configuration, source, data, results, cost and classes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from common.config.recipe_source import FOLDER, difference
 from common.errors import printable
 from common.files import MEDIUM, read_text
+from common.run import PastRun
 from common.run.page import duration, in_words, listed
-from common.run.past_run import PastRun
 from common.run.plots import finite
 from common.run.progress import display_name, is_share
 
@@ -18,8 +18,10 @@ _WIDEST = 44  # letters of a cell
 Row = tuple[str, list[str]]
 
 
-def layout(head: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Lines of a table: a name and the value of each run."""
+def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[str]:
+    """Lines of a table: a name and the value of each run; `nothing` instead if there are no rows."""
+    if not rows:
+        return [f"  {nothing}"]
     cells = [["", *head], *([name, *values] for name, values in rows)]
     cells = [[_short(printable(cell)) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -46,42 +48,37 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
     keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))  # of the exported weights first
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
     rows += [(display_name(key), [in_words(of_run.get(key), is_share(key)) for of_run in best]) for key in keys]
-    last = [(run.evaluation("last").get(run.leading), run.step_of("last"), is_share(run.leading)) for run in runs]
-    return [
-        *rows,
-        ("at the last evaluation", [f"{in_words(value, share)} (step {step:,})" for value, step, share in last]),
-    ]
+    last = []
+    for run in runs:
+        value = in_words(run.evaluation("last").get(run.leading), is_share(run.leading))
+        last.append(f"{value} (step {run.step_of('last'):,})")
+    return [*rows, ("at the last evaluation", last)]
 
 
 def cost(runs: Sequence[PastRun]) -> list[Row]:
     """Steps, images, time and devices."""
+    of_runs = [_cost(run) for run in runs]
+    return [(name, [cost[name] or "-" for cost in of_runs]) for name in of_runs[0]]
 
-    def row(name: str, value: Callable[[PastRun], str]) -> Row:
-        return name, [value(run) for run in runs]
 
-    def number(key: str) -> Callable[[PastRun], str]:
-        return lambda run: "-" if (found := finite(run.summary.get(key))) is None else f"{found:,.0f}"
-
-    def devices(run: PastRun) -> str:
-        ranks = run.environment.get("ranks")
-        names = [str(rank).split(" on ")[0] for rank in ranks] if isinstance(ranks, list) else []
-        return listed(names) or "-"
-
-    def device_time(run: PastRun) -> str:
-        seconds, world = finite(run.summary.get("train_seconds")), finite(run.environment.get("world_size"))
-        return duration(None if seconds is None or world is None else seconds * world)
-
-    return [
-        row("steps", number("step")),
-        row("images", number("samples")),
-        row("training time", lambda run: duration(finite(run.summary.get("train_seconds")))),
-        row("time of all devices", device_time),
-        row("images/s", number("images_per_second")),
-        row("devices", devices),
-        row("precision", lambda run: listed(run.environment.get("precision")) or "-"),
-        row("starts", lambda run: str(len(run.starts)) if run.starts else "-"),
-        row("status", lambda run: listed(run.status.get("status")) or "-"),
-    ]
+def _cost(run: PastRun) -> dict[str, str]:
+    keys = ("step", "samples", "train_seconds", "images_per_second")
+    numbers = {key: finite(run.summary.get(key)) for key in keys}
+    shown = {key: "" if value is None else f"{value:,.0f}" for key, value in numbers.items()}
+    seconds, world = numbers["train_seconds"], finite(run.environment.get("world_size"))
+    ranks = run.environment.get("ranks")
+    devices = [str(rank).split(" on ")[0] for rank in ranks] if isinstance(ranks, list) else []
+    return {
+        "steps": shown["step"],
+        "images": shown["samples"],
+        "training time": duration(seconds),
+        "time of all devices": duration(seconds * world if seconds and world else None),
+        "images/s": shown["images_per_second"],
+        "devices": listed(devices),
+        "precision": listed(run.environment.get("precision")),
+        "starts": str(len(run.starts) or ""),
+        "status": listed(run.status.get("status")),
+    }
 
 
 def classes(runs: Sequence[PastRun]) -> list[Row]:

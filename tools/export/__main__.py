@@ -27,9 +27,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--differing", type=int, default=0, help="validation images that may differ from the trained model (default: 0)"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="how long each row of the latency table is measured (default: 2)"
-    )
     return parser
 
 
@@ -41,8 +38,9 @@ def main(argv: list[str] | None = None) -> None:
     folder = words.output or default_folder(Path(words.model), words.to)
     proof.check_folder(folder)
     task = load(words.model, flags, words.differing)
-    about = proof.export(task, words.to, folder, words.seconds)
-    print(proof.table(about, folder))
+    about = proof.export(task, words.to, folder)
+    figures = ", ".join(f"{key} {value:.6g}" for key, value in about["validation"].items())
+    print(f"{folder / about['model']}: {figures}\ncheck it again: python {folder / 'verify.py'}")
 
 
 def default_folder(model: Path, name: str) -> Path:

@@ -1,24 +1,21 @@
 """Classifiers for export: a picture of any size -> probabilities; scored image by image against the recipe's evaluation."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.data.images import BrokenImage
-from common.data.source import Source
+from common.data import Source
 from common.errors import Refused
 from tools.export.preprocessing import KERNELS, Preprocessing
 from tools.export.proof import Vector, Verdict, chosen, pictures_of
 from tools.export.verify import Session
 from tools.trained import Trained
 
-BATCH_SIZES = (1, 2, 4, 8, 16)  # whose latency is measured
 MOVED = 0.05  # an image differs if a probability moves by more, also if its top-1 stays
 _FLOOR = 1e-4  # of the tolerance in probability that verify.py applies on other machines
 _SPARE = 4.0  # it is at least this many times the largest difference that was measured
@@ -71,7 +68,7 @@ class ClassifierTask:
 
     def __init__(self, trained: Trained, val: Source, places: Sequence[int], accelerator: Any, differing: int = 0):
         self._model, self._normalize, self._loader = trained.build(val, accelerator.device)
-        self._recipe, self._accelerator, self._workers = trained.recipe, accelerator, trained.config.workers
+        self._recipe, self._accelerator = trained.recipe, accelerator
         self._val, self._places, self._classes, self._differing = val, np.array(places), trained.classes, differing
         config = getattr(self._loader.dataset.transform, "data_config", None)
         if config is None:
@@ -94,8 +91,6 @@ class ClassifierTask:
                 **{key: config[key] for key in ("interpolation", "mean", "std")},
             },
         }
-        height, width = (int(side) for side in np.median([*self._sizes()], 0))
-        self.shapes = [(count, 3, height, width) for count in BATCH_SIZES]
 
     def judge(self, session: Session) -> Verdict:
         """Score every image by the exported model and by the recipe; an image differs by its top-1 or by `MOVED`.
@@ -103,7 +98,7 @@ class ClassifierTask:
         For multi-label data each class is a decision, and an image differs if one of them does.
         """
         count, keep, verdict = len(self._val), chosen(len(self._val)), Verdict()
-        pictures, rows = pictures_of(self._val, self._workers), []
+        pictures, rows = pictures_of(self._val.image, count), []
         with tqdm(total=count, desc="proof", unit=" images", leave=False, disable=None) as bar:
             for batch, logits in self._recipe.predict(self._model, self._loader, self._accelerator, self._normalize):
                 expected = probabilities(logits.float(), self._val.multi_label).cpu().numpy()
@@ -152,10 +147,3 @@ class ClassifierTask:
         # Not `>`: a NaN differs, too.
         differs |= not moved[place] <= MOVED
         return Compared(differs, float(moved[place]), (right[0], right[1]), f"{self._val.name(index)}: {words}")
-
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Height and width of some readable images."""
-        for index in sorted(chosen(len(self._val))):
-            with contextlib.suppress(BrokenImage):
-                image = self._val.image(index)
-                yield image.height, image.width

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.detection.data import outlines
+from common.detection import Detections
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation.metrics import Detections
+from common.detection.data.masks import pasted
 from common.errors import Refused
 from tools.export.detector_module import Exportable
 from tools.export.proof import Vector, Verdict, chosen, pictures_of
@@ -21,24 +21,7 @@ from tools.trained import Trained
 AP_LIMIT = 0.0005  # difference of average precision, of boxes and of masks
 MOVED_BOX, MOVED_SCORE = 1.0, 0.01  # an image differs if a detection moves by more pixels, or changes its score by more
 DIFFERING = 0.02  # share of the images that may differ: rounding can change which of two nearly equal boxes is kept
-SIZES = (
-    (480, 640),
-    (1080, 1920),
-)  # heights and widths whose latency is measured, besides the validation images' median
 _FLOOR, _SPARE = {"boxes": 1e-2, "scores": 1e-4}, 4.0  # verify.py tolerates these, or so many times what was measured
-
-
-class Decoded:
-    """The pictures of a source as the evaluation decodes them."""
-
-    def __init__(self, source: Annotated):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> np.ndarray:
-        return self.source.picture(index).whole().permute(1, 2, 0).numpy()
 
 
 class DetectorTask:
@@ -51,7 +34,7 @@ class DetectorTask:
 
     def __init__(self, trained: Trained, val: Annotated, places: Sequence[int], accelerator: Any):
         self._model, self._normalize, self._loader = trained.build(val, accelerator.device)
-        self._recipe, self._accelerator, self._workers = trained.recipe, accelerator, trained.config.workers
+        self._recipe, self._accelerator = trained.recipe, accelerator
         self._val, self._classes = val, trained.classes
         self._ids = {place: number for number, place in enumerate(places)}
         plain = self._loader.dataset.augmentation
@@ -74,15 +57,13 @@ class DetectorTask:
                 **{key: [*self._model.pretrained_cfg[key]] for key in ("mean", "std")},
             },
         }
-        width, height = np.median(val.sizes, 0).astype(int).tolist()
-        self.shapes = [(1, 3, *size) for size in dict.fromkeys([(height, width), *SIZES])]
 
     def judge(self, session: Session) -> Verdict:
         """Evaluate both models on every image, and look for the counterpart of each detection."""
         count, keep, verdict = len(self._val), chosen(len(self._val)), Verdict()
         trained, both = self._trained(), (Detections(), Detections())
         apart, unreadable = [], 0
-        pictures = pictures_of(Decoded(self._val), self._workers)
+        pictures = pictures_of(self._decoded, count)
         for index, picture in enumerate(tqdm(pictures, desc="proof", total=count, unit=" images", leave=False)):
             expected = exported = trained[index]
             if picture is None:  # black for the evaluation
@@ -105,6 +86,10 @@ class DetectorTask:
         self._conclude(verdict, both[0].results(self._val), both[1].results(self._val), apart)
         verdict.figures = {"images": len(apart), "unreadable": unreadable} | verdict.figures
         return verdict
+
+    def _decoded(self, index: int) -> np.ndarray:
+        """A picture as the evaluation decodes it."""
+        return self._val.picture(index).whole().permute(1, 2, 0).numpy()
 
     def _conclude(self, verdict: Verdict, trained: dict, exported: dict, apart: list[tuple["Apart", str]]) -> None:
         """Figures, tolerance, and a refusal if average precision differs or too many images do."""
@@ -151,7 +136,7 @@ class DetectorTask:
         rows = (ids >= 0).nonzero().flatten()
         result = {"boxes": found["boxes"][rows], "scores": found["scores"][rows], "labels": ids[rows]}
         if "masks" in found:
-            result["rles"] = outlines.pasted(found["masks"][rows], result["boxes"], self._val.sizes[index])
+            result["rles"] = pasted(found["masks"][rows], result["boxes"], self._val.sizes[index])
         elif "rles" in found:
             result["rles"] = [found["rles"][row] for row in rows.tolist()]
         return result

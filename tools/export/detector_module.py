@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import roi_align
 
+from common.detection import BoxAugmentation
 from common.detection.models.detectors import Detector
 from common.detection.models.rf_detr import RFDETR
-from common.detection.transforms import BoxAugmentation
 from tools.export.preprocessing import half_even
 
 _WEIGHT_BITS, _MOST_SHIFT = 15, 22  # of torch's resizing weights for 8 bit images

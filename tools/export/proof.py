@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from common.data.images import BrokenImage
-from common.data.loader import DeviceBatch, evaluation_loader
+from common.data import BrokenImage
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import as_json
@@ -27,6 +25,7 @@ from tools.export.verify import Session
 
 VECTORS = 10  # test vectors
 _NAMED = 5  # differing images in a message
+_AT_ONCE = 16  # pictures in memory
 
 
 @dataclass(frozen=True)
@@ -56,46 +55,27 @@ class Task(Protocol):
     outputs: Mapping[str, str]  # names of these tensors in order, with what they are
     batched: bool  # whether N may be more than 1: then the outputs have this dimension first
     about: Mapping  # preprocessing, classes and so on, for export.json
-    shapes: Sequence[tuple[int, int, int, int]]  # of the inputs whose latency is measured
 
     def judge(self, session: Session) -> Verdict:
         """Score the exported model on the validation set, and compare it with the trained one through the recipe."""
         ...
 
 
-@dataclass
-class Picture(DeviceBatch):
-    """One image of a source as it is, before any resizing."""
+def pictures_of(image: Callable[[int], Any], count: int) -> Iterator[np.ndarray | None]:
+    """Each of `count` images, uint8[1, 3, H, W], None if it can't be read; `image` gives RGB and upright ones, [H, W, 3].
 
-    pixels: torch.Tensor | None  # uint8[1, 3, H, W]; None if it can't be read
-    index: int
-
-
-@dataclass
-class Pictures(Dataset):
-    """Sample indices -> `Picture`, one at a time, for `evaluation_loader`."""
-
-    source: Any
-
-    def batches(self, most: int) -> list[np.ndarray]:
-        return [np.array([index]) for index in range(len(self.source))]
-
-    def __getitems__(self, indices: np.ndarray) -> Picture:
-        (index,) = indices.tolist()
-        try:
-            image = np.asarray(self.source.image(index))
-        except BrokenImage:
-            return Picture(None, index)
-        return Picture(torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)[None])), index)
-
-
-def pictures_of(source: Any, workers: int) -> Iterator[np.ndarray | None]:
-    """Each image of the source in order, uint8[1, 3, H, W], None if it can't be read; data workers decode them.
-
-    `source` has a length and `image(index)`, RGB and upright.
+    They are decoded ahead, beside the model.
     """
-    for picture in evaluation_loader(Pictures(source), 1, workers):
-        yield None if picture.pixels is None else picture.pixels.numpy()
+
+    def read(index: int) -> np.ndarray | None:
+        try:
+            return np.ascontiguousarray(np.asarray(image(index)).transpose(2, 0, 1)[None])
+        except BrokenImage:
+            return None
+
+    with ThreadPoolExecutor(1) as pool:
+        for start in range(0, count, _AT_ONCE):
+            yield from pool.map(read, range(start, min(start + _AT_ONCE, count)))
 
 
 def chosen(count: int) -> set[int]:
@@ -114,11 +94,11 @@ def check_folder(folder: Path) -> None:
         raise Refused(f"--output {folder}: is there and is no export, which would be replaced; choose another folder")
 
 
-def export(task: Task, name: str, folder: Path, seconds: float) -> dict:
+def export(task: Task, name: str, folder: Path) -> dict:
     """Write the task's module in the format `name`, prove it, and describe it, in a folder that appears when all is done.
 
-    Latency is measured for `seconds` per shape. Returns the content of export.json. Raises `Refused` if the exported model is
-    not the trained one, and leaves nothing behind.
+    Returns the content of export.json. Raises `Refused` if the exported model is not the trained one, and leaves nothing
+    behind.
     """
     folder = folder.absolute()
     draft = folder.with_name(f".{folder.name}.tmp")
@@ -127,7 +107,7 @@ def export(task: Task, name: str, folder: Path, seconds: float) -> dict:
         make_folder(folder.parent)
         remove(draft)
         draft.mkdir()
-        about = _prove(task, name, draft, seconds)
+        about = _prove(task, name, draft)
         sync_folder(draft)
         replace_folder(folder, draft)
     except BaseException as error:
@@ -141,7 +121,7 @@ def export(task: Task, name: str, folder: Path, seconds: float) -> dict:
     return about
 
 
-def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
+def _prove(task: Task, name: str, draft: Path) -> dict:
     formats.write(name, task.module, task.batched, list(task.outputs), draft)
     written = formats.FORMATS[name]
     session = _within(written.most_pixels, verify.open_model(draft, name, written.file, list(task.outputs)), name)
@@ -162,7 +142,6 @@ def _prove(task: Task, name: str, draft: Path, seconds: float) -> dict:
         "batched": task.batched,
         **task.about,
         "validation": verdict.figures,
-        "latency": [latency(session, shape, seconds) for shape in task.shapes if shape[0] == 1 or not one],
         "versions": versions(name),
         "tolerance": verdict.tolerance,
         "vectors": [vector.name for vector in verdict.vectors],
@@ -187,30 +166,6 @@ def _within(most: int, session: Session, name: str) -> Session:
         return session(images)
 
     return run
-
-
-def table(about: Mapping, folder: Path) -> str:
-    """What was written and measured, for the terminal."""
-    rows = ["input             median       p99"]
-    for row in about["latency"]:
-        shape = " x ".join(map(str, row["shape"]))
-        rows.append(f"{shape:16} {row['median_ms']:7.2f} ms {row['p99_ms']:7.2f} ms")
-    figures = ", ".join(f"{key} {value:.6g}" for key, value in about["validation"].items())
-    return "\n".join([f"{folder / about['model']}: {figures}", *rows, f"check it again: python {folder / 'verify.py'}"])
-
-
-def latency(session: Session, shape: Sequence[int], seconds: float) -> dict:
-    """Median and 99th percentile of the time of a call in milliseconds, on this machine's CPU."""
-    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    session(images)  # the first call allocates
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 10 or time.perf_counter() < end:
-        began = time.perf_counter()
-        session(images)
-        times.append(1000 * (time.perf_counter() - began))
-    median, slow = np.percentile(times, (50, 99))
-    return {"shape": [*shape], "median_ms": float(median), "p99_ms": float(slow), "calls": len(times)}
 
 
 def versions(name: str) -> dict[str, str]:

@@ -10,16 +10,11 @@ import argparse
 import contextlib
 import os
 import sys
-import time
-from itertools import islice
 from pathlib import Path
 
 from common.errors import Refused, printable
 from common.launching import launch
 from tools.command_line import parser_of
-
-_MOST_AT_ONCE = 64  # batches of a rank between two collections of rows
-_OFTEN_S = 0.5  # collections come about as often, so that rows appear while others are computed
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -29,10 +24,9 @@ def arguments() -> argparse.ArgumentParser:
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )
     parser.add_argument(
-        "images", nargs="*", help="files, folders, 'globs', @FILE and - (a list of files in FILE or on stdin)"
-    )
-    parser.add_argument(
-        "--list", action="append", default=[], metavar="FILE", help="a list of files or folders, one per line"
+        "images",
+        nargs="*",
+        help="files, folders, 'globs'; @FILE and -: a list of files and folders in FILE or on stdin",
     )
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
@@ -66,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--top {words.top}: must be at least 1")
     if words.threshold is not None and not 0 <= words.threshold <= 1:
         raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
-    if not words.images and not words.list:
-        raise Refused("no images are named: give files, folders or globs after the model, or --list FILE")
+    if not words.images:
+        raise Refused("no images are named: give files, folders, globs or @LIST after the model")
     if any(flag.split("=")[0] == "--data" for flag in flags):
         raise Refused("--data: is not read here; name the images after the model")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
@@ -84,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def predict(words: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
-    from common.distributed.collectives import all_or_none, broadcast_object, is_main
+    from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
     from tools.predict.plan import make_plan
     from tools.predict.rows import format_of
@@ -109,7 +103,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
     import torch
     from tqdm import tqdm
 
-    from common.distributed.collectives import broadcast_object, gather_to_main
+    from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images, pictures
     from tools.predict.rows import Rows
 
@@ -124,12 +118,12 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
     made = Rows(source, np.array(plan["thresholds"], np.float32), top, several)
     model, normalize, loader = trained.build(source, accelerator.device)
     loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
-    found = trained.recipe.predict(model, loader, accelerator, normalize)
+    found = iter(trained.recipe.predict(model, loader, accelerator, normalize))
 
-    def texts_of(batches) -> tuple[np.ndarray, ...]:
-        """The numbers of the images of `batches`, their texts, and whether they are broken; draws them, too."""
+    def texts_of(batch: tuple | None) -> tuple[np.ndarray, ...]:
+        """The numbers of the images of a batch, their texts, and True for broken ones; draws the others, too."""
         numbers, texts, broken = [], [], []
-        for index, row in (pair for batch in batches for pair in made.of(*batch)):
+        for index, row in made.of(*batch) if batch else ():
             numbers.append(index)
             texts.append(form.text(index, row).encode())
             broken.append("error" in row)
@@ -140,23 +134,19 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
         # With None, since numpy would turn texts alone into one array.
         return np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(broken, bool)
 
-    rounds, done, at_once, broken = broadcast_object(len(loader)), 0, 1, 0  # the first rank has the most batches
+    rounds, broken = broadcast_object(len(loader)), 0  # the first rank has the most batches
     with (
         torch.compiler.set_stance("force_eager"),
         tqdm(total=len(source), unit=" images", disable=None if output else True) as bar,
     ):
-        while done < rounds:
-            began = time.perf_counter()
-            for numbers, texts, are_broken in gather_to_main(texts_of(islice(found, at_once))) or ():
+        for _ in range(rounds):
+            for numbers, texts, are_broken in gather_to_main(texts_of(next(found, None))) or ():
                 for index, text in zip(numbers.tolist(), texts, strict=True):
                     output.take(index, text)
                 broken += int(are_broken.sum())
                 bar.update(len(numbers))
             if output:
                 output.flush()
-            done += at_once
-            is_quick = time.perf_counter() - began < _OFTEN_S
-            at_once = broadcast_object(min(2 * at_once, _MOST_AT_ONCE) if is_quick else at_once)
     say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} with an error" if broken else ""))
 
 

@@ -20,37 +20,34 @@ def paths_of(files: Sequence[str]) -> pa.LargeBinaryArray:
     return pa.array([os.fsencode(file) for file in files], pa.large_binary())
 
 
+class Files:
+    """Files by number. An image's name is its number, so that `Batch.broken` says which one could not be read."""
+
+    paths: pa.LargeBinaryArray
+    fingerprint = part = ""
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def content(self, index: int) -> str:
+        return path_of("", self.paths, index)
+
+
 @dataclass(frozen=True)
-class Images(Source):
-    """Files to classify. An image's name is its number, so that `Batch.broken` says which one could not be read."""
+class Images(Files, Source):
+    """Files to classify."""
 
     classes: tuple[str, ...]
     paths: pa.LargeBinaryArray
     labels: np.ndarray  # all 0 or False: not used
-    fingerprint: str = ""
-    notes: tuple[str, ...] = ()
-    origin: str = ""
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def content(self, index: int) -> str:
-        return path_of("", self.paths, index)
+    notes = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Scenes(FixedImages):
-    """Files in which to detect. An image's name is its number, as in `Images`."""
+class Scenes(Files, FixedImages):
+    """Files in which to detect."""
 
     paths: pa.LargeBinaryArray = field(kw_only=True)
-    fingerprint: str = field(default="", kw_only=True)
-    origin: str = field(default="", kw_only=True)
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def content(self, index: int) -> str:
-        return path_of("", self.paths, index)
 
 
 def images(files: Sequence[str], classes: tuple[str, ...], multi_label: bool) -> Images:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from common.data.images import SUFFIXES
@@ -14,8 +15,8 @@ from common.files import walk
 _KINDS = 5  # skipped extensions that a note names
 
 
-def listing(words: Sequence[str], lists: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that `words` and the files `lists` name, each once, and notes about what was left out.
+def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files that `words` name, each once, and notes about what was left out.
 
     A word is a file, a folder (with all folders in it), a glob, @FILE (a list), or - (a list on stdin). A list has one file
     or folder per line, or separated by NUL, as `find -print0` writes it. Of a folder, the files with an image's extension are
@@ -23,7 +24,6 @@ def listing(words: Sequence[str], lists: Sequence[str]) -> tuple[list[str], list
     """
     skipped: Counter[str] = Counter()
     found = [file for word in words for file in _of_word(word, skipped)]
-    found += [file for name in lists for file in _of_list(name, skipped)]
     files = [*dict.fromkeys(found)]
     notes = []
     if skipped:
@@ -31,8 +31,7 @@ def listing(words: Sequence[str], lists: Sequence[str]) -> tuple[list[str], list
         more = ", ..." if len(skipped) > _KINDS else ""
         notes.append(f"{skipped.total():,} files without an image's extension were left out: {kinds}{more}")
     if not files:
-        named = " ".join([*words, *(f"--list {name}" for name in lists)])
-        raise Refused(f"{named:.200}: no image is there{'; '.join(['', *notes])}")
+        raise Refused(f"{' '.join(words):.200}: no image is there{'; '.join(['', *notes])}")
     if len(files) < len(found):
         notes.append(f"{len(found) - len(files):,} files were named more than once, and are predicted once")
     return files, notes
@@ -66,12 +65,13 @@ def _of_path(path: str, skipped: Counter) -> Iterator[str]:
         yield path
         return
     try:
-        for _, entries in walk(path):
-            for entry in entries:
-                if os.path.splitext(entry.name)[1].lower() in SUFFIXES:
-                    if not entry.is_dir():
-                        yield entry.path
-                elif not entry.is_dir():
-                    skipped[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
+        for entry in chain.from_iterable(entries for _, entries in walk(path)):
+            kind = os.path.splitext(entry.name)[1].lower()
+            if entry.is_dir():
+                continue
+            if kind in SUFFIXES:
+                yield entry.path
+            else:
+                skipped[kind or "no extension"] += 1
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}; make it readable, or name other folders") from None

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from common.classification.plots import captioned
-from common.data.images import BrokenImage
-from common.detection.data.outlines import decode
+from common.data import BrokenImage
+from common.detection.data.masks import decode
 from common.detection.evaluation.plots import detections
 from common.errors import Refused
 from common.run.tracking import Box

@@ -22,7 +22,7 @@ _MOST = 2**31  # bytes of an annotation file
 
 def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
     """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
-    files, notes = listing(words.images, words.list)
+    files, notes = listing(words.images)
     several = _is_multi_label(Path(trained.origin.path))
     is_coco = words.format == "coco"
     thresholds, said = choose(

@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.durable import replace_folder, sync_folder
 from common.errors import Refused
 from tools.command_line import parser_of, run
 
@@ -77,24 +76,18 @@ def main(argv: list[str] | None = None) -> None:
     card = published.card(words.to, words.license, words.dataset)
     if not words.license:
         print("no --license is given: the card says so", file=sys.stderr)
-    if words.dry_run:
-        final = words.dry_run.absolute()
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
-            raise Refused(f"--dry_run {words.dry_run}: is there already; name a new folder")
-        draft = final.with_name(f".{final.name}.tmp")
-        try:
-            shutil.rmtree(draft, ignore_errors=True)  # what a process that was killed has left
-            write(published, card, draft)
-            sync_folder(draft)
-            replace_folder(final, draft)
-        except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise Refused(f"--dry_run {words.dry_run}: {error.strerror or error}") from None
-        print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
+    if not words.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            write(published, card, Path(folder))
+            print(push(Path(folder), words.to, words.private, published.step))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write(published, card, Path(folder))
-        print(push(Path(folder), words.to, words.private, published.step))
+    try:
+        if words.dry_run.exists() and any(words.dry_run.iterdir()):
+            raise FileExistsError(0, "is there already; name a new folder")
+        write(published, card, words.dry_run)
+    except OSError as error:
+        raise Refused(f"--dry_run {words.dry_run}: {error.strerror or error}") from None
+    print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from common.checkpoints.store import Damaged, compare
+from common.checkpoints import Damaged, compare
 from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.errors import Refused, printable

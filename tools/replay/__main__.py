@@ -1,4 +1,4 @@
-"""Replay a step of a run: shows the very pictures that it saw, with their labels, losses and margins.
+"""Replay a step of a run: shows the very pictures that it saw, with their labels and losses.
 
     python -m tools.replay runs/digits --step 1234
     python -m tools.replay runs/digits --step 1234 --most 96 -o suspicious_step

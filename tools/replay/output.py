@@ -64,9 +64,7 @@ def cell(row: dict, pixels: np.ndarray) -> Cell:
     boxes = [(found["box"], found["label"], ORANGE) for found in row.get("boxes", ())]
     numbers = f"loss {row['loss']:.3g}"
     if "label" in row:
-        mixed = len(row["target"]) > 1 and ", ".join(
-            f"{name} {share:.2f}" for name, share in [*row["target"].items()][:2]
-        )
-        margin = "" if row["margin"] is None else f", margin {row['margin']:.2f}"
-        numbers = f"{mixed or arrow(row['label'], row['predicted'])}\n{numbers}{margin}"
+        shares = [f"{name} {share:.2f}" for name, share in row["target"].items()][:2]
+        classes = ", ".join(shares) if len(row["target"]) > 1 else arrow(row["label"], row["predicted"])
+        numbers = f"{classes}\n{numbers}"
     return Cell(pixels.transpose(1, 2, 0), numbers, row["image"], boxes)

@@ -15,45 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.checkpoints.store import Checkpoints
+from common.checkpoints import Checkpoints
 from common.config.recipe_source import FOLDER
-from common.distributed.collectives import gather_objects, gather_to_main, is_main, world_size
+from common.distributed import gather_objects, gather_to_main, is_main, world_size
 from common.durable import remove
 from common.errors import Refused
 from common.files import open_regular
+from common.run import Run
 from common.run.folder import read_json
-from common.run.run import Run
 from common.training import timm_models
 from tools.replay.output import write
 from tools.trained import load_recipe
 
 _QUIET = {"tracker": "none", "patience": 0, "max_hours": 0, "profile": ""}  # settings of a replay that change no step
-
-
-@torch.no_grad()
-def margins(logits: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[2, B]: the margin of each sample, and its likeliest other class.
-
-    A mixed image counts only if at least half of it is its own, and against classes that neither image shows; else its margin
-    is NaN. For multi-label data the margin is that of the decision that fits worst, and the class is the one it is about.
-
-    Args:
-        logits: [B, K]
-        labels: int64[B], or bool[B, K] for multi-label data: before mixing.
-        targets: [B, K], after mixing and smoothing.
-    """
-    logits = logits.detach().to(targets.dtype)
-    if labels.ndim == 2:
-        apart = (targets - labels.to(targets.dtype)).abs()  # more than by smoothing where mixed images differ
-        right = torch.where(labels, logits, -logits)
-        worst, other = right.masked_fill(apart > apart.amin(1, keepdim=True) + 1e-6, torch.inf).min(1)
-        return torch.stack([worst, other.to(targets.dtype)])
-    own = labels[:, None]
-    shown = targets > targets.amin(1, keepdim=True)
-    best, other = logits.masked_fill(shown.scatter_(1, own, True), -torch.inf).max(1)
-    margin = logits.gather(1, own).squeeze(1) - best  # infinite if no class is left
-    is_own = targets.gather(1, own).squeeze(1) == targets.amax(1)
-    return torch.stack([margin.where(is_own, torch.nan), other.to(targets.dtype)])
 
 
 class Replay(Run):
@@ -66,22 +40,25 @@ class Replay(Run):
     layout: dict  # the run's environment.json
     made: "Replay"  # the last one; a recipe's main returns nothing
 
-    def prepare(self, model, optimizer, ema, *, plan, schedule, samples, data, **others):
+    def prepare(self, model, optimizer, schedule, samples, *others):
         Replay.made = self
+        self._samples, self._train = samples, samples.source
+        self.rate = schedule(self.wanted - 1)
+        self._seen: dict[str, list] = {"batch": [], "input": [], "judged": [], "losses": []}
+        network, optimizers = super().prepare(model, optimizer, schedule, samples, *others)
+        self.last = self.wanted
+        return partial(self._forward, network), optimizers
+
+    def _make_plan(self, samples):
+        plan = super()._make_plan(samples)
         ranks, micro_steps = self.layout.get("world_size", 1), self.layout.get("micro_steps", 1)
         self._recorded = plan
-        if plan.units >= ranks * micro_steps and not plan.whole:
+        if plan.units >= ranks * micro_steps and not plan.undivided_for:
             most = plan.unit * -(-plan.units // (ranks * micro_steps))
             self._recorded = dataclasses.replace(plan, world_size=ranks, max_micro_batch_size=most)
             if world_size() == 1:
                 plan = dataclasses.replace(plan, max_micro_batch_size=most)
-        self._samples, self._train = samples, data[0]
-        self.rate = schedule(self.wanted - 1)
-        self._seen: dict[str, list] = {"batch": [], "input": [], "judged": [], "losses": []}
-        told = {"plan": plan, "schedule": schedule, "samples": samples, "data": data}
-        network, optimizers = super().prepare(model, optimizer, ema, **told, **others)
-        self.last = self.wanted
-        return partial(self._forward, network), optimizers
+        return plan
 
     def _keep(self, name: str, value: Any) -> None:
         if self._started and self.step + 1 == self.wanted:
@@ -127,10 +104,10 @@ class Replay(Run):
         self.report = next((report for report in reports if report.step == self.wanted), None)
         super()._take_in(reports)
 
-    def evaluates(self) -> bool:
+    def should_evaluate(self) -> bool:
         return False
 
-    def saves(self) -> bool:
+    def should_save(self) -> bool:
         return False
 
     def draw(self, *_) -> None:
@@ -142,12 +119,9 @@ class Replay(Run):
         rows = [row for batch in seen["batch"] for row in self._rows_of(batch)]
         for row, loss in zip(rows, losses.tolist(), strict=True):
             row["loss"] = loss
-        judged = zip(seen["judged"], seen["batch"], strict=False)
-        judgements = [
-            judgement
-            for (logits, targets), batch in judged
-            for judgement in self._judgements(logits, batch.labels, targets)
-        ]
+        judgements: list[dict] = []  # none of a detector
+        for batch, outcome in zip(seen["batch"], seen["judged"], strict=False):
+            judgements += self._judgements(batch.labels, *outcome)
         for row, judgement in zip(rows, judgements, strict=False):
             row |= judgement
         pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
@@ -175,25 +149,17 @@ class Replay(Run):
             row["boxes"] = [{"label": classes[label], "box": box} for label, box in boxes]
         return rows
 
-    def _judgements(self, logits, labels, targets) -> list[dict]:
-        """Of each sample of a classifier's micro-batch: label, mixed target, prediction, and margin."""
+    def _judgements(self, labels, logits, targets) -> list[dict]:
+        """Of each sample of a classifier's micro-batch: label, target after mixing and smoothing, and prediction."""
         classes, found = self._train.classes, []
-        guesses = logits.argmax(1).tolist()
-        of_samples = zip(*margins(logits, labels, targets).tolist(), strict=True)
         labels = labels.cpu().numpy()
-        for place, (margin, other) in enumerate(of_samples):
-            own = np.flatnonzero(labels[place]) if labels.ndim == 2 else [labels[place]]
-            largest, numbers = targets[place].topk(min(5, len(classes)))
-            target = zip(numbers.tolist(), largest.tolist(), strict=True)
-            found.append(
-                {
-                    "label": ", ".join(classes[number] for number in own),
-                    "target": {classes[number]: round(share, 6) for number, share in target if share > 0},
-                    "predicted": classes[guesses[place]],
-                    "likeliest_other": classes[int(other)],
-                    "margin": None if margin != margin else margin,
-                }
-            )
+        for label, target, guess in zip(labels, targets, logits.argmax(1).tolist(), strict=True):
+            own = np.flatnonzero(label) if labels.ndim == 2 else [label]
+            shares, numbers = target.topk(min(5, len(classes)))
+            largest = zip(numbers.tolist(), shares.tolist(), strict=True)
+            mixed = {classes[number]: round(share, 6) for number, share in largest if share > 0}
+            names = ", ".join(classes[number] for number in own)
+            found.append({"label": names, "target": mixed, "predicted": classes[guess]})
         return found
 
     def _pictures(self, batch, images) -> np.ndarray:
