@@ -7,21 +7,26 @@ evaluation each image has the canvas that it would have alone.
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from common.data.cache import Cache
+from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture, resized
 from common.data.device_decoding import Encoded, decoder, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.stream import Stream
-from common.detection.data import outlines
+from common.detection import defaults
 from common.detection.data.annotated import Annotated, Sample
-from common.detection.device_decoding import Laid
+from common.detection.data.masks import pasted
+from common.detection.export import export
+from common.detection.models.detectors import Detector
+from common.detection.samples import Laid
 from common.detection.transforms import BoxAugmentation
 from common.detection.views import Views, mirrored_back
 from common.errors import Refused
@@ -43,7 +48,7 @@ class DetectionBatch(DeviceBatch):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    totals: torch.Tensor | None = None  # what losses are divided by, over the global batch
+    totals: torch.Tensor | None = None  # what losses are divided by, see `training.step.TrainingStep`
     encoded: Encoded | None = None  # images that the device has yet to decode onto `images`
     mirrored: bool = False  # left to right, within their sizes; only of an evaluation
     others: list["DetectionBatch"] = field(default_factory=list)  # other views of the same images, see `Views`
@@ -79,29 +84,58 @@ class TrainingImages(Dataset):
     seed: int
     drop_path_layers: int = 0
     cache: Cache | None = None
+    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
+
+    unit = 1  # see `training.step.Samples`
+    few_shapes = False
+
+    @classmethod
+    def of(cls, config: Any, source: Annotated, stream: Stream, model: Detector, augmentation: BoxAugmentation) -> Self:
+        """As the flags say, for this detector. A collective, with --cache."""
+        until = stream.steps(config.strong_epochs) * stream.global_batch_size
+        return cls(
+            source,
+            stream,
+            replace(augmentation, strong_until=until),
+            model.stride,
+            fill_of(model),
+            config.seed,
+            drop_path.layers(model),
+            open_cache(len(source), config.cache, config.cache_folder),
+            defaults.describe(config),
+        )
 
     def __post_init__(self) -> None:
         if self.cache and self.source.fresh:
             raise Refused(
-                "--cache: every image is drawn anew for its position, so that none is read twice; leave it out"
+                "--cache: every image is drawn anew for its position, so a cache would never be read; leave it out"
             )
         if self.augmentation.decode == "device":
             refuse_cache(self.cache is not None)
+
+    def describe(self) -> dict[str, str]:
+        """Rows of the start table."""
+        padding = np.mean([self.padding(step) for step in range(100)])
+        return {
+            **self.rows,
+            "cache": str(self.cache or "none"),
+            "padding": f"{padding:.0%} of the canvas, first 100 steps",
+        }
 
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples, broken = [], []
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
-            places = [(index, position)]
-            places += [
-                (draw % len(self.source), _FRESH + draw % _FRESH)
-                for draw in self.augmentation.partners(position).tolist()
-            ]
-            samples.append(self._augmented(places, broken))
+            draws = self.augmentation.partners(position).tolist()
+            partners = [(draw % len(self.source), _FRESH + draw % _FRESH) for draw in draws]
+            samples.append(self._augmented([(index, position), *partners], broken))
         names = []
         if self.augmentation.decode == "device":
             names = [self.source.name(index) for index in self.stream.indices(positions).tolist()]
-        batch = _batch(samples, positions, canvas, self.fill, tuple(broken), names)
+        return self._batch(samples, positions, canvas, tuple(broken), names)
+
+    def _batch(self, samples: list[Sample], positions: np.ndarray, canvas, broken=(), names=()) -> DetectionBatch:
+        batch = _batch(samples, positions, canvas, self.fill, broken, names)
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
@@ -117,13 +151,9 @@ class TrainingImages(Dataset):
                 image = torch.randint(256, (3, height, width), dtype=torch.uint8)
             masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self._keeps_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
-            samples.append(
-                Sample(image, corners.movedim(0, 1).flatten(1), labels, torch.zeros_like(labels).bool(), masks)
-            )
-        positions = np.arange(count)
-        batch = _batch(samples, positions, (height, width), self.fill, (), ["noise"] * count)
-        batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
-        return batch
+            boxes = corners.movedim(0, 1).flatten(1)
+            samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
+        return self._batch(samples, np.arange(count), (height, width), names=["noise"] * count)
 
     def shown(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
@@ -140,10 +170,10 @@ class TrainingImages(Dataset):
         ways = self.augmentation
         parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0) + (ways.copy_paste > 0)
         if self.source.fresh:  # each position has an image of its own
-            most = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
+            counts = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
         else:
-            most = np.sort(np.diff(self.source.offsets))[::-1]
-        return np.resize(most, (count, parts)).sum(1)
+            counts = np.sort(np.diff(self.source.offsets))[::-1]
+        return np.resize(counts, (count, parts)).sum(1)
 
     @property
     def _keeps_masks(self) -> bool:
@@ -200,16 +230,25 @@ class EvaluationScenes(Dataset):
     fill: tuple[int, int, int]
     views: Views | None = None  # default: each image once, at the size of `augmentation`
 
+    @classmethod
+    def of(cls, config: Any, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
+        """As the flags say, for this detector."""
+        return cls(source, augmentation, model.stride, fill_of(model), Views.of(config, augmentation, model))
+
     def __post_init__(self) -> None:
         self.views = self.views or Views((self.augmentation,))
 
-    def batches(self, most: int) -> list[np.ndarray]:
-        """The indices of all images, in batches of up to `most` images with the same canvases, large ones first."""
+    def export(self, model: Detector, train: Annotated, results: dict, folder: Path) -> None:
+        """See `detection.export.export`."""
+        export(model, train, self.augmentation, results, folder)
+
+    def batches(self, limit: int) -> list[np.ndarray]:
+        """The indices of all images, in batches of up to `limit` images with the same canvases, large ones first."""
         indices = np.arange(len(self.source))
         canvases = np.hstack([_multiples(sizes, self.stride) for sizes in self._sizes(indices)])
         order = np.lexsort((*canvases.T, -canvases[:, :2].prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
-        return [group[start : start + most] for group in alike for start in range(0, len(group), most)]
+        return [group[start : start + limit] for group in alike for start in range(0, len(group), limit)]
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
         sizes = self._sizes(indices)
@@ -238,7 +277,7 @@ class EvaluationScenes(Dataset):
         return [one.sizes(indices, self.source.sizes[indices]) for one in self.views.augmentations]
 
     def merged(self, found: list[list[dict[str, torch.Tensor]]], batch: DetectionBatch) -> list[dict]:
-        """`restored` detections of each image of a batch; `found` has those of each of its views, in the order of `views`."""
+        """`restored` detections of each image of a batch; `found` has the detections of each view, in the order of `views`."""
         if len(found) == 1:
             of_images = zip(found[0], batch.positions.tolist(), batch.sizes, strict=True)
             return [self.restored(*of_image) for of_image in of_images]
@@ -257,7 +296,7 @@ class EvaluationScenes(Dataset):
         """Detections on the canvas -> with boxes in pixels of the original image, and masks as `rles` of its pixels."""
         found = found | {"boxes": self.to_original(found["boxes"], index, size)}
         if "masks" in found:
-            found["rles"] = outlines.pasted(found.pop("masks"), found["boxes"], self.source.sizes[index])
+            found["rles"] = pasted(found.pop("masks"), found["boxes"], self.source.sizes[index])
         return found
 
     def to_original(self, boxes: torch.Tensor, index: int, size: torch.Tensor) -> torch.Tensor:
@@ -274,6 +313,12 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
     width, height = size.tolist()
     none = np.zeros((0, height, width), np.uint8) if masks else None
     return Sample(Picture(torch.zeros(3, height, width, dtype=torch.uint8)), *_NO_BOXES, none)
+
+
+def fill_of(model: Detector) -> tuple[int, int, int]:
+    """The colour of empty places in images: the mean of those that the detector's weights were trained on."""
+    red, green, blue = (round(255 * value) for value in model.pretrained_cfg["mean"])
+    return red, green, blue
 
 
 def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Defaults that suit the data of a detector, and a refusal of settings that its family does not have."""
+"""Settings of a detector that its weights decide, and a refusal of settings that its family does not have."""
 
 import dataclasses
 
@@ -17,25 +17,11 @@ _MISSING = {
 }
 
 
-def suited(config) -> dict:
-    """What the weights of `--init` decide; else as `common.training.defaults.suited`, without what the family does not have."""
-    return _for_photographs(config) | (peek(config.init).settings if config.init else {})
-
-
-def _for_photographs(config) -> dict:
-    others = {name for name, (families, _) in _MISSING.items() if config.detector in families}
-    return {name: value for name, value in defaults.suited(config).items() if name not in others}
-
-
 def describe(config) -> dict[str, str]:
-    """Rows of the start table: the defaults that the weights of `--init` decided, and those that suit photographs."""
+    """Rows of the start table: the settings that the weights of `--init` decided, or a hint at pretrained weights."""
     of_weights = peek(config.init).settings if config.init else {}
     chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
-
-    def others(config) -> dict:
-        return {name: value for name, value in _for_photographs(config).items() if name not in of_weights}
-
-    return defaults.describe(config, others) | ({"as the weights": ", ".join(chosen)} if chosen else {})
+    return {"as the weights": ", ".join(chosen)} if chosen else defaults.describe(config)
 
 
 def refuse_missing(config) -> None:

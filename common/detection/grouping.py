@@ -1,11 +1,23 @@
-"""Grouping of images by aspect ratio: less of a step's canvas is padding."""
+"""Which image stands at which position: rare classes more often, similar shapes in one step, with less padding."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from common.data.stream import Stream
+from common.detection.balancing import repeat_weights
+from common.detection.data.annotated import Annotated
 from common.randomness import key_of, uniforms
+
+
+def build_stream(config: Any, source: Annotated) -> Stream:
+    """The stream of a run, as --repeat_threshold and --group_window say."""
+    weights = repeat_weights(source, config.repeat_threshold)
+    if not config.group_window:
+        return Stream.of(config, len(source), weights)
+    aspects = source.sizes[:, 0] / source.sizes[:, 1]
+    return GroupedStream.of(config, len(source), weights, aspects=aspects, window=config.group_window)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Report of boxes that are likely wrong, or worth a look: missing, moved, or of another class.
 
-After a quarter of a run the model looks at its training images once more, and its confident detections are compared with their
-boxes. Later it would have memorised wrong boxes. Losses would not do: a wrong box is one of many in its image.
+After a quarter of a run the model looks at its training images once more, and its confident
+detections are compared with their boxes. Later it would have memorised wrong boxes. Losses would
+not do: a wrong box is one of many in its image.
 """
 
 from collections.abc import Sequence
@@ -66,18 +67,18 @@ def findings(matches: Matches) -> list[Finding]:
         told: set[int] = set()
         first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)  # not there already with another class
         for row, overlap, same, best in zip(rows[:good].tolist(), overlaps, alike, first, strict=True):
-            score, most = float(matches.rows[row, 4]), float(overlap.max(initial=0))
+            score, largest = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
-            if most < APART and best:
-                found.append(Finding("missing", image, -1, row, most, score * (1 - most)))
-            elif most < APART or place in told or (overlap * same >= SAME).any():
+            if largest < APART and best:
+                found.append(Finding("missing", image, -1, row, largest, score * (1 - largest)))
+            elif largest < APART or place in told or (overlap * same >= SAME).any():
                 continue
             elif same[place] and not confirmed[place]:
-                found.append(Finding("moved", image, int(objects[place]), row, most, score * (1 - most)))
+                found.append(Finding("moved", image, int(objects[place]), row, largest, score * (1 - largest)))
                 told.add(place)
-            elif not same[place] and most >= IOU:
+            elif not same[place] and largest >= IOU:
                 more = score - float(of_class[place])
-                found.append(Finding("relabelled", image, int(objects[place]), row, most, more * most))
+                found.append(Finding("relabelled", image, int(objects[place]), row, largest, more * largest))
                 told.add(place)
     found = [finding for finding in found if finding.weight >= LEAST[finding.kind]]
     return sorted(found, key=lambda finding: (not finding.is_likely, -finding.weight))

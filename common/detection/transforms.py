@@ -1,6 +1,7 @@
 """Augmentation and resizing of images with boxes; the size of each image is known before it is decoded."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,9 +9,8 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from common.config.fields import whole_numbers
 from common.data.decoding import pixels_of
-from common.detection.affine import moved
-from common.detection.copy_paste import pasted
 from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
@@ -20,8 +20,10 @@ from common.detection.samples import (
     finished,
     joined,
     mirrored,
+    moved,
     nothing,
     padded,
+    pasted,
     select,
     size_of,
 )
@@ -31,7 +33,7 @@ from common.randomness import key_of, mix, seed_generators, uniforms
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
-# Options that change pixels or mix those of several images.
+# Options that change pixels, or mix several images.
 _ON_PIXELS = ("photometric", "mosaic", "mixup", "copy_paste", "rotate", "translate")
 _LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
@@ -52,9 +54,7 @@ class BoxAugmentation:
     seed: int
     short_sides: tuple[int, ...]  # lengths of the shorter side; one is drawn for each position
     long_side: int  # largest length of the longer side
-    jitter: tuple[float, float] | None = (
-        None  # range of a factor of the scale; what exceeds the whole image's size is cut
-    )
+    jitter: tuple[float, float] | None = None  # range of a factor of the scale; nothing exceeds the whole image's size
     hflip: float = 0.0  # from here on probabilities
     photometric: float = 0.0
     iou_crop: float = 0.0
@@ -241,6 +241,23 @@ class BoxAugmentation:
         seed_generators(key_of(self.seed, "augmentation", position, purpose))
 
 
+def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...], int]:
+    """Short sides in training and in evaluation; of squares, multiples of `stride`. Raises `Refused`."""
+    short_sides = whole_numbers(config.short_sides, ",")
+    if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
+        raise Refused(
+            f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
+            "640,672,704, each from 1 to 8192"
+        )
+    eval_side = config.eval_short_side or max(short_sides)
+    if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
+        raise Refused(
+            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
+            f"--detector {config.detector} needs; take {-(-uneven[0] // stride) * stride}"
+        )
+    return short_sides, eval_side
+
+
 def read_range(flag: str, text: str) -> tuple[float, float] | None:
     """The two factors of a flag such as "0.1-2"; None if it is empty. Raises `Refused`."""
     if not text:
@@ -271,10 +288,10 @@ def _corner(free: np.ndarray) -> np.ndarray:
 def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The largest part of a view that fits into `limit` at these scales of width and height, at a random place in it."""
     size = view[2:] - view[:2]
-    most = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
-    most = np.where(_rounded(size * scale) <= limit, size, most)  # rounding a size down cuts nothing off
-    corner = view[:2] + _corner(size - most)
-    return np.concatenate([corner, corner + most])
+    shown = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
+    shown = np.where(_rounded(size * scale) <= limit, size, shown)  # rounding a size down cuts nothing off
+    corner = view[:2] + _corner(size - shown)
+    return np.concatenate([corner, corner + shown])
 
 
 def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

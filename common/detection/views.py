@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.config.fields import whole_numbers
 from common.detection.models.boxes import suppress
-from common.detection.models.postprocessing import MOST
+from common.detection.models.postprocessing import LIMIT
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.launching import launch
@@ -20,14 +20,14 @@ _NMS = 0.7  # of families that suppress no boxes themselves
 class Views:
     """How an evaluation shows each image to a detector, and how it merges what is found in several views.
 
-    All detections are collected in the pixels of the original. Of boxes of a class that overlap by more than `nms_threshold`
-    only the best stays, as within one view; scores stay what they are.
+    All detections are collected in the pixels of the original. Of boxes of a class that overlap by
+    more than `nms_threshold` only the best stays, as within one view; scores stay what they are.
     """
 
     augmentations: tuple[BoxAugmentation, ...]  # one for each size
     flip: bool = False  # each size also mirrored
     nms_threshold: float = _NMS
-    limit: int = MOST  # detections of an image
+    limit: int = LIMIT  # detections of an image
 
     @classmethod
     def of(cls, config: Any, plain: BoxAugmentation, detector: Any) -> Self:
@@ -43,7 +43,7 @@ class Views:
             )
         longest = [max(1, round(plain.long_side * side / max(plain.short_sides))) for side in sides]
         sizes = [replace(plain, short_sides=(side,), long_side=long) for side, long in zip(sides, longest, strict=True)]
-        threshold, limit = getattr(detector, "nms_threshold", _NMS), getattr(detector, "limit", MOST)
+        threshold, limit = getattr(detector, "nms_threshold", _NMS), getattr(detector, "limit", LIMIT)
         views = cls(tuple(sizes), config.eval_flip, threshold, limit)
         if config.eval_sizes or views.flip:
             launch.say(str(views))

@@ -1,5 +1,7 @@
 """Images of rare classes are drawn more often, by the rule of LVIS."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,20 +10,18 @@ from common.detection.balancing import repeat_weights
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotations
 from common.errors import Refused
+from tests.harness.detections import columns
 
 
 class Fixed(Annotations):
     fresh = False
 
 
-def source(objects: list[list[int]], classes=3, crowd=()) -> Fixed:
-    labels = np.array([label for one in objects for label in one], np.int64)
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in objects])])
-    count, boxes = len(objects), np.tile(np.float32([0, 0, 5, 5]), (len(labels), 1))
-    sizes = np.full((count, 2), 9, np.int32)
-    is_crowd = np.isin(np.arange(len(labels)), crowd)
-    names = tuple("abcdefgh"[:classes])
-    return Fixed(names, np.arange(classes), np.arange(count), sizes, offsets, boxes, labels, is_crowd, boxes[:, 2])
+def source(objects: list[list[int]], classes=3, crowd=-1) -> Fixed:
+    """Images with objects of these classes; the object number `crowd` is a crowd region."""
+    numbers = itertools.count()
+    images = [[((0, 0, 5, 5), label, next(numbers) == crowd) for label in of_image] for of_image in objects]
+    return Fixed(**columns(images, classes=tuple("abcdefgh"[:classes])))
 
 
 def test_an_image_weighs_as_its_rarest_class_which_counts_once_an_image():
@@ -34,7 +34,7 @@ def test_an_image_weighs_as_its_rarest_class_which_counts_once_an_image():
 
 def test_crowd_regions_make_no_image_rare():
     objects = [[0]] * 9 + [[0, 1]]
-    assert repeat_weights(source(objects, crowd=[10]), 0.5).tolist() == [1] * 10
+    assert repeat_weights(source(objects, crowd=10), 0.5).tolist() == [1] * 10
     assert repeat_weights(source(objects), 0.5)[-1] == pytest.approx(np.sqrt(5))
 
 

@@ -15,10 +15,8 @@ from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages
-from common.detection.models.detectors import build_detector
-from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
-from common.training import batch_norm
+from tests.harness.detections import columns
 
 BROKEN = 5
 EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
@@ -51,14 +49,9 @@ def source(count=23, seed=0) -> Painted:
     counts = draws.integers(0, 4, count)
     limits = np.repeat(sizes, counts, axis=0)
     low = np.floor(draws.random(limits.shape) * (limits - 8))
-    boxes = np.concatenate([low, low + 4 + np.floor(draws.random(limits.shape) * (limits - low - 4))], 1).astype(
-        np.float32
-    )
-    labels = draws.integers(0, 3, len(boxes))
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    crowd = draws.random(len(boxes)) < 0.1
-    area = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    return Painted(("a", "b", "c"), np.arange(3), np.arange(count), sizes, offsets, boxes, labels, crowd, area)
+    boxes = np.concatenate([low, low + 4 + np.floor(draws.random(limits.shape) * (limits - low - 4))], 1)
+    objects = zip(boxes, draws.integers(0, 3, len(boxes)), draws.random(len(boxes)) < 0.1, strict=True)
+    return Painted(**columns([[next(objects) for _ in range(number)] for number in counts], sizes))
 
 
 def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingImages:
@@ -108,9 +101,8 @@ def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
 def test_partners_of_fresh_scenes_are_scenes_that_no_position_has():
     train = scenes.load(0)[0]
     asked = []
-    spy = type(
-        "Spy", (scenes.Scenes,), {"sample": lambda self, *at: asked.append(at) or scenes.Scenes.sample(self, *at)}
-    )
+    sample = {"sample": lambda self, *at: asked.append(at) or scenes.Scenes.sample(self, *at)}
+    spy = type("Spy", (scenes.Scenes,), sample)
     data = spy(**{field.name: getattr(train, field.name) for field in dataclasses.fields(train)})
     samples_of(data, ways={"mosaic": 1.0, "mixup": 1.0}).__getitems__(np.arange(6))
     positions = [position for _, position, _ in asked]
@@ -179,9 +171,8 @@ def test_an_evaluated_image_has_the_canvas_that_it_has_alone():
 def test_masks_of_copy_paste_alone_stay_in_the_worker():
     """Families of boxes get the same pixels and boxes as Mask R-CNN, and no masks, in the trial as well."""
     ways = {"copy_paste": 1.0, "jitter": (0.5, 1.5)}
-    kept, dropped = (
-        samples_of(scenes.load(0, masks=True)[0], ways=ways | {"drop_masks": drop}) for drop in (False, True)
-    )
+    data = scenes.load(0, masks=True)[0]
+    kept, dropped = (samples_of(data, ways=ways | {"drop_masks": drop}) for drop in (False, True))
     whole, bare = kept.__getitems__(np.arange(6)), dropped.__getitems__(np.arange(6))
     assert torch.equal(whole.images, bare.images)
     for target, other in zip(whole.targets, bare.targets, strict=True):
@@ -201,30 +192,11 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
     assert sides == {32, 48}
 
 
-def test_masks_lie_on_the_canvas_and_mask_rcnn_learns_from_them():
-    """Losses of scenes fall, and in float64 do not depend on how the batch is split."""
-    samples = samples_of(scenes.load(0, masks=True)[0], 3, {"jitter": (0.8, 1.2)})
-    samples = dataclasses.replace(samples, stride=32)
+def test_masks_lie_on_the_canvas():
+    samples = dataclasses.replace(samples_of(scenes.load(0, masks=True)[0], 3, {"jitter": (0.8, 1.2)}), stride=32)
     blank = samples.blank(2)
     assert blank.targets[1]["masks"].shape == (8, *blank.images.shape[2:])
     batch = samples.__getitems__(np.arange(3))
     for target in batch.targets:
         assert target["masks"].shape == (len(target["boxes"]), *batch.images.shape[2:])
         assert target["masks"].dtype == torch.uint8 and target["masks"].flatten(1).any(1).all()
-    options = {"levels": (3, 5), "width": 64, "hidden": 32, "mask_width": 32}
-    model = build_detector(DetectorSpec("mask_rcnn", "test_resnet", 10, **options, seed=0))
-    batch_norm.convert(model, "frozen")
-    model.drawn, model.rpn.drawn, model.rpn.candidates = 32, 32, {True: 50, False: 50}
-    optimizer, totals, history = torch.optim.AdamW(model.parameters(), 5e-3), torch.tensor([3.0]), []
-    for _ in range(16):
-        losses, parts = model(batch.images / 128 - 1, batch.targets, totals)
-        optimizer.zero_grad()
-        losses.sum().backward()
-        optimizer.step()
-        history.append([losses.sum().item(), parts["mask"].sum().item()])
-    first, last = np.mean(history[:3], 0), np.mean(history[-3:], 0)
-    assert (last < 0.8 * first).all()
-    model, images = model.double(), batch.images.double() / 128 - 1
-    at_once = model(images, batch.targets, totals)[0]
-    alone = torch.cat([model(images[n : n + 1], batch.targets[n : n + 1], totals)[0] for n in range(3)])
-    torch.testing.assert_close(alone, at_once, rtol=1e-10, atol=1e-12)

@@ -26,9 +26,8 @@ def test_any_position_can_be_asked_alone_and_in_any_order():
     everything = stream.indices(np.arange(500))
     order = np.random.default_rng(0).permutation(500)
     assert (stream.indices(order) == everything[order]).all()
-    assert [stream.indices(np.array([place]))[0] for place in (102, 103, 104, 7)] == everything[
-        [102, 103, 104, 7]
-    ].tolist()
+    places = [102, 103, 104, 7]
+    assert [stream.indices(np.array([place]))[0] for place in places] == everything[places].tolist()
     assert stream.indices(np.array([10**12]))[0] in range(103)
     other = GroupedStream(103, 8, 4, aspects=aspects(103), window=4)
     assert (other.indices(np.arange(500)) != everything).any()

@@ -21,6 +21,7 @@ from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages, Sample
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
+from tests.harness.detections import columns
 from tests.harness.several import load
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
@@ -62,12 +63,11 @@ class Files(FixedImages):
 
 
 def source(files: dict[str, bytes]) -> Files:
-    sizes = np.array([(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()], np.int32)
-    count = len(files)
-    boxes = np.repeat(sizes, 2, 0)[:, [0, 1, 0, 1]] * np.tile([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]], (count, 1))
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    columns = np.arange(0, 2 * count + 1, 2), boxes.astype(np.float32), np.arange(2 * count) % 2
-    found = Files(("a", "b"), np.arange(2), np.arange(count), sizes, *columns, np.zeros(2 * count, bool), areas)
+    sizes = [(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()]
+    shares = np.array([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]])
+    found = Files(
+        **columns([[*zip(shares * np.tile(size, 2), (0, 1), strict=True)] for size in sizes], sizes, ("a", "b"))
+    )
     found.__dict__["files"] = files
     return found
 
@@ -147,9 +147,8 @@ def test_every_kind_of_file_is_upright_and_shows_its_objects() -> None:
         result = shown([data.sample(index, 0)], index, FILL)
         expected = image.resize(result.image.shape[:0:-1], Image.Resampling.BILINEAR)
         assert pixels_off(result.image, pixels_of(expected)).mean() <= 3
-        assert torch.allclose(
-            result.boxes, torch.from_numpy(data.sample(index, 0).boxes) * 48 / max(image.size), atol=0.6
-        )
+        boxes = torch.from_numpy(data.sample(index, 0).boxes) * 48 / max(image.size)
+        assert torch.allclose(result.boxes, boxes, atol=0.6)
 
 
 def test_an_evaluation_decodes_everything() -> None:
@@ -243,7 +242,8 @@ def test_a_trial_decodes_too() -> None:
 def test_how_images_are_read_is_part_of_a_run() -> None:
     config_class = load(Path("recipes/det.py")).Config
     plain, cached, device = (
-        identity(parse(config_class, words.split())) for words in ("", "--cache 64", "--decode device")
+        identity(parse(config_class, ["--data", "x", *words.split()]))
+        for words in ("", "--cache 64", "--decode device")
     )
     assert cached == plain | {"cache": 64}
     assert device == plain | {"decode": "device"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.detection import suspects
-from tests.detection.evaluation.test_matching import A, B, moved, one_image
+from tests.harness.detections import A, B, moved, one_image
 
 DOWN = (10, 60, 50, 95)
 

@@ -1,12 +1,12 @@
-"""Protocol of a source of images with boxes, and the columns of annotations that all of them share.
+"""Sources of images with boxes: their protocol, and the columns of annotations that all of them share.
 
-The boxes of all images stand one after another in columns. There is no Python object for each image or box, whose memory
-pages every data worker would copy.
+The boxes of all images stand one after another in columns. There is no Python object for each image
+or box: every data worker would copy its memory pages.
 """
 
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +15,9 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
-from common.data.source import fingerprint_of
-from common.detection.data.outlines import Outlines, decode
+from common.data.source import fingerprint_of, name_of, path_of
+from common.data.splits import random_numbers_of
+from common.detection.data.masks import Masks, decode
 
 
 class Sample(NamedTuple):
@@ -42,14 +43,12 @@ class Annotations:
     boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
     labels: np.ndarray  # int64[M] class ids
     crowd: np.ndarray  # bool[M]: regions of several objects, or difficult objects: neither objects nor background
-    areas: np.ndarray  # float64[M] in square pixels: of the outline if the data has it, else of the box
+    areas: np.ndarray  # float64[M] in square pixels: of the mask if the data has it, else of the box
     truth: np.ndarray | None = field(default=None, kw_only=True)
-    """float64[M, 4] left, top, width, height as the data say, not clipped: what detections are compared with. By default of
-    `boxes`, which are rounded: an overlap that lies on a threshold would count otherwise than in COCO's own evaluation."""
-    outlines: Outlines | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
-    notes: tuple[str, ...] = field(
-        default=(), kw_only=True
-    )  # sentences about what was corrected or left out on loading
+    """float64[M, 4] left, top, width, height as the data say, not clipped: detections are compared with these. The default
+    is `boxes`, which are rounded: an overlap on a threshold could then count otherwise than in COCO's own evaluation."""
+    masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was corrected or left out on loading, in sentences
 
     def __post_init__(self) -> None:
         if self.truth is None:
@@ -72,13 +71,13 @@ class Annotations:
         taken = np.repeat(self.offsets[:-1][rows], counts) + within
         images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
         boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas", "truth")}
-        outlines = self.outlines and self.outlines.part(rows, taken)
-        return images | boxes | {"offsets": offsets, "outlines": outlines}
+        masks = self.masks and self.masks.select(rows, taken)
+        return images | boxes | {"offsets": offsets, "masks": masks}
 
     def hash(self, names: pa.Array | pa.ChunkedArray | None, byte_counts: np.ndarray) -> str:
         """The fingerprint of these annotations and of images with these names and sizes in bytes."""
         columns = [byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
-        columns += [self.outlines.bytes()] if self.outlines else []
+        columns += [self.masks.bytes()] if self.masks else []
         contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
         return fingerprint_of(self.classes, self.labels, contents, names)
 
@@ -99,7 +98,7 @@ class Annotated(Protocol):
     notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
     class_counts: np.ndarray | None  # int64[K]: boxes of each class, without crowd regions; None for fresh scenes
-    origin: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
+    part: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
     has_masks: bool  # whether samples do
     fresh: bool  # whether each position of the stream has a new scene instead of an image of the list
 
@@ -130,7 +129,8 @@ class FixedImages(Annotations):
     """Annotations of images that are the same at every position of the stream. Subclasses define `content`."""
 
     fresh = False
-    has_masks = property(lambda self: self.outlines is not None)
+    strata = None  # images with boxes are held out from one stratum
+    has_masks = property(lambda self: self.masks is not None)
 
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image."""
@@ -148,8 +148,8 @@ class FixedImages(Annotations):
 
     def _check_size(self, index: int, image: Image.Image | Picture) -> None:
         """Raise `BrokenImage` if the image has another size than the one that its boxes were read for."""
-        if (image.width, image.height) != tuple(self.sizes[index].tolist()):
-            width, height = self.sizes[index].tolist()
+        width, height = self.sizes[index].tolist()
+        if (image.width, image.height) != (width, height):
             raise BrokenImage(
                 f"is {image.width} x {image.height} pixels large, and was {width} x {height} when its boxes were read"
             )
@@ -158,10 +158,61 @@ class FixedImages(Annotations):
         rows = slice(self.offsets[index], self.offsets[index + 1])
         read = partial(self.picture, index)
         picture = cache.picture(index, read) if cache else read()
-        masks = decode(self.rles(index), self.sizes[index]) if self.outlines else None
+        masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
         columns = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
         return Sample(picture, *columns, masks, self.sizes[index])
 
     def rles(self, index: int) -> list[dict]:
         rows = slice(self.offsets[index], self.offsets[index + 1])
-        return self.outlines.rles(index, rows, self.sizes[index], self.boxes[rows])
+        return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows])
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Image files below a folder. Rows of a table, `common.data.tables.Table`, have the same methods."""
+
+    root: str
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return name_of(self.root, self.paths, index)
+
+    def content(self, index: int) -> str:
+        return path_of(self.root, self.paths, index)
+
+    def select(self, rows: np.ndarray) -> "ImageFiles":
+        return ImageFiles(self.root, self.paths.take(pa.array(rows)))
+
+    def random_numbers(self, key: int) -> np.ndarray:
+        """uint64[N], each a function of its image's path and `key` alone."""
+        return random_numbers_of(self.paths, key)
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedImages(FixedImages):
+    """Files or rows of a table, with their boxes. Satisfies `Annotated`."""
+
+    images: Any  # `ImageFiles`, or a table
+    byte_counts: np.ndarray  # int64[N] size of each image
+    part: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.hash(getattr(self.images, "paths", None), self.byte_counts)
+
+    def name(self, index: int) -> str:
+        return self.images.name(index)
+
+    def content(self, index: int) -> str | bytes | Image.Image:
+        return self.images.content(index)
+
+    def select(self, rows: np.ndarray) -> Self:
+        columns = self.columns_of(rows)
+        return replace(self, **columns, images=self.images.select(rows), byte_counts=self.byte_counts[rows])
+
+    def random_numbers(self, key: int) -> np.ndarray:
+        """uint64[N], each a function of its image's path or row and `key` alone."""
+        return self.images.random_numbers(key)

@@ -1,8 +1,9 @@
 """Annotation cache: what an earlier start read from a folder, if nothing in the folder has changed since.
 
-Reading COCO's annotations takes many seconds and gigabytes. The columns that come out are kept in a file in Arrow's
-format, which later starts and the other processes of a machine map. A file that is damaged, or was made from other data
-or by other code, is not used. If no file can be written, the data are read as if there were no cache.
+Reading COCO's annotations takes many seconds and gigabytes. The columns that come out are kept in a
+file in Arrow's format, which later starts and the other processes of a machine map. A file that is
+damaged, or was made from other data or by other code, is not used. If no file can be written, the
+data are read as if there were no cache.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import PIL
@@ -22,8 +23,8 @@ import pyarrow as pa
 
 from common import files, randomness
 from common.data import images
-from common.detection.data.annotated_files import AnnotatedFiles
-from common.detection.data.outlines import Outlines
+from common.detection.data.annotated import AnnotatedImages, ImageFiles
+from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
 
 PLACE = "VISION_RECIPES_CACHE"  # environment variable that names the folder
@@ -32,26 +33,11 @@ _END = struct.Struct("<8sIQ")  # after the columns: kind of file, checksum and l
 _KIND = b"boxes 1\n"
 # The columns depend on this code besides the data: if it has changed, the data are read again.
 _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
-_CODE = [
-    Path(files.__file__),
-    Path(randomness.__file__),
-    *(file for room in _ROOMS for file in sorted(room.glob("*.py"))),
-]
-_COLUMNS = (
-    "category_ids",
-    "image_ids",
-    "sizes",
-    "offsets",
-    "boxes",
-    "labels",
-    "crowd",
-    "areas",
-    "truth",
-    "byte_counts",
-)
-_WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}
+_CODE = [Path(files.__file__), Path(randomness.__file__)]
+_CODE += [file for room in _ROOMS for file in sorted(room.glob("*.py"))]
+_ARRAYS = "category_ids image_ids sizes offsets boxes labels crowd areas truth byte_counts".split()
 
-Parts = tuple[AnnotatedFiles, ...]  # to train on and to evaluate on, or only to evaluate on
+Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
 
 
 def file_of(what: object, origin: Path) -> Path | None:
@@ -88,30 +74,25 @@ def _key(what: object, origin: Path) -> str:
     return digest.hexdigest()
 
 
-def is_writable(folder: Path) -> bool:
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return os.access(folder, os.W_OK | os.X_OK)
-    return False
-
-
 # ---- the file
 
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     """Write the cache to `file`, completely or not at all."""
-    columns, words = {}, {"parts": [], "folders": []}
+    columns, arrays, words = {}, {}, {"parts": [], "folders": []}
     for number, part in enumerate(parts):
-        columns |= {f"{number} {name}": _flat(getattr(part, name)) for name in _COLUMNS}
-        columns[f"{number} paths"] = part.paths
-        if part.outlines:
-            columns |= {f"{number} shapes": part.outlines.shapes, f"{number} turns": _flat(part.outlines.turns)}
-        words["parts"].append(
-            {name: getattr(part, name) for name in ("classes", "notes", "root", "origin", "fingerprint")}
-        )
+        arrays |= {f"{number} {name}": getattr(part, name) for name in _ARRAYS}
+        columns[f"{number} paths"] = part.images.paths
+        if part.masks:
+            columns[f"{number} shapes"], arrays[f"{number} turns"] = part.masks.shapes, part.masks.turns
+        told = {name: getattr(part, name) for name in ("classes", "notes", "part", "fingerprint")}
+        words["parts"].append(told | {"root": part.images.root})
     for number, (folder, paths, looks) in enumerate(seen.groups):
-        columns |= {f"seen {number} paths": paths, f"seen {number} stamps": _flat(looks)}
+        columns[f"seen {number} paths"], arrays[f"seen {number} stamps"] = paths, looks
         words["folders"].append(folder)
+    words["arrays"] = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        columns[name] = pa.array(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     rows = [pa.LargeListArray.from_arrays(pa.array([0, len(c)], pa.int64()), c) for c in columns.values()]
     batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata({"words": json.dumps(words)})
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -130,11 +111,6 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     finally:
         with suppress(OSError):
             os.unlink(name)
-
-
-def _flat(column: np.ndarray) -> pa.Array:
-    column = np.ascontiguousarray(column).reshape(-1)
-    return pa.array(column.view(np.uint8) if column.dtype == bool else column)
 
 
 def _remove_unused(folder: Path) -> None:
@@ -157,15 +133,16 @@ def load(file: Path) -> Parts | None:
         os.utime(file)  # marks it as used
     columns = {name: batch.column(name).values for name in batch.schema.names}
     words = json.loads(batch.schema.metadata[b"words"])
+    for name, (dtype, shape) in words["arrays"].items():
+        columns[name] = columns[name].to_numpy().copy().view(dtype).reshape(shape)
     seen = Stamps()
     for number, folder in enumerate(words["folders"]):
-        looks = columns[f"seen {number} stamps"].to_numpy().reshape(-1, 3)
-        seen.groups.append((folder, columns[f"seen {number} paths"], looks))
+        seen.groups.append((folder, columns[f"seen {number} paths"], columns[f"seen {number} stamps"]))
     return tuple(_part(columns, number, entry) for number, entry in enumerate(words["parts"])) if seen.hold() else None
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether the checksum holds. Read in pieces: mapped pages would count as memory of this process."""
+    """True if the checksum is right. Read in pieces: mapped pages would count as memory of this process."""
     with open(file, "rb") as content:
         length = os.fstat(content.fileno()).st_size - _END.size
         return length >= 0 and _END.pack(_KIND, _sum(content, length), length) == content.read()
@@ -180,20 +157,16 @@ def _sum(content: BinaryIO, length: int) -> int:
     return total
 
 
-def _part(columns: dict[str, pa.Array], number: int, words: dict) -> AnnotatedFiles:
-    """One source from the columns. Outlines stay in the mapped file, which processes share; the rest is small, and copied."""
-    found = {name: columns[f"{number} {name}"].to_numpy().copy() for name in _COLUMNS}
-    found |= {name: found[name].reshape(-1, width) for name, width in _WIDTHS.items()}
-    found["crowd"] = found["crowd"].view(bool)
-    shapes = columns.get(f"{number} shapes")
-    part = AnnotatedFiles(
+def _part(columns: dict[str, Any], number: int, words: dict) -> AnnotatedImages:
+    """One source from the columns. Shapes stay in the mapped file, which processes share; the rest is small, and copied."""
+    shapes, paths = columns.get(f"{number} shapes"), columns[f"{number} paths"].to_pylist()
+    part = AnnotatedImages(
         classes=tuple(words["classes"]),
         notes=tuple(words["notes"]),
-        root=words["root"],
-        origin=words["origin"],
-        paths=pa.array(columns[f"{number} paths"].to_pylist(), pa.large_binary()),
-        outlines=None if shapes is None else Outlines(shapes, columns[f"{number} turns"].to_numpy().copy()),
-        **found,
+        part=words["part"],
+        images=ImageFiles(words["root"], pa.array(paths, pa.large_binary())),
+        masks=None if shapes is None else Masks(shapes, columns[f"{number} turns"]),
+        **{name: columns[f"{number} {name}"] for name in _ARRAYS},
     )
     vars(part)["fingerprint"] = words["fingerprint"]  # where `cached_property` stores it
     return part

@@ -1,7 +1,7 @@
-"""Reader of folders with annotations in COCO's format.
+"""Folders with annotations in COCO's format: https://cocodataset.org/#format-data.
 
-The format: https://cocodataset.org/#format-data. There is one JSON file per part. Arrow reads it without a Python object per
-row, in seconds for COCO itself; Python's reader takes five times as long, and gigabytes.
+There is one JSON file per part. Arrow reads it without a Python object per row, in seconds for COCO
+itself; Python's reader takes five times as long, and gigabytes.
 """
 
 import io
@@ -10,19 +10,20 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from common.data.source import name_of
-from common.detection.data.annotated_files import AnnotatedFiles, read_files
-from common.detection.data.box_checks import FoundBoxes
-from common.detection.data.outlines import KIND
+from common.detection.data.annotated import AnnotatedImages, ImageFiles
+from common.detection.data.box_checks import FoundBoxes, check_files
+from common.detection.data.folders import Folder, refusing
+from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import OddFile, read_bytes
+from common.files import read_bytes
 
 _KINDS = {
     "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
@@ -35,16 +36,16 @@ _KINDS = {
     },
     "categories": {"id": pa.int64(), "name": pa.string(), "supercategory": pa.string()},
 }
-_MOST = 2**34  # bytes of a file, many times what any published set has
+_LIMIT = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
-# An outline is a list or an object, and its counts are a list or a text. A column has one type, so each gets its own name.
+# A segmentation is a list or an object, and its counts are a list or a text. A column has one type: each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 
 
-def find_coco(root: Path) -> dict[str, Path]:
-    """The JSON files that may be parts, by name: train.json, annotations/train.json, annotations/instances_train*.json or
-    train/_annotations.coco.json, and the same for other parts.
+def coco_files(root: Path) -> dict[str, Path]:
+    """The JSON files that may be parts, by name: train.json, annotations/train.json,
+    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other parts.
     """
     files: dict[str, Path] = {}
     for file in (file for place in _PLACES for file in sorted(root.glob(place))):
@@ -56,27 +57,34 @@ def find_coco(root: Path) -> dict[str, Path]:
     return files
 
 
-def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool, stamps: Stamps) -> AnnotatedFiles:
-    """A part, with the classes of `train` or else its own in the order of their ids; with outlines if `masks`.
+def coco_folder(root: Path, files: dict[str, Path], masks: bool) -> Folder:
+    def read(name: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
+        return _read(root, files[name], first, masks, stamps)
 
-    Raises `Refused`.
-    """
+    labels = {name: str(file.relative_to(root)) for name, file in files.items()}
+    return Folder(("COCO", root, files), labels, files, read)
+
+
+def _read(root: Path, file: Path, train: AnnotatedImages | None, masks: bool, stamps: Stamps) -> AnnotatedImages:
+    """A part, with the classes of `train` or else its own in the order of their ids. Raises `Refused`."""
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
     paths = images["file_name"].cast(pa.large_binary())
     image_ids, category_ids = _numbers(images["id"]), _numbers(categories["id"])
-    _refuse_twice(file, "images", "id", image_ids)
     names = categories["name"].to_pylist()
-    _refuse_twice(file, "categories", "id", category_ids)
-    _refuse_twice(file, "categories", "name", np.array(names))
+    for key, field, values in (
+        ("images", "id", image_ids),
+        ("categories", "id", category_ids),
+        ("categories", "name", np.array(names)),
+    ):
+        distinct, counts = np.unique(values, return_counts=True)
+        if (counts > 1).any():
+            value = distinct[counts.argmax()]
+            raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own")
     if not len(image_ids):
         raise Refused(f"{file}: no images in it; it needs at least one")
-    folder = _image_folder(root, file, paths, stamps)
-
-    def name(row: int) -> str:
-        return name_of(folder, paths, row)
-
+    found_images = ImageFiles(_image_folder(root, file, paths, stamps), paths)
     rows = _places(_numbers(boxes["image_id"]), image_ids)
     if (strays := rows < 0).any():
         stray = _numbers(boxes["image_id"])[strays][0]
@@ -96,19 +104,18 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
     labels = np.where(places < 0, -1, of_category[places] if len(of_category) else -1)
     if (unknown := labels < 0).any():
         box = int(unknown.argmax())
-        category = _numbers(boxes["category_id"])[box]
-        known = (
-            f"{names[places[box]]}, which the training part does not have" if places[box] >= 0 else "not listed there"
-        )
+        is_listed = places[box] >= 0
+        known = f"{names[places[box]]}, which the training part does not have" if is_listed else "not listed there"
         raise Refused(
-            f"{file}: {unknown.sum():,} boxes of an unknown class, first of {name(int(rows[box]))}: category_id {category} "
-            f"is {known}; add it to categories, or remove the boxes"
+            f"{file}: {unknown.sum():,} boxes of an unknown class, first of {found_images.name(int(rows[box]))}: "
+            f"category_id {_numbers(boxes['category_id'])[box]} is {known}; add it to categories, or remove the boxes"
         )
     if (lengths := pc.list_value_length(boxes["bbox"]).to_numpy() != 4).any():
         box = int(lengths.argmax())
         raise Refused(f"{file}: annotations[{box}] has a bbox of other than 4 numbers: left, top, width, height")
     found = FoundBoxes(
         title=str(file),
+        images=found_images,
         classes=classes,
         category_ids=class_ids,
         image_ids=image_ids,
@@ -118,13 +125,12 @@ def read_coco(root: Path, file: Path, train: AnnotatedFiles | None, masks: bool,
         labels=labels,
         crowd=_numbers(boxes["iscrowd"], 0) != 0,
         areas=_numbers(boxes["area"], np.nan),
-        name=name,
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
-    source = read_files(found, folder, paths, stamps)
+    source = check_files(found, stamps)
     above = set(categories["supercategory"].to_pylist())
     groups = [name for name, count in zip(classes, source.class_counts, strict=True) if not count and name in above]
-    notes = (f"{file}: no box is of {name}, what other classes belong to: a class that never comes" for name in groups)
+    notes = (f"{file}: no box is of {name}, to which other classes belong: it will never be found" for name in groups)
     return replace(source, notes=(*source.notes, *notes))
 
 
@@ -135,13 +141,6 @@ def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
 def _places(values: np.ndarray, among: np.ndarray) -> np.ndarray:
     """int64: the index of each value in `among`, or -1."""
     return pc.fill_null(pc.index_in(pa.array(values), value_set=pa.array(among)), -1).to_numpy().astype(np.int64)
-
-
-def _refuse_twice(file: Path, key: str, field: str, values: np.ndarray) -> None:
-    distinct, counts = np.unique(values, return_counts=True)
-    if (counts > 1).any():
-        value = distinct[counts.argmax()]
-        raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own")
 
 
 def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
@@ -166,14 +165,11 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     """{images, annotations, categories: {field: column}}; optional fields may be null."""
     fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
     kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
-    try:
-        text = read_bytes(file, _MOST)
-    except OddFile as error:
-        raise Refused(f"{file}: can't be read: {error.strerror}") from None
-    for old, new in (
-        _RENAMED.items() if masks else ()
-    ):  # only keys match: a quote inside a text has a backslash before it
-        text = re.sub(old, new, text)
+    with refusing(file, "JSON"):
+        text = read_bytes(file, _LIMIT)
+    if masks:
+        for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
+            text = re.sub(old, new, text)
     try:
         size = len(text)
         table = pyarrow.json.read_json(
@@ -200,46 +196,30 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
 
 
 def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array | None]:
-    try:
+    """As Arrow reads them, with true and false as numbers. Raises `Refused` that names the first entry of a wrong type."""
+    with refusing(file, "JSON"):
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")
     columns = {}
     for key, kind in kinds.items():
         entries = content.get(key)
-        try:
-            columns[key] = None if entries is None else pa.array(entries, kind.value_type)
-            is_exact = not any(
-                _is_part(entry.get(of.name), of.type) for entry in entries or () for of in kind.value_type
-            )
-        except (pa.ArrowException, TypeError, AttributeError, OverflowError):
-            is_exact = False
-        if not is_exact:
-            columns[key] = pa.array(_each(file, key, entries, kind.value_type), kind.value_type)
+        rows = entries if isinstance(entries, list) else [entries]
+        typed = (_typed(file, f"{key}[{place}]", entry, kind.value_type) for place, entry in enumerate(rows))
+        columns[key] = None if entries is None else pa.array(list(typed), kind.value_type)
     return columns
 
 
-def _is_part(value: object, kind: pa.DataType) -> bool:
-    """True for 1.5 where whole numbers stand: Arrow would make it 1."""
-    return isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer()
-
-
-def _each(file: Path, key: str, entries, kinds: pa.StructType) -> list[dict]:
-    """Entries with true and false as numbers. Raises `Refused` that names the first entry of a wrong type."""
-    rows = []
-    for place, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-        row = {}
-        for field, kind in ((of.name, of.type) for of in kinds):
-            try:
-                value = entry.get(field)
-                value = int(value) if isinstance(value, bool) else value
-                if _is_part(value, kind):
-                    raise TypeError
-                row[field] = pa.scalar(value, kind).as_py()
-            except (AttributeError, pa.ArrowException, TypeError, OverflowError):
-                what = f".{field} is {value!r}" if isinstance(entry, dict) else f" is {entry!r}"
-                raise Refused(f"{file}: {key}[{place}]{what:.60}, not of the type {kind}") from None
-        rows.append(row)
-    return rows
+def _typed(file: Path, place: str, entry: Any, kinds: pa.StructType) -> dict:
+    row = {}
+    for field, kind in ((of.name, of.type) for of in kinds):
+        try:
+            value = entry.get(field)
+            value = int(value) if isinstance(value, bool) else value
+            if isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer():
+                raise TypeError  # Arrow would make 1.5 a 1
+            row[field] = pa.scalar(value, kind).as_py()
+        except (AttributeError, pa.ArrowException, TypeError, OverflowError):
+            what = f".{field} is {value!r}" if isinstance(entry, dict) else f" is {entry!r}"
+            raise Refused(f"{file}: {place}{what:.60}, not of the type {kind}") from None
+    return row

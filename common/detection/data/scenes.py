@@ -10,7 +10,7 @@ from common.data.decoding import Picture, pixels_of
 from common.data.digits import Digits, load_digits
 from common.data.source import fingerprint_of
 from common.detection.data.annotated import Annotations, Sample
-from common.detection.data.outlines import encode
+from common.detection.data.masks import encode
 from common.randomness import key_of
 
 SIDE = 128  # of the square canvas, in pixels
@@ -28,9 +28,9 @@ _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 class Scenes:
     """Scenes of one to eight digits of several sizes and colours on a noisy background: pure functions of (key, position).
 
-    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and the columns of annotations are
-    those of the first 1,024 positions. In evaluation it is a fixed list of 256.
-    Satisfies `Annotated`.
+    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and the
+    columns of annotations describe the first 1,024 positions. In evaluation it is a fixed list
+    of 256. Satisfies `Annotated`.
     """
 
     pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0
@@ -40,7 +40,7 @@ class Scenes:
     key: int
     fresh: bool
     count: int
-    origin: str
+    part: str
     has_masks: bool = False  # whether samples do
 
     def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -135,15 +135,13 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
     train, val = load_digits()
     return (
-        _scenes(
-            train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, origin="fresh scenes", has_masks=masks
-        ),
+        _scenes(train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, part="fresh scenes", has_masks=masks),
         _scenes(
             val,
             key_of("validation scenes"),
             fresh=False,
             count=_VALIDATION,
-            origin="fixed scenes of held-out digits",
+            part="fixed scenes of held-out digits",
             has_masks=masks,
         ),
     )

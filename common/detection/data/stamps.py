@@ -31,15 +31,16 @@ class Stamps:
         self.take("/", pa.array([os.fsencode(file) for file in files], pa.large_binary()))
 
     def hold(self) -> bool:
-        """Whether nothing has changed."""
+        """True if nothing has changed."""
         return all(np.array_equal(stamps_of(folder, paths), stamps) for folder, paths, stamps in self.groups)
 
 
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
     """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
 
-    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Takes 2 µs per file. If the first files
-    are slow, as on a network file system, threads ask for the others; on a fast one threads would take longer.
+    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Takes 2 µs
+    per file. If the first files are slow, as on a network file system, threads ask for the others;
+    on a fast one threads would take longer.
     """
     above, first = os.path.join(os.fsencode(folder), b""), min(256, len(paths))
 

@@ -1,7 +1,7 @@
-"""Reader of folders in the format of YOLO.
+"""Folders in the format of YOLO. Source: https://docs.ultralytics.com/datasets/detect
 
-images/…/NAME.jpg beside labels/…/NAME.txt with a line `class x y width height` for each object, centres and sizes as
-shares of the image, or `class x1 y1 x2 y2 …` for an outline. Source: https://docs.ultralytics.com/datasets/detect
+images/…/NAME.jpg stands beside labels/…/NAME.txt with a line `class x y width height` for each
+object, centres and sizes as shares of the image, or `class x1 y1 x2 y2 …` for an outline.
 """
 
 import os
@@ -14,48 +14,58 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from common.data.images import SUFFIXES
-from common.data.source import name_of
 from common.data.splits import kind_of
-from common.detection.data.annotated_files import AnnotatedFiles, read_files, text_of
-from common.detection.data.box_checks import FoundBoxes
+from common.detection.data.annotated import AnnotatedImages, ImageFiles
+from common.detection.data.box_checks import FoundBoxes, check_files
+from common.detection.data.folders import Folder, is_image, refusing, text_of
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import SMALL, OddFile, read_yaml, walk
+from common.files import SMALL, read_yaml, walk
 
 _MOST_CLASSES = 2**20  # if no list of names says how many there are
 
 
 @dataclass(frozen=True)
-class YoloFolder:
+class _Yolo:
     """Where the parts of a data set are, and which classes it names."""
 
     title: str
-    root: Path
     parts: dict[str, list[Path]]  # by name: folders of images, or text files that list images
     names: dict[int, str] | None
     has_keypoints: bool = False  # after the four numbers of the box
 
 
-def find_yolo(root: Path) -> YoloFolder | None:
-    """The data set that `data.yaml` in `root` (or the only YAML file there) describes; without one, images/ beside labels/."""
+def yolo_folder(path: Path) -> Folder | None:
+    """The data set that `data.yaml` in `path` (or the only YAML file there) describes, or else images/ beside labels/."""
+    if not (found := _find(path)):
+        return None
+    labels = {name: ", ".join(os.path.relpath(place, path) for place in places) for name, places in found.parts.items()}
+
+    def read(name: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
+        return _read(found, name, first, stamps)
+
+    origins = {name: places[0] for name, places in found.parts.items()}
+    return Folder(("YOLO", path, found), labels, origins, read)
+
+
+def _find(root: Path) -> _Yolo | None:
     file = root / "data.yaml"
     if not file.exists():
         others = [other for pattern in ("*.yaml", "*.yml") for other in root.glob(pattern)] if root.is_dir() else []
         file = others[0] if len(others) == 1 else None
     if file:
-        return _read_yaml(root, file)
+        return _described(root, file)
     parts = _part_folders(root)
     if not parts:
         return None
     listed = next((root / name for name in ("classes.txt", "labels/classes.txt") if (root / name).exists()), None)
-    names = dict(enumerate(text_of(listed).split("\n"))) if listed else None
-    names = names and {place: name.strip() for place, name in names.items() if name.strip()}
+    lines = enumerate(text_of(listed).split("\n")) if listed else ()
+    names = {place: name.strip() for place, name in lines if name.strip()} if listed else None
     above = root.parent / "data.yaml"
     if names is None and kind_of(root.name) and above.exists():  # a single part: the file beside it names its classes
         content = _content(above)
-        return YoloFolder(str(root), root, parts, _names(above, content), "kpt_shape" in content)
-    return YoloFolder(str(root), root, parts, names)
+        return _Yolo(str(root), parts, _names(above, content), "kpt_shape" in content)
+    return _Yolo(str(root), parts, names)
 
 
 def _part_folders(root: Path) -> dict[str, list[Path]]:
@@ -69,7 +79,7 @@ def _part_folders(root: Path) -> dict[str, list[Path]]:
     return {folder.name: [folder / "images"] for folder in found if any(kind_of(each.name) for each in found)}
 
 
-def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
+def _described(root: Path, file: Path) -> _Yolo | None:
     content = _content(file)
     keys = [key for key in content if kind_of(key) and content[key]]
     if not keys and "names" not in content:
@@ -80,21 +90,16 @@ def _read_yaml(root: Path, file: Path) -> YoloFolder | None:
     parts = {}
     for key in keys:
         entries = content[key] if isinstance(content[key], list) else [content[key]]
-        with (
-            suppress(Refused) if kind_of(key) == "test" else nullcontext()
-        ):  # many test parts are published without images
+        # Many test parts are published without images.
+        with suppress(Refused) if kind_of(key) == "test" else nullcontext():
             parts[key] = [_place(file, root, starts, key, str(entry)) for entry in entries]
-    return YoloFolder(str(file), root, parts, names, "kpt_shape" in content)
+    return _Yolo(str(file), parts, names, "kpt_shape" in content)
 
 
 def _content(file: Path) -> dict:
     """Keys and values of a YAML file; {} if it holds something else."""
-    try:
+    with refusing(file, "YAML"):
         content = read_yaml(file, SMALL)
-    except OddFile as error:
-        raise Refused(f"{file}: can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise Refused(f"{file}: not readable as YAML: {error}") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -119,9 +124,9 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
     raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
 
 
-def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamps: Stamps) -> AnnotatedFiles:
-    """A part, with the classes of `first` if the data name none. Boxes are of the upright image, as YOLO's own readers
-    take them. Raises `Refused`.
+def _read(folder: _Yolo, part: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
+    """A part, with the classes of `first` if the data name none. Boxes are of the upright image, as
+    YOLO's own readers take them. Raises `Refused`.
     """
     names, places = folder.names or (first and dict(enumerate(first.classes))), folder.parts[part]
     files = sorted({file for place in places for file in _images(place, stamps)})
@@ -140,20 +145,15 @@ def read_yolo(folder: YoloFolder, part: str, first: AnnotatedFiles | None, stamp
     paths = pa.array([os.fsencode(os.path.relpath(file, root)) for file in files], pa.large_binary())
     found = FoundBoxes(
         title=f"{folder.title} {part}",
+        images=ImageFiles(root, paths),
         classes=tuple(names[label] for label in range(len(names))),
-        category_ids=np.arange(len(names)),
-        image_ids=np.arange(len(files)),
-        sizes=np.zeros((len(files), 2), np.int64),
         rows=np.array(rows, np.int64),
         boxes=np.array(boxes).reshape(-1, 4),
         labels=np.array(labels, np.int64),
-        crowd=np.zeros(len(labels), bool),
-        areas=np.full(len(labels), np.nan),
-        name=lambda row: name_of(root, paths, row),
         upright=True,
         relative=True,
     )
-    return read_files(found, root, paths, stamps)
+    return check_files(found, stamps)
 
 
 def _images(place: Path, stamps: Stamps) -> list[str]:
@@ -162,14 +162,10 @@ def _images(place: Path, stamps: Stamps) -> list[str]:
         found = []
         for _, entries in walk(place):
             stamps.take_files(entry.path for entry in entries if entry.is_dir())  # before the walk enters them
-            found += [entry.path for entry in entries if not entry.is_dir() and _is_image(entry.name)]
+            found += [entry.path for entry in entries if not entry.is_dir() and is_image(entry.name)]
         return found
     lines = (line.strip() for line in text_of(place).splitlines())
     return [os.path.normpath(place.parent / line) for line in lines if line]
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
 
 
 def _labels_of(image: str) -> str:
@@ -179,7 +175,7 @@ def _labels_of(image: str) -> str:
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
 
 
-def _whole(word: str) -> int:
+def _class_of(word: str) -> int:
     if not (value := float(word)).is_integer():
         raise ValueError
     return int(value)
@@ -197,7 +193,7 @@ def _read_labels(file: str, classes: int | None, has_keypoints: bool) -> list[tu
         if not words:
             continue
         try:
-            label, values = _whole(words[0]), [float(word) for word in words[1:]]
+            label, values = _class_of(words[0]), [float(word) for word in words[1:]]
         except (ValueError, OverflowError):
             raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
         if not 0 <= label < (classes or _MOST_CLASSES):

@@ -27,8 +27,9 @@ class Errors:
     both: any other false detection; class and place are wrong.
     missed: an object that no detection shows, or would show with another class or place.
 
-    Unlike in TIDE's own code, detections in crowd regions are no errors, as in COCO's evaluation, and a class without objects
-    is left out of the mean, also where all its objects were corrected away.
+    Unlike in TIDE's own code, detections in crowd regions are no errors, as in COCO's evaluation,
+    and a class without objects is left out of the mean, also where all its objects were corrected
+    away.
     """
 
     matches: Matches
@@ -73,8 +74,9 @@ class Errors:
     def costs(self) -> dict[str, float | None]:
         """Gain in AP50 if one of `KINDS` alone were corrected, or if there were no false positives, or no false negatives.
 
-        An error of class or localisation becomes a hit if it has the highest score of those at an object that no detection
-        shows; all others are removed. Missed objects are removed. The gains do not add up: precision is not linear in errors.
+        An error of class or localisation becomes a hit if it has the highest score of those at an
+        object that no detection shows; all others are removed. Missed objects are removed. The
+        gains do not add up: precision is not linear in errors.
         """
         of_objects, labels = self.matches.source.labels, self.labels
         costs, hits = {}, self.matches.hits >= 0

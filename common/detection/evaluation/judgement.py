@@ -105,8 +105,10 @@ class Judgement:
     def calibration_error(self, least: float = 0.0) -> float | None:
         """Expected calibration error of the detections with a score of `least` or more; None if there are none.
 
-        The mean over detections of the difference between mean score and share of right ones in their bin of scores.
-        Source: Küppers et al. 2020, "Multivariate Confidence Calibration for Object Detection", of the score alone.
+        The mean over detections of the difference between mean score and share of right ones in
+        their bin of scores.
+        Source: Küppers et al. 2020, "Multivariate Confidence Calibration for Object Detection", of
+        the score alone.
         """
         chosen = self._judged & (self._scores >= least)
         columns = (self._scores.astype(np.float64), self._right)
@@ -156,7 +158,7 @@ class Judgement:
 
 
 def _measure(division: str, boxes: np.ndarray, sizes: np.ndarray, areas: np.ndarray | None = None) -> np.ndarray:
-    """float64[n]: what the boxes [n, 4 or more] in images of `sizes` [n, 2] are divided by; `areas` if not those of boxes."""
+    """float64[n]: the measure of boxes [n, 4 or more] in images of `sizes` [n, 2]; `areas` instead of the boxes' own."""
     sides = np.maximum(boxes[:, 2:4].astype(np.float64) - boxes[:, :2], 0)
     if division == "aspect_ratio":
         return sides[:, 0] / np.maximum(sides[:, 1], 1e-9)

@@ -36,9 +36,10 @@ class FalseAlarm(NamedTuple):
 class Matches:
     """Detections matched with the objects of a source; each property is computed when it is first read.
 
-    Detections are matched in the order of their scores. First with objects of their own class, as COCO does at IoU 0.5: the
-    best detection of an object is a hit. Then the others with objects of other classes that they overlap enough. Each
-    object is shown at most once. Crowd regions are neither objects nor background.
+    Detections are matched in the order of their scores. First with objects of their own class, as
+    COCO does at IoU 0.5: the best detection of an object is a hit. Then the others with objects of
+    other classes that they overlap enough. Each object is shown at most once. Crowd regions are
+    neither objects nor background.
     """
 
     source: Annotated
@@ -52,8 +53,8 @@ class Matches:
 
     @cached_property
     def closest(self) -> tuple[np.ndarray, np.ndarray]:
-        """float64[2, n]: largest overlap of each detection with an object of its class, and of another one; and int64[2, n],
-        which object that is, or `NONE`. Crowd regions are no objects.
+        """float64[2, n]: largest overlap of each detection with an object of its class, and of
+        another one; and int64[2, n], which object that is, or `NONE`. Crowd regions are no objects.
         """
         overlaps, objects = np.zeros((2, len(self.rows))), np.full((2, len(self.rows)), NONE)
         for rows, near, shares in self._beside_objects(np.ones(len(self.rows), bool)):
@@ -114,19 +115,19 @@ class Matches:
         np.add.at(matrix, (true[self.missed], classes), 1)
         return matrix
 
-    def misses(self, most: int) -> list[Miss]:
+    def misses(self, limit: int) -> list[Miss]:
         """Objects that no detection shows, worst first: by the share of the image that only this object covers."""
         objects = np.flatnonzero(self.missed)
         clear = [self._clear_share(row) for row in objects]
-        worst = objects[np.argsort(np.negative(clear), kind="stable")[:most]]
+        worst = objects[np.argsort(np.negative(clear), kind="stable")[:limit]]
         scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
         return [Miss(row, int(self._owners[row]), scores.get(row, 0.0)) for row in worst.tolist()]
 
-    def false_alarms(self, most: int) -> list[FalseAlarm]:
+    def false_alarms(self, limit: int) -> list[FalseAlarm]:
         """Detections that hit no object of their class, highest score first; only the first of those around one object."""
         alarms, known = [], set()
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
-            if len(alarms) == most:
+            if len(alarms) == limit:
                 break
             alarm = self._explain(row)
             if alarm.object not in known:
@@ -135,7 +136,7 @@ class Matches:
         return alarms
 
     def of_image(self, image: int, good: bool = True) -> np.ndarray:
-        """int64[m]: the good detections of an image, or those of any score; best first."""
+        """int64[m]: the detections of an image, of any score or only good ones; best first."""
         first, end = np.searchsorted(self._sorted_images, (image, image + 1))
         rows = self._by_image[first:end]
         return rows[self.good[rows]] if good else rows

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,30 +13,27 @@ from common.distributed.collectives import all_or_none, broadcast_object, gather
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-NAMED_CLASSES = (
-    100  # up to this many, each class has a result of its own, AP_class/<name>: rows of metrics.jsonl stay below 10 kB
-)
+# Up to this many, each class has a result of its own, AP_class/<name>: rows of metrics.jsonl stay below 10 kB.
+NAMED_CLASSES = 100
 
 
 @dataclass
 class Detections:
     """Detections in the images that this rank evaluated, as columns on the host.
 
-    After `results`, the main process has those of all ranks, each image once, for pictures; the others have none.
+    After `results`, the main process has the detections of all ranks, each image once, for pictures; the others have none.
     """
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
     seen: list[int] = field(default_factory=list)  # images that were evaluated, with or without detections
-    masks: list[np.ndarray] = field(
-        default_factory=list
-    )  # object[n]: COCO's packed run lengths; none of a detector of boxes
+    masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
     judgement: Judgement | None = None  # of these detections, after `results`
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
-        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and labels [n] of each, and
-        from a detector of masks rles, n of COCO's packed run lengths.
+        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and
+        labels [n] of each, and from a detector of masks rles, n of COCO's packed run lengths.
         """
         for index, of_image in zip(indices, found, strict=True):
             parts = (of_image["boxes"], of_image["scores"][:, None], of_image["labels"][:, None])
@@ -46,16 +44,16 @@ class Detections:
             self.seen.append(int(index))
             if "rles" in of_image:
                 packed = [of_image["rles"][row]["counts"] for row in best]
-                self.masks.append(
-                    np.array([*packed, None], object)[:-1]
-                )  # with None, since numpy would turn texts alone into one array
+                # With None, since numpy would turn texts alone into one array.
+                self.masks.append(np.array([*packed, None], object)[:-1])
 
     def results(self, source: Annotated) -> dict:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
-        Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve again as `mask_AP` and so on.
-        `thresholds` has the score of the best F1 of each class. The main process evaluates all ranks' detections, each image
-        once. Source: Lin et al., "Microsoft COCO", 2014.
+        Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve
+        again as `mask_AP` and so on. `thresholds` has the score of the best F1 of each class. The
+        main process evaluates all ranks' detections, each image once. Source: Lin et al.,
+        "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((*self.columns(), np.array(self.seen, np.int64), *masks))
@@ -65,8 +63,8 @@ class Detections:
         with all_or_none("evaluating the detections"):
             self.judgement = Judgement.of(source, *self.columns())
             if gathered is not None:
-                results, self.precision = _evaluate(source, images, rows, len(seen))
-                results["thresholds"] = self.judgement.thresholds()
+                results, self.precision = _evaluate(source, images, rows)
+                results |= {"count": len(seen), "thresholds": self.judgement.thresholds()}
                 results |= _evaluate_masks(source, images, rows, *masks) if masks else {}
         return broadcast_object(results)
 
@@ -94,21 +92,15 @@ def _each_image_once(
     return images[order], rows[order], seen, [np.concatenate(masks)[order]] if masks else []
 
 
-def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: int) -> tuple[dict, np.ndarray]:
-    """The results, and the precision at IoU 0.5 by class and recall: float64[K, 101]."""
-    from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
-
-    truth = COCO(_coco(source))
+def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[dict, np.ndarray]:
+    """The results of boxes, and the precision at IoU 0.5 by class and recall: float64[K, 101]."""
     boxes = rows[:, :4].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
     table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
-    evaluation = COCOeval_faster(truth, truth.loadRes(table), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
+    results, evaluation = _coco_numbers(_coco(source), table, "bbox")
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes] of all areas
     per_class = [_mean(precision[:, :, number]) for number in range(len(source.classes))]
-    results = _numbers(evaluation.stats) | {"count": count, "per_class": per_class}
+    results["per_class"] = per_class
     if len(source.classes) <= NAMED_CLASSES:
         named = zip(source.classes, per_class, strict=True)
         results |= {f"AP_class/{name}": value for name, value in named if value is not None}
@@ -117,13 +109,10 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray, count: in
 
 def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, masks: np.ndarray) -> dict:
     """The twelve numbers with the overlaps and areas of masks."""
-    from faster_coco_eval import COCO, COCOeval_faster
-
     content = _coco(source)
     shapes = (rle for index in range(len(source)) for rle in source.rles(index))
     for annotation, rle in zip(content["annotations"], shapes, strict=True):
         annotation["segmentation"] = rle
-    truth = COCO(content)
     found = [
         {
             "image_id": int(source.image_ids[image]),
@@ -133,15 +122,20 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
         }
         for image, row, packed in zip(images, rows, masks, strict=True)
     ]
-    evaluation = COCOeval_faster(truth, truth.loadRes(found), "segm")
+    return {f"mask_{name}": value for name, value in _coco_numbers(content, found, "segm")[0].items()}
+
+
+def _coco_numbers(content: dict, found: Any, kind: str) -> tuple[dict[str, float | None], Any]:
+    """The twelve numbers, and the evaluation that made them, of boxes or masks in COCO's form."""
+    from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
+
+    truth = COCO(content)
+    evaluation = COCOeval_faster(truth, truth.loadRes(found), kind)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
-    return {f"mask_{name}": value for name, value in _numbers(evaluation.stats).items()}
-
-
-def _numbers(stats: np.ndarray) -> dict[str, float | None]:
-    return {name: None if value < 0 else float(value) for name, value in zip(NAMES, stats, strict=False)}
+    numbers = zip(NAMES, evaluation.stats, strict=False)
+    return {name: None if value < 0 else float(value) for name, value in numbers}, evaluation
 
 
 def _coco(source: Annotated) -> dict:

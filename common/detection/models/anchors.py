@@ -13,8 +13,8 @@ from common.detection.models.postprocessing import clip
 class Anchors:
     """Boxes of a few fixed shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
 
-    `scales` are the sides of a square anchor in strides of its level; `ratios` are height over width.
-    Anchors are never of half precision: bf16 would move a quarter of the finest ones.
+    `scales` are the sides of a square anchor in strides of its level; `ratios` are height over
+    width. Anchors are never of half precision: bf16 would move a quarter of the finest ones.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ def match(
     best, which = overlap.max(0)
     foreground = best >= foreground_iou
     if rescue:
-        most = overlap.amax(1, keepdim=True)
-        foreground |= ((overlap == most) & (most > 0)).any(0)
+        largest = overlap.amax(1, keepdim=True)
+        foreground |= ((overlap == largest) & (largest > 0)).any(0)
     inside = clip(places, size)
     shared = torch.minimum(boxes[:, None, 2:], inside[:, 2:]) - torch.maximum(boxes[:, None, :2], inside[:, :2])
     shared = shared.clamp(min=0)

@@ -1,7 +1,8 @@
 """Coding, comparing and suppressing of boxes, with as few waits of the host for the device as possible.
 
-torchvision and transformers compute the same. But they look at numbers on the way, or send some to the device from memory
-that is not pinned, and the host then waits until the device has finished all queued work.
+torchvision and transformers compute the same. But they look at numbers on the way, or send some to
+the device from memory that is not pinned, and the host then waits until the device has finished all
+queued work.
 """
 
 import torch
@@ -39,7 +40,8 @@ class BoxCoder(_utils.BoxCoder):
 def overlaps(boxes: Tensor, others: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Intersection over union [...], plain and generalised, of pairs of boxes [..., 4] (corners).
 
-    With `eps` 1e-7, one minus the second is torchvision's `generalized_box_iou_loss`, its gradient included.
+    With `eps` 1e-7, one minus the second is torchvision's `generalized_box_iou_loss`, its gradient
+    included.
     Source: Rezatofighi et al. 2019, "Generalized Intersection over Union" (arXiv:1902.09630).
     """
     low, high = boxes.split(2, -1)
@@ -62,8 +64,8 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) ->
     As torchvision's `batched_nms`; the host waits once, for their number.
     """
     exporting = torch.compiler.is_exporting()  # a graph has one way for any number of boxes
-    most = 4000 if boxes.device.type == "cpu" else 100_000
-    if not exporting and (not len(boxes) or boxes.numel() > most):  # where it works in another way
+    limit = 4000 if boxes.device.type == "cpu" else 100_000
+    if not exporting and (not len(boxes) or boxes.numel() > limit):  # where it works in another way
         return batched_nms(boxes, scores, groups, threshold)
     apart = groups.to(boxes) * (F.pad(boxes, (0, 0, 0, 1)).max() + 1)
     return nms(boxes + apart[:, None], scores, threshold)

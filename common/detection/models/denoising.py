@@ -1,7 +1,8 @@
 """Denoising of a DETR, independent of the layout of the run.
 
-Besides its queries, the decoder sees copies of the true boxes with noise on them, and learns to restore them. The noise
-is a function of (seed, position); the number of copies depends on the number of boxes of the image alone.
+Besides its queries, the decoder sees copies of the true boxes with noise on them, and learns to
+restore them. The noise is a function of (seed, position); the number of copies depends on the
+number of boxes of the image alone.
 """
 
 from dataclasses import dataclass
@@ -48,9 +49,10 @@ def noised(
 ) -> Denoising:
     """Groups with a positive and a negative for each box: the first is to be restored, the second is no object.
 
-    Different from the source, an image is the same in any batch: there, the image with the most boxes decides on the
-    number of groups, and padding is visible and learnt as background.
-    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605), section 3.3.
+    Different from the source, an image is the same in any batch: there, the image with the most
+    boxes decides on the number of groups, and padding is visible and learnt as background.
+    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605),
+    section 3.3.
 
     Args:
         boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.

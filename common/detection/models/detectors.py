@@ -33,6 +33,7 @@ class Detector(Protocol):
     backbone: nn.Module  # the part that can be compiled; the rest breaks graphs
     pretrained_cfg: dict[str, Any]  # mean and std of its images, for pixels in 0..1
     begins_with: str  # in words, which weights were loaded
+    title: str  # what the start table calls it
 
     def state_dict(self) -> dict[str, Tensor]:
         """As every module has it."""
@@ -41,7 +42,7 @@ class Detector(Protocol):
         """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward."""
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The module's forward: the loss of each image [B], and its parts by name, [B] each.
+        """The loss of each image [B], and its parts by name, [B] each; `forward.mean_losses` makes the forward of it.
 
         `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
         already divided: their *sum* over the global batch is its loss. Every parameter gets a gradient, with boxes or without.

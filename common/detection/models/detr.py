@@ -14,6 +14,7 @@ from common.detection.models import queries
 from common.detection.models.boxes import filled, to_device
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
 from common.detection.models.detr_models import build_model, export_model, features_of
+from common.detection.models.forward import mean_losses
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
@@ -119,13 +120,13 @@ class DETR(nn.Module):
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
         return sum(terms.values()), terms
 
-    forward = losses
+    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """The best pairs of a query and a class, with the probability of the class as score.
 
-        Boxes may exceed the image, as those of transformers' image processor do.
+        Boxes may exceed the image, as boxes of transformers' image processor do.
         """
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
@@ -224,7 +225,7 @@ class DETR(nn.Module):
         """The weighted losses [B] of O outputs with Q queries each, by name.
 
         Args:
-            pairs, of_boxes: what the losses of classes and those of boxes compare.
+            pairs, of_boxes: the pairs that the losses of classes and the losses of boxes compare.
             boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
             counted: bool[B, O, Q], False for padding and for queries without a box in a crowd region.
         """
@@ -303,7 +304,7 @@ class _Pairs:
 
         Different from the source, which divides by the number of these pairs in the batch: an image has the mean over its
         own pairs, times its share of all boxes. That number depends on predictions, so that it can't be known in time.
-        `counts` are the images' numbers of boxes, `totals` those of `DETR.counts`.
+        `counts` are the images' numbers of boxes, `totals` the sum of `DETR.counts`.
         Source: Peng et al. 2024, "D-FINE" (arXiv:2410.13842); DEIM's configuration calls it `use_uni_set`.
         """
         device, queries = self.match.device, self.match.shape[2]
@@ -376,5 +377,5 @@ class _Outputs:
 
 def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
     """Clamp the output as an encoder layer of transformers does in training if something is not finite."""
-    most = torch.finfo(output.dtype).max - 1000
-    return output.clamp(-most, most)
+    largest = torch.finfo(output.dtype).max - 1000
+    return output.clamp(-largest, largest)

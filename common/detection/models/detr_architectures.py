@@ -1,6 +1,6 @@
 """Configurations of the published DETRs: what transformers needs to know to build them, without weights.
 
-Values are those of the authors' configuration files, under the names that transformers gives them.
+Values come from the authors' configuration files, under the names that transformers gives them.
 """
 
 _RESNET_18 = {
@@ -44,6 +44,10 @@ _HGNET_B5 = _hgnet(32, [64, 128, 512, 1024, 2048], [64, 128, 256, 512], [1, 2, 5
 _TWO_LEVELS = {"num_feature_levels": 2, "feat_strides": [16, 32]}
 
 
+# The gamma is that of the matchability-aware loss.
+_OF_DEIMV2: dict = {"decoder_activation_function": "silu", "focal_loss_gamma": 1.5}
+
+
 def _deimv2(width: int, feedforward: int, decoder_feedforward: int, levels: int = 3, **others) -> dict:
     """What all DEIMv2 have in common."""
     return {
@@ -52,9 +56,8 @@ def _deimv2(width: int, feedforward: int, decoder_feedforward: int, levels: int 
         "encoder_ffn_dim": feedforward,
         "decoder_in_channels": [width] * levels,
         "decoder_ffn_dim": decoder_feedforward,
-        "decoder_activation_function": "silu",
         "decoder_n_points": [3, 6, 3],
-        "focal_loss_gamma": 1.5,  # of the matchability-aware loss
+        **_OF_DEIMV2,
         **others,
     }
 
@@ -123,64 +126,28 @@ _NANO |= {"hidden_expansion": 0.34, "depth_mult": 0.5, "decoder_layers": 3}
 
 # Neck and decoder of the smallest published models with three levels, which also stand on timm's backbones.
 _SMALL: dict = {"hidden_expansion": 0.5, "decoder_layers": 3}
+_POINTS: dict = {"decoder_n_points": [3, 6, 3]}
 SMALL_OF: dict[str, dict] = {
     "rtdetr_v2": _SMALL,
-    "dfine": _SMALL | {"depth_mult": 0.34, "decoder_n_points": [3, 6, 3]},
-    "deimv2": _SMALL
-    | {"depth_mult": 0.67, "hidden_expansion": 0.34}
-    | {key: _deimv2(0, 0, 0)[key] for key in ("decoder_activation_function", "decoder_n_points", "focal_loss_gamma")},
+    "dfine": _SMALL | _POINTS | {"depth_mult": 0.34},
+    "deimv2": _SMALL | _POINTS | _OF_DEIMV2 | {"depth_mult": 0.67, "hidden_expansion": 0.34},
 }
+_OF_RESNET_18: dict = {"encoder_in_channels": [128, 256, 512], "hidden_expansion": 0.5}
+_WIDE: dict = {"encoder_hidden_dim": 384, "encoder_ffn_dim": 2048, "decoder_in_channels": [384, 384, 384]}
 ARCHITECTURES: dict[str, dict] = {
-    "rtdetr_v2_r18vd": {
-        "backbone_config": _RESNET_18,
-        "encoder_in_channels": [128, 256, 512],
-        **SMALL_OF["rtdetr_v2"],
-    },
-    "rtdetr_v2_r34vd": {
-        "backbone_config": _RESNET_18 | {"depths": [3, 4, 6, 3]},
-        "encoder_in_channels": [128, 256, 512],
-        "hidden_expansion": 0.5,
-        "decoder_layers": 4,
-    },
+    "rtdetr_v2_r18vd": _OF_RESNET_18 | {"backbone_config": _RESNET_18, "decoder_layers": 3},
+    "rtdetr_v2_r34vd": _OF_RESNET_18 | {"backbone_config": _RESNET_18 | {"depths": [3, 4, 6, 3]}, "decoder_layers": 4},
     "rtdetr_v2_r50vd": {"backbone_config": _RESNET_50},
-    "rtdetr_v2_r101vd": {
-        "backbone_config": _RESNET_50 | {"depths": [3, 4, 23, 3]},
-        "encoder_ffn_dim": 2048,
-        "encoder_hidden_dim": 384,
-        "decoder_in_channels": [384, 384, 384],
-    },
-    "dfine_n": {
-        **_NANO,
-        "d_model": 128,
-        "encoder_hidden_dim": 128,
-        "encoder_ffn_dim": 512,
-        "decoder_ffn_dim": 512,
-        "decoder_in_channels": [128, 128],
-    },
-    "dfine_s": {
-        "backbone_config": _HGNET_B0,
-        "encoder_in_channels": [256, 512, 1024],
-        **SMALL_OF["dfine"],
-    },
-    "dfine_m": {
-        "backbone_config": _HGNET_B2,
-        "encoder_in_channels": [384, 768, 1536],
-        "decoder_layers": 4,
-        "depth_mult": 0.67,
-        "decoder_n_points": [3, 6, 3],
-    },
-    "dfine_l": {
-        "backbone_config": _HGNET_B4,
-        "decoder_n_points": [3, 6, 3],
-    },
-    "dfine_x": {
-        "backbone_config": _HGNET_B5,
-        "encoder_hidden_dim": 384,
-        "encoder_ffn_dim": 2048,
-        "decoder_in_channels": [384, 384, 384],
-        "decoder_n_points": [3, 6, 3],
-        "reg_scale": 8.0,
-    },
+    "rtdetr_v2_r101vd": _WIDE | {"backbone_config": _RESNET_50 | {"depths": [3, 4, 23, 3]}},
+    "dfine_n": _NANO
+    | {"d_model": 128, "encoder_hidden_dim": 128, "encoder_ffn_dim": 512}
+    | {"decoder_ffn_dim": 512, "decoder_in_channels": [128, 128]},
+    "dfine_s": SMALL_OF["dfine"] | {"backbone_config": _HGNET_B0, "encoder_in_channels": [256, 512, 1024]},
+    "dfine_m": _POINTS
+    | {"backbone_config": _HGNET_B2, "encoder_in_channels": [384, 768, 1536]}
+    | {"decoder_layers": 4, "depth_mult": 0.67},
+    "dfine_l": _POINTS | {"backbone_config": _HGNET_B4},
+    "dfine_x": _POINTS | _WIDE | {"backbone_config": _HGNET_B5, "reg_scale": 8.0},
     "deimv2_atto": _lite(64, 160, 100, _ATTO),
     "deimv2_femto": _lite(96, 256, 150, _FEMTO),
     "deimv2_pico": _lite(112, 320, 200, _PICO),

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -23,7 +24,7 @@ _SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_im
 _LEVELS = (8, 16, 32)  # strides of a timm backbone's maps
 # The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINOv3.
 _PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-_IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
+IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
@@ -36,16 +37,16 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     - a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32, under the neck and the
       decoder of the smallest published model, which then have `spec.width` channels. Others have their own width.
 
-    A loaded model that has classes of the spec's names keeps what it knows of them.
-    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
+    A loaded model that has classes of the spec's names keeps what it knows of them. Raises
+    `Refused` without transformers, and for a name of no model, of another family, or of weights out
+    of reach.
     """
     transformers, name = import_transformers(), spec.model
     over_timm = name not in ARCHITECTURES and is_timm(name)
     if not over_timm:
         if spec.drop_path:
-            raise Refused(
-                f"--drop_path {spec.drop_path}: {name} has none; a timm backbone under --detector {spec.family} has"
-            )
+            other = f"a timm backbone under --detector {spec.family} has"
+            raise Refused(f"--drop_path {spec.drop_path}: {name} has none; {other}")
         whole, normalization = _whole(transformers, spec)
     else:
         whole, normalization = _over_timm(transformers, spec)
@@ -111,32 +112,42 @@ def _mend_deimv2(model: nn.Module) -> None:
 def export_model(
     model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
 ) -> None:
-    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
-
-    Args:
-        classes: names by number.
-        side: the image processor resizes every image to a square with this side in pixels, a multiple of the model's stride.
-    """
-    transformers = import_transformers()
-    config = copy.deepcopy(model.config)
-    config.num_queries = queries
-    config.id2label = dict(enumerate(classes))
-    config.label2id = {name: number for number, name in enumerate(classes)}
-    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    """Write a folder for transformers, see `save_model`."""
+    whole = empty_model(model.config, queries, classes)
     decoder = copy.deepcopy(model.decoder)
-    heads = nn.ModuleList(copy.deepcopy(decoder.bbox_embed[layer]) for layer in range(config.decoder_layers))
+    heads = nn.ModuleList(copy.deepcopy(decoder.bbox_embed[layer]) for layer in range(model.config.decoder_layers))
     whole.model.decoder.bbox_embed = heads  # a shared one, too, once for each layer
     decoder.bbox_embed = heads
     whole.model.load_state_dict(model.state_dict() | decoder.state_dict(prefix="decoder."))
     # transformers also has the decoder's heads under a second name.
-    whole.class_embed, whole.bbox_embed = map(
-        copy.deepcopy, (whole.model.decoder.class_embed, whole.model.decoder.bbox_embed)
-    )
+    own = whole.model.decoder
+    whole.class_embed, whole.bbox_embed = map(copy.deepcopy, (own.class_embed, own.bbox_embed))
+    save_model(whole, normalization, folder, side)
+
+
+def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
+    """A whole model of transformers with this number of queries and names of classes, without weights."""
+    config = copy.deepcopy(config)
+    config.num_queries = queries
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in enumerate(classes)}
+    return import_transformers().AutoModelForObjectDetection.from_config(config)
+
+
+def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
+    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
+
+    The image processor resizes every image to a square with this side in pixels, a multiple of the
+    model's stride. It is RT-DETR's for all families, which resizes with antialiasing, as training
+    and evaluation do.
+    """
     whole.save_pretrained(folder)
     mean, std = (list(normalization[key]) for key in ("mean", "std"))
-    is_plain = mean == [0, 0, 0] and std == [1, 1, 1]
-    transformers.RTDetrImageProcessor(
-        size={"height": side, "width": side}, do_normalize=not is_plain, image_mean=mean, image_std=std
+    import_transformers().RTDetrImageProcessor(
+        size={"height": side, "width": side},
+        do_normalize=not (mean == [0, 0, 0] and std == [1, 1, 1]),
+        image_mean=mean,
+        image_std=std,
     ).save_pretrained(folder)
 
 
@@ -144,9 +155,8 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        raise Refused(
-            "--detector: this family needs transformers, which isn't installed: pip install transformers"
-        ) from None
+        told = "--detector: this family needs transformers, which isn't installed: pip install transformers"
+        raise Refused(told) from None
     transformers.utils.logging.disable_progress_bar()  # every process would show a bar
     return transformers
 
@@ -171,16 +181,19 @@ def _whole(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A model of transformers, and what its images are normalised with."""
     family, name = spec.family, spec.model
     if name in ARCHITECTURES:
-        if spec.pretrained:
-            raise Refused(
-                f"--pretrained: {name} is a configuration without weights; --model owner/name has them, as "
-                "PekingU/rtdetr_v2_r18vd and ustc-community/dfine-small-coco on the hub"
-            )
+        refuse_pretrained(spec, "PekingU/rtdetr_v2_r18vd and ustc-community/dfine-small-coco")
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
         config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
-        return _fresh(transformers, config, spec.seed), _IMAGENET if _is_dinov3(config) else _PLAIN
+        return _fresh(transformers, config, spec.seed), IMAGENET if _is_dinov3(config) else _PLAIN
     return load_whole(transformers, spec, FAMILIES[family], _SETTINGS, _fresh, _known(family))
+
+
+def refuse_pretrained(spec: DetectorSpec, examples: str) -> None:
+    """Raise `Refused` for --pretrained with a configuration that has no weights."""
+    if spec.pretrained:
+        others = f"--model owner/name has them, as {examples} on the hub"
+        raise Refused(f"--pretrained: {spec.model} is a configuration without weights; {others}")
 
 
 def load_whole(
@@ -244,18 +257,11 @@ def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
     indices = [features.feature_info.out_indices[places[stride]] for stride in _LEVELS]
     features = create(out_indices=indices)
     normalization = features.pretrained_cfg
-    timm_models.check_features(
-        features, {"model_name": normalization["architecture"]}
-    )  # all that transformers will know
+    architecture = normalization["architecture"]  # all that transformers will know: it can build this again
+    timm_models.check_features(features, {"model_name": architecture})
     config = transformers.AutoConfig.for_model(
         FAMILIES[spec.family],
-        backbone_config={
-            "model_type": "timm_backbone",
-            "backbone": normalization[
-                "architecture"
-            ],  # transformers can build this again, wherever the weights came from
-            "out_indices": indices,
-        },
+        backbone_config={"model_type": "timm_backbone", "backbone": architecture, "out_indices": indices},
         encoder_in_channels=features.feature_info.channels(),
         decoder_in_channels=[width] * 3,
         d_model=width,
@@ -273,7 +279,7 @@ def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
 
 
 def _fresh(transformers, config, seed: int) -> nn.Module:
-    """A model with the initial weights of its authors; those of transformers are meant to be overwritten."""
+    """A model with the initial weights of its authors; transformers' own are meant to be overwritten."""
     config.initializer_bias_prior_prob = 0.01
     torch.manual_seed(seed + 1)
     whole = transformers.AutoModelForObjectDetection.from_config(config)

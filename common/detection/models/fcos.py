@@ -7,12 +7,13 @@ from torchvision.models.detection.fcos import FCOSHead
 from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
+from common.detection.models.forward import mean_losses
 from common.detection.models.fpn import Backbone, GroupNorm
-from common.detection.models.postprocessing import MOST, select
+from common.detection.models.postprocessing import OneStage
 from common.detection.models.spec import DetectorSpec
 
 
-class FCOS(nn.Module):
+class FCOS(OneStage):
     """One-stage detector without anchors. See `common.detection.models.detectors.Detector` for its methods.
 
     The points, the assignment and the losses are torchvision's, as are the names of the parameters: its `FCOS` around the
@@ -21,14 +22,10 @@ class FCOS(nn.Module):
     Source: Tian et al. 2019, "FCOS: Fully Convolutional One-Stage Object Detection" (arXiv:1904.01355).
     """
 
-    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
     radius = 1.5  # foreground points lie within this many strides of their box's centre
-    score_threshold, nms_threshold, limit = 0.05, 0.6, MOST
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
-        super().__init__()
-        self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
-        self.convolutions = spec.convolutions
+        super().__init__(backbone, spec.classes, spec.convolutions)
         self.head = FCOSHead(backbone.width, 1, self.classes, self.convolutions)
         for module in self.head.modules():
             if isinstance(module, nn.GroupNorm):
@@ -70,24 +67,15 @@ class FCOS(nn.Module):
             }
         return sum(terms.values()), terms
 
-    forward = losses
+    forward = mean_losses
 
-    @torch.no_grad()
-    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+    def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Scores are the root of class probability times centre-ness."""
-        outputs = self.head(self.backbone(images))
-        with torch.autocast(images.device.type, enabled=False):
-            logits, distances, centreness = self._wide(outputs)
-            points, strides, _ = self._places(images.shape[2:], images.device)
-            boxes = _decode(points, strides, distances)
-            scores = (logits.sigmoid() * centreness.sigmoid()[..., None]).sqrt()
-            lengths = [height * width for height, width in self.backbone.grid_sizes(images.shape[2:])]
-            names = ("score_threshold", "nms_threshold", "limit")
-            thresholds = {name: getattr(self, name) for name in names}
-            return [
-                select(*of_image, lengths, size, **thresholds)
-                for *of_image, size in zip(boxes, scores, sizes, strict=True)
-            ]
+        logits, distances, centreness = self._wide(outputs)
+        points, strides, _ = self._places(images.shape[2:], images.device)
+        scores = (logits.sigmoid() * centreness.sigmoid()[..., None]).sqrt()
+        lengths = [height * width for height, width in self.backbone.grid_sizes(images.shape[2:])]
+        return _decode(points, strides, distances), scores, lengths
 
     def _wide(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Class logits [B, P, K], distances [B, P, 4] in strides and centre-ness [B, P], not in half precision."""
@@ -95,10 +83,6 @@ class FCOS(nn.Module):
             outputs[name].to(self._dtype) for name in ("cls_logits", "bbox_regression", "bbox_ctrness")
         )
         return logits, distances, centreness.squeeze(2)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.head.classification_head.cls_logits.weight.dtype
 
     def _places(self, canvas: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Of all levels: points [P, 2] x, y; strides [P]; reach [P, 2]: least and largest distance to a box's far side."""
@@ -120,9 +104,8 @@ class FCOS(nn.Module):
 
         A point is assigned to the smallest box that it lies in, near the centre, if its level is for boxes of that size.
         """
-        boxes = F.pad(
-            target["boxes"].to(points.dtype), (0, 0, 0, 1)
-        )  # an empty box at the end, for images without boxes
+        # An empty box at the end, for images without boxes.
+        boxes = F.pad(target["boxes"].to(points.dtype), (0, 0, 0, 1))
         labels, crowd = F.pad(target["labels"], (0, 1)), F.pad(target["crowd"], (0, 1))
         sides = _sides(points[:, None], boxes)  # [P, n, 4]
         inside, farthest = sides.amin(2) > 0, sides.amax(2)

@@ -1,7 +1,7 @@
 """Backbone with a feature pyramid: the feature maps that a detector looks at.
 
-A level `l` is a feature map with one cell for each 2^l x 2^l pixels of the canvas. Levels that the backbone has go through
-the feature pyramid; coarser ones are made from the pyramid's coarsest.
+A level `l` is a feature map with one cell for each 2^l x 2^l pixels of the canvas. Levels that the
+backbone has go through the feature pyramid; coarser ones are made from the pyramid's coarsest.
 """
 
 import math
@@ -25,7 +25,8 @@ _OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 class Backbone(nn.Module):
     """A timm backbone and a feature pyramid: images [B, 3, H, W] -> list of [B, width, H / 2^l, W / 2^l], fine to coarse.
 
-    H and W are multiples of `stride`; if 2^l does not divide them, the size of the level is rounded up.
+    H and W are multiples of `stride`; if 2^l does not divide them, the size of the level is rounded
+    up.
     Source: Lin et al. 2017, "Feature Pyramid Networks for Object Detection" (arXiv:1612.03144).
     """
 
@@ -39,7 +40,7 @@ class Backbone(nn.Module):
         coarser: str,
         variant: str = "own",
     ) -> None:
-        """`picks`: level -> index of its map in `features`, fine to coarse; `channels` are those of these maps."""
+        """`picks`: level -> index of its map in `features`, fine to coarse; `channels` of these maps."""
         super().__init__()
         self.features, self.levels, self.width = features, levels, width
         self.stride = 2 ** max(picks)  # by which the backbone divides itself; coarser levels round up
@@ -141,8 +142,9 @@ class SimplePyramid(nn.Module):
 def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
     """The features of the timm model `spec.model`, with a feature pyramid from the first to the second of `spec.levels`.
 
-    `coarser` says how levels are made that the backbone does not have: by "convolutions" or by "subsampling".
-    Raises `Refused` for an unknown name, weights out of reach, and levels that the model has no features for.
+    `coarser` says how levels are made that the backbone does not have: by "convolutions" or by
+    "subsampling". Raises `Refused` for an unknown name, weights out of reach, and levels that the
+    model has no features for.
     """
     name, (lowest, highest) = spec.model, spec.levels
     if not 1 <= lowest <= highest <= _COARSEST:

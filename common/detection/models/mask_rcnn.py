@@ -15,8 +15,9 @@ from common.detection.models.spec import DetectorSpec
 class MaskRCNN(FasterRCNN):
     """Faster R-CNN with a mask for each box. Targets need masks, uint8[n, H, W] of 0 and 1 on the canvas.
 
-    The mask loss of an image is the mean over its foreground proposals and their pixels, divided by the images of the
-    global batch (torchvision divides by the foreground proposals of the batch, known only after the forward).
+    The mask loss of an image is the mean over its foreground proposals and their pixels, divided by
+    the images of the global batch (torchvision divides by the foreground proposals of the batch,
+    known only after the forward).
     Source: He et al. 2017, "Mask R-CNN" (arXiv:1703.06870).
     """
 
@@ -34,8 +35,8 @@ class MaskRCNN(FasterRCNN):
     def _mask_losses(
         self, features: list[Tensor], canvas: tuple[int, int], targets: list[dict], drawn: list[dict]
     ) -> dict[str, Tensor]:
-        most = int(self.drawn * self.foreground_share)  # foreground comes first in the sample
-        places, labels, which = ([one[key][:most] for one in drawn] for key in ("places", "labels", "which"))
+        limit = int(self.drawn * self.foreground_share)  # foreground comes first in the sample
+        places, labels, which = ([one[key][:limit] for one in drawn] for key in ("places", "labels", "which"))
         logits = self._mask_logits(features, places, labels, canvas)
         costs = []
         with torch.autocast(logits.device.type, enabled=False):

@@ -1,11 +1,50 @@
 """Selection of detections: score threshold and non-maximum suppression."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.detection.models.boxes import suppress
+from common.detection.models.fpn import Backbone
 
-MOST = 100  # detections per image, as in COCO's evaluation
+LIMIT = 100  # detections per image, as in COCO's evaluation
+
+
+class OneStage(nn.Module):
+    """A detector that finds boxes at the places of a feature pyramid: what FCOS and RetinaNet share.
+
+    Subclasses have a `head`, `_found` and the values below.
+    """
+
+    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
+    score_threshold, nms_threshold, limit = 0.05, 0.6, LIMIT
+    head: nn.Module
+
+    def __init__(self, backbone: Backbone, classes: int, convolutions: int) -> None:
+        super().__init__()
+        self.backbone, self.classes, self.stride = backbone, classes, backbone.stride
+        self.convolutions = convolutions
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+        """See `common.detection.models.detectors.Detector`."""
+        outputs = self.head(self.backbone(images))
+        thresholds: dict[str, Any] = {
+            name: getattr(self, name) for name in ("score_threshold", "nms_threshold", "limit")
+        }
+        with torch.autocast(images.device.type, enabled=False):
+            boxes, scores, lengths = self._found(outputs, images)
+            of_images = zip(boxes, scores, sizes, strict=True)
+            return [select(*of_image, lengths, size, **thresholds) for *of_image, size in of_images]
+
+    def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Boxes [B, P, 4], scores [B, P, classes], and the number of places of each level."""
+        raise NotImplementedError
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.head.classification_head.cls_logits.weight.dtype
 
 
 def select(
@@ -17,7 +56,7 @@ def select(
     score_threshold: float,
     nms_threshold: float,
     candidates: int = 1000,
-    limit: int = MOST,
+    limit: int = LIMIT,
 ) -> dict[str, Tensor]:
     """The best detections of one image, best first: dict of boxes [n, 4], scores [n], labels int64[n], n <= limit.
 
@@ -52,7 +91,7 @@ def best_of(
     score_threshold: float,
     nms_threshold: float,
     least_side: float = 0.0,
-    limit: int = MOST,
+    limit: int = LIMIT,
 ) -> dict[str, Tensor]:
     """As `select`, for boxes [n, 4] with one score [n] and one label [n] each; `least_side` in pixels, after clipping."""
     boxes = clip(boxes, size)

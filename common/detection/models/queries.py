@@ -63,8 +63,8 @@ def match(
     doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
     _, generalised = overlaps(box_convert(boxes, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
     costs = box_cost * (boxes - wanted).abs().sum(-1) + class_cost * (hit - doubt) - giou_cost * generalised
-    most = torch.finfo(costs.dtype).max
-    costs = costs.nan_to_num(most, most, most).cpu()
+    largest = torch.finfo(costs.dtype).max
+    costs = costs.nan_to_num(largest, largest, largest).cpu()
     result = torch.full(logits.shape[:3], -1)
     for image, count in enumerate(counts):
         for output, cost in enumerate(costs[image, :, :, :count]):

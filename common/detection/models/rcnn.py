@@ -8,8 +8,9 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.anchors import match
 from common.detection.models.boxes import BoxCoder, filled
+from common.detection.models.forward import mean_losses
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import MOST, best_of
+from common.detection.models.postprocessing import LIMIT, best_of
 from common.detection.models.rpn import RegionProposalNetwork
 from common.detection.models.sampling import draws_of, sample
 from common.detection.models.spec import DetectorSpec
@@ -28,7 +29,7 @@ class FasterRCNN(nn.Module):
     levels, coarser = (2, 6), "subsampling"  # defaults of the feature pyramid
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
-    score_threshold, nms_threshold, least_side, limit = 0.05, 0.5, 1e-2, MOST
+    score_threshold, nms_threshold, least_side, limit = 0.05, 0.5, 1e-2, LIMIT
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class FasterRCNN(nn.Module):
         terms = {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
         return sum(terms.values()), terms
 
-    forward = losses
+    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:

@@ -4,18 +4,19 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import sigmoid_focal_loss
 
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
+from common.detection.models.forward import mean_losses
 from common.detection.models.fpn import Backbone, GroupNorm
-from common.detection.models.postprocessing import MOST, select
+from common.detection.models.postprocessing import LIMIT, OneStage
 from common.detection.models.spec import DetectorSpec
 
 
-class RetinaNet(nn.Module):
+class RetinaNet(OneStage):
     """One-stage detector with anchors. See `common.detection.models.detectors.Detector` for its methods.
 
     Anchors, matching and losses are torchvision's, as are the names of the parameters: its `RetinaNet` with GroupNorm in
@@ -24,18 +25,15 @@ class RetinaNet(nn.Module):
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection" (arXiv:1708.02002).
     """
 
-    levels, coarser = (3, 7), "convolutions"  # defaults of the feature pyramid
     foreground_iou, background_iou = 0.5, 0.4
-    score_threshold, nms_threshold = 0.05, 0.5
+    nms_threshold = 0.5
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
-        super().__init__()
-        self.backbone, self.classes, self.stride = backbone, spec.classes, backbone.stride
-        self.convolutions = spec.convolutions
+        super().__init__(backbone, spec.classes, spec.convolutions)
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
         norm = None if spec.variant == "torchvision" else partial(GroupNorm, 32)
         self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, norm)
-        self.limit = MOST if spec.variant == "own" else 300
+        self.limit = LIMIT if spec.variant == "own" else 300
         for part in (self.head.classification_head, self.head.regression_head):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
@@ -67,25 +65,15 @@ class RetinaNet(nn.Module):
             terms = {"class": classification.sum((1, 2)) / divisor, "box": distance.sum((1, 2)) / divisor}
         return sum(terms.values()), terms
 
-    forward = losses
+    forward = mean_losses
 
-    @torch.no_grad()
-    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
+    def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Scores are class probabilities."""
-        outputs = self.head(self.backbone(images))
-        with torch.autocast(images.device.type, enabled=False):
-            logits, deltas, anchors = self._wide(outputs, images)
-            boxes = self.coder.decode_single(deltas.flatten(0, 1), anchors.repeat(len(images), 1)).view_as(deltas)
-            lengths = self.anchors.level_lengths(images.shape[2:])
-            names = ("score_threshold", "nms_threshold", "limit")
-            thresholds = {name: getattr(self, name) for name in names}
-            return [
-                select(*of_image, lengths, size, **thresholds)
-                for *of_image, size in zip(boxes, logits.sigmoid(), sizes, strict=True)
-            ]
+        logits, deltas, anchors = self._wide(outputs, images)
+        boxes = self.coder.decode_single(deltas.flatten(0, 1), anchors.repeat(len(images), 1)).view_as(deltas)
+        return boxes, logits.sigmoid(), self.anchors.level_lengths(images.shape[2:])
 
     def _wide(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
-        dtype = self.head.classification_head.cls_logits.weight.dtype
-        anchors = self.anchors(images.shape[2:], dtype, images.device)
-        return outputs["cls_logits"].to(dtype), outputs["bbox_regression"].to(dtype), anchors
+        anchors = self.anchors(images.shape[2:], self._dtype, images.device)
+        return outputs["cls_logits"].to(self._dtype), outputs["bbox_regression"].to(self._dtype), anchors

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from common.detection.models import queries
 from common.detection.models.boxes import filled, to_device
 from common.detection.models.denoising import padded
+from common.detection.models.forward import mean_losses
 from common.detection.models.rf_detr_models import build_model, export_model
 from common.detection.models.spec import DetectorSpec
 
@@ -102,7 +103,7 @@ class RFDETR(nn.Module):
             terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
         return sum(terms.values()), terms
 
-    forward = losses
+    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:

@@ -8,11 +8,20 @@ from types import MethodType
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from common.detection.models.detr_models import begins_with_rows, import_transformers, is_timm, kept_classes, load_whole
+from common.detection.models.detr_models import (
+    IMAGENET,
+    begins_with_rows,
+    empty_model,
+    import_transformers,
+    is_timm,
+    kept_classes,
+    load_whole,
+    refuse_pretrained,
+    save_model,
+)
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 
@@ -30,7 +39,6 @@ ARCHITECTURES = {
 # The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
 # is another one on each layout.
 _SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-_IMAGENET = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 _KNOWN = f"there are {', '.join(ARCHITECTURES)}, and owner/name on the hub, as Roboflow/rf-detr-nano"
 _OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # [groups x queries, ...]
 
@@ -38,21 +46,18 @@ _OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight") 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """RfDetrForObjectDetection, and the mean and std of the images it was trained on.
 
-    Initial weights are a function of the seed, or loaded. `spec.model` is one of `ARCHITECTURES`, or a model of transformers,
-    as owner/name on the hub or as a local folder, which brings its weights. A loaded model that has classes of the spec's
-    names, in any case, keeps what it knows of them. Its attribute `begins_with` says which weights were loaded.
-    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
+    Initial weights are a function of the seed, or loaded. `spec.model` is one of `ARCHITECTURES`,
+    or a model of transformers, as owner/name on the hub or as a local folder, which brings its
+    weights. A loaded model that has classes of the spec's names, in any case, keeps what it knows
+    of them. Its attribute `begins_with` says which weights were loaded. Raises `Refused` without
+    transformers, and for a name of no model, of another family, or of weights out of reach.
     """
     transformers, name = import_transformers(), spec.model
     if name in ARCHITECTURES:
-        if spec.pretrained:
-            raise Refused(
-                f"--pretrained: {name} is a configuration without weights; --model owner/name has them, as "
-                "Roboflow/rf-detr-nano on the hub"
-            )
+        refuse_pretrained(spec, "Roboflow/rf-detr-nano")
         config = transformers.AutoConfig.for_model("rf_detr", **copy.deepcopy(ARCHITECTURES[name]), decoder_n_points=2)
         config.update(_SETTINGS)
-        model, normalization = _fresh(transformers, config, spec.seed), _IMAGENET
+        model, normalization = _fresh(transformers, config, spec.seed), IMAGENET
     elif is_timm(name):
         raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {_KNOWN}")
     else:
@@ -67,29 +72,16 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
 def export_model(
     model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
 ) -> None:
-    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
+    """Write a folder for transformers, see `detr_models.save_model`, with the names of the authors' checkpoints.
 
-    Args:
-        queries: of each group, at most as many as places on a square of `side`, where transformers selects that many.
-        classes: names by number.
-        side: the image processor resizes every image to a square with this side in pixels, a multiple of the model's stride.
+    Each group has at most as many queries as there are places on a square of `side`: transformers selects that many.
     """
-    transformers = import_transformers()
-    config, tensors = copy.deepcopy(model.config), dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name in _OF_QUERIES:
-        tensors[name] = tensors[name].unflatten(0, (config.group_detr, -1))[:, :queries].flatten(0, 1)
-    config.num_queries = queries
-    config.id2label = dict(enumerate(classes))
-    config.label2id = {name: number for number, name in enumerate(classes)}
-    whole = transformers.AutoModelForObjectDetection.from_config(config)
+        tensors[name] = tensors[name].unflatten(0, (model.config.group_detr, -1))[:, :queries].flatten(0, 1)
+    whole = empty_model(model.config, queries, classes)
     whole.load_state_dict(tensors)
-    whole.save_pretrained(folder)  # with the names of the authors' checkpoints, which transformers translates
-    mean, std = (list(normalization[key]) for key in ("mean", "std"))
-    # It selects the same boxes. `RfDetrImageProcessor` would resize without antialiasing, other than training and evaluation.
-    processor = transformers.RTDetrImageProcessor(
-        size={"height": side, "width": side}, do_normalize=True, image_mean=mean, image_std=std
-    )
-    processor.save_pretrained(folder)
+    save_model(whole, normalization, folder, side)
 
 
 def _fresh(transformers, config, seed: int) -> nn.Module:
@@ -117,7 +109,7 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             nn.init.xavier_uniform_(
                 projection.weight, gain=0.5**0.5
-            )  # the authors' is one matrix with three times the rows
+            )  # the authors' is one matrix of three times the rows
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             nn.init.zeros_(projection.bias)
     nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
@@ -169,9 +161,10 @@ def _make_exact(whole: nn.Module, drop_path: float) -> None:
 def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels, resampled from the trained grid.
 
-    In training a product of matrices: transformers' own interpolates in float32 whatever the precision of the run, and its
-    backward pass adds in a varying order on a GPU. In an evaluation its own, to the last bit: rounding can change the order of
-    the selected queries, and thereby what they become.
+    In training a product of matrices: transformers' own interpolates in float32 whatever the
+    precision of the run, and its backward pass adds in a varying order on a GPU. In an evaluation
+    its own, to the last bit: rounding can change the order of the selected queries, and thereby
+    what they become.
     """
     trained, patch = embeddings.position_embeddings, embeddings.patch_size
     side = math.isqrt(trained.shape[1] - 1)

@@ -18,8 +18,8 @@ from common.randomness import key_of, mix
 class RegionProposalNetwork(nn.Module):
     """The region proposal network of Faster R-CNN on a feature pyramid; parameters are named as torchvision's.
 
-    The anchors to learn from are sampled by the image's position in the stream. Each image's losses are divided by a constant,
-    the largest number of anchors that are sampled.
+    The anchors to learn from are sampled by the image's position in the stream. Each image's losses
+    are divided by a constant, the largest number of anchors that are sampled.
     Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
     """
 

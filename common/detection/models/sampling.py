@@ -28,11 +28,11 @@ def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, sha
         indices int64[k], k = min(size, n), and whether each was really sampled, bool[k]: there may be too few of both kinds.
         The counts stay on the device, so the host need not wait.
     """
-    most = int(size * share)
+    limit = int(size * share)
     of_foreground = torch.where(foreground, draws, -1)
-    if most < len(draws):
-        least = of_foreground.topk(most).values[-1] if most else of_foreground.new_full((), 2**_BITS)
-        foreground = foreground & (of_foreground >= least)
+    if limit < len(draws):
+        bound = of_foreground.topk(limit).values[-1] if limit else of_foreground.new_full((), 2**_BITS)
+        foreground = foreground & (of_foreground >= bound)
     order = torch.where(foreground, draws + 2**_BITS, torch.where(background, draws, -1))
     drawn, indices = order.topk(min(size, len(order)))
     return indices, drawn >= 0

@@ -22,9 +22,7 @@ class DetectorSpec:
     classes: int
     names: Sequence[str] = ()  # of the classes: a pretrained model of transformers keeps what it knows of those it has
     pretrained: bool = False
-    levels: tuple[int, int] | None = (
-        None  # finest and coarsest of the feature pyramid, of stride 2^level; None: the family's
-    )
+    levels: tuple[int, int] | None = None  # finest and coarsest of the pyramid, of stride 2^level; None: the family's
     width: int = 256  # channels of the feature pyramid
     drop_path: float = 0.0  # of the backbone
     seed: int = 0

@@ -101,7 +101,7 @@ def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> No
 
 
 def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
-    """Whether two tensors of this name can't take each other's values, or rows if they have these."""
+    """True if two tensors of this name can't take each other's values, or rows if they have these."""
     start = name in head
     if other is None:
         return False

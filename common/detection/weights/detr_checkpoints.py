@@ -1,8 +1,9 @@
 """Checkpoints of the authors of RT-DETR, RT-DETRv2 and D-FINE: their tensors under transformers' names.
 
-An RT-DETR is an RT-DETRv2 whose points are sampled with the same weight on all levels, and becomes one.
-Sources: github.com/lyuwenyu/RT-DETR and github.com/Peterande/D-FINE, both under the Apache License 2.0. Which layer is which is
-shown by transformers' conversion of the same files.
+An RT-DETR is an RT-DETRv2 whose points are sampled with the same weight on all levels, and becomes
+one.
+Sources: github.com/lyuwenyu/RT-DETR and github.com/Peterande/D-FINE, both under the Apache License
+2.0. Which layer is which is shown by transformers' conversion of the same files.
 """
 
 import copy
@@ -76,7 +77,7 @@ _LEFT_OUT = r"^decoder\.(anchors|valid_mask)$|\.num_batches_tracked$"
 
 
 def matches(state: dict[str, Tensor]) -> bool:
-    """Whether the tensors are named as in these repositories, or in that of DEIMv2."""
+    """True if the tensors are named as in these repositories, or in that of DEIMv2."""
     return {"decoder.dec_score_head.0.weight", "decoder.enc_score_head.weight"} <= state.keys()
 
 

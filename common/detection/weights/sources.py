@@ -50,6 +50,11 @@ def peek(source: str) -> Weights:
     return _read(source, peeking=True)
 
 
+def settings(source: str) -> dict:
+    """The settings that the weights of `source` decide, by flag. Raises `Refused` for no such source."""
+    return peek(source).settings
+
+
 def read(source: str) -> Weights:
     """The weights of `source`. Raises `Refused`."""
     return _read(source, peeking=False)
@@ -126,7 +131,7 @@ def _of_export(folder: Path, peeking: bool) -> Weights:
 
 
 def _is_of_transformers(folder: Path) -> bool:
-    """Whether a folder has a detector of transformers."""
+    """True if a folder has a detector of transformers."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         return json.loads(read_text(folder / "config.json", SMALL)).get("model_type") is not None
     return False

@@ -94,7 +94,7 @@ def file_of(name: str) -> Path:
 
 
 def matches(state: dict[str, Tensor]) -> bool:
-    """Whether a state dict is of a detector of torchvision."""
+    """True if a state dict is of a detector of torchvision."""
     return any(name.startswith("backbone.body.") for name in state)
 
 
@@ -146,12 +146,12 @@ def without_epsilon(weights: Weights) -> Weights:
 
 
 def lacks_epsilon(name: str) -> bool:
-    """Whether the published weights of `name` have batch norm without an epsilon."""
+    """True if the published weights of `name` have batch norm without an epsilon."""
     return name in _WITHOUT_EPSILON
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
+    """True if a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return any(digest.startswith(_hash_of(name)) for name in _WITHOUT_EPSILON)

@@ -10,9 +10,9 @@ from torch import Tensor
 class Weights:
     """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit.
 
-    A converter of another project's checkpoints has two functions, `matches(state) -> bool` and `convert(state) -> Weights`.
-    `state` is the file's state dict, {name: tensor}: tensors are views of a mapped file, so looking at names and shapes
-    costs nothing. `convert` leaves `source` empty.
+    A converter of another project's checkpoints has two functions, `matches(state) -> bool` and
+    `convert(state) -> Weights`. `state` is the file's state dict, {name: tensor}: tensors are views
+    of a mapped file, so looking at names and shapes costs nothing. `convert` leaves `source` empty.
     """
 
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
@@ -28,15 +28,15 @@ class Weights:
 
     @property
     def has_background(self) -> bool:
-        """Whether the first row of the class heads is the background."""
+        """True if the first row of the class heads is the background."""
         return str(self.settings["detector"]).endswith("rcnn")
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether nobody says which class a row is for."""
+        """True if nobody says which class a row is for."""
         return not any(self.classes)
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the rows, each another; those of rows without a class are no class's."""
+        """Names of the rows, each another; a row without a class gets a name that no class has."""
         return tuple(name if name else f"__{number}__" for number, name in enumerate(self.classes))

@@ -14,6 +14,7 @@ from common.detection.batches import EvaluationScenes
 from common.detection.data.sources import Spec, load
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
+from tests.harness.annotations import picture
 from tests.harness.odd_files import bounded
 
 OBJECT = "<object><name>{}</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>4</xmax><ymax>4</ymax></bndbox></object>"
@@ -65,33 +66,19 @@ def write(file: Path, content: str | bytes) -> None:
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def picture(file: Path, size: tuple[int, int] = (8, 8)) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size).save(file)
+CASES = {
+    **{f"XML: {name}": ("Annotations/1.xml", "JPEGImages/1.png", *case) for name, case in XML.items()},
+    **{f"JSON: {name}": ("train.json", "1.png", *case) for name, case in JSON.items()},
+    **{f"YOLO: {name}": ("labels/1.txt", "images/1.png", *case) for name, case in LABELS.items()},
+}
 
 
-@pytest.mark.parametrize("name", XML)
-def test_xml(tmp_path: Path, monkeypatch, name: str) -> None:
-    content, told = XML[name]
-    write(tmp_path / "data/Annotations/1.xml", content)
-    picture(tmp_path / "data/JPEGImages/1.png")
+@pytest.mark.parametrize("name", CASES)
+def test_annotations(tmp_path: Path, monkeypatch, name: str) -> None:
+    file, image, content, told = CASES[name]
+    picture(tmp_path / "data" / image, (8, 8))
+    write(tmp_path / "data" / file, content)
     assert re.search(told, refusal(tmp_path / "data", monkeypatch))
-
-
-@pytest.mark.parametrize("name", JSON)
-def test_json(tmp_path: Path, monkeypatch, name: str) -> None:
-    content, told = JSON[name]
-    picture(tmp_path / "data/1.png")
-    write(tmp_path / "data/train.json", content)
-    assert told in refusal(tmp_path / "data", monkeypatch)
-
-
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_of_yolo(tmp_path: Path, monkeypatch, name: str) -> None:
-    content, told = LABELS[name]
-    picture(tmp_path / "data/images/1.png")
-    write(tmp_path / "data/labels/1.txt", content)
-    assert told in refusal(tmp_path / "data", monkeypatch)
 
 
 def png(file: Path, width: int, height: int) -> None:
@@ -105,7 +92,7 @@ def test_folders_that_link_to_each_other_and_images_that_claim_to_be_huge(tmp_pa
     monkeypatch.setenv("VISION_RECIPES_CACHE", str(tmp_path / "index"))
     root = tmp_path / "data"
     for number in range(12):
-        picture(root / f"images/{number}/{number}.png")
+        picture(root / f"images/{number}/{number}.png", (8, 8))
         write(root / f"labels/{number}/{number}.txt", "0 .5 .5 .5 .5")
         for other in range(12):
             (root / f"images/{number}/to {other}").symlink_to(f"../{other}")

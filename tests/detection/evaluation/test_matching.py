@@ -3,35 +3,10 @@
 import numpy as np
 import pytest
 
-from common.detection.data.annotated import Annotations
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import Detections
-from tests.harness.detections import awkward, boxes_in_coco, hits_of, of_pycocotools
-
-A, B = (10, 10, 50, 50), (60, 60, 80, 80)
-
-
-def one_image(objects: list, found: list) -> Matches:
-    """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
-    boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
-    source = Annotations(
-        classes=("cat", "dog", "cow"),
-        category_ids=np.arange(3),
-        image_ids=np.arange(1),
-        sizes=np.full((1, 2), 100, np.int32),
-        offsets=np.array([0, len(boxes)]),
-        boxes=boxes,
-        labels=np.array([label for _, label, _ in objects], np.int64),
-        crowd=np.array([crowd for *_, crowd in objects], bool),
-        areas=(boxes[:, 2:] - boxes[:, :2]).prod(1),
-    )
-    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
-    return Matches(source, np.zeros(len(rows), np.int64), rows)
-
-
-def moved(box, x: float) -> tuple:
-    return box[0] + x, box[1], box[2] + x, box[3]
+from tests.harness.detections import A, B, awkward, boxes_in_coco, hits_of, moved, of_pycocotools, one_image
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -82,6 +57,9 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
     objects = [(A, 0, False), (B, 1, False)]
     # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (3 + 2), as both of that score come together; 0.3: 2 * 2 / (5 + 2)
     assert one_image(objects, scores).threshold == pytest.approx(0.6)
+    wrong = [((0, top, 5, top + 5), 0.6, 0) for top in (70, 80, 90)]
+    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (5 + 2), though the first of that score alone would make both right
+    assert one_image(objects, [(A, 0.9, 0), (B, 0.6, 1), *wrong]).threshold == pytest.approx(0.9)
     assert one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
     assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.detection.data import outlines
+from common.detection.data.masks import decode, encode, pasted
 from common.detection.evaluation import metrics
 from common.detection.evaluation.metrics import NAMES, Detections
 from tests.harness.detections import CLASSES, awkward, boxes_in_coco, of_pycocotools
@@ -47,9 +47,7 @@ def test_an_image_that_two_ranks_looked_at_counts_once(monkeypatch) -> None:
     alone.update(range(21), found)
     first.update(range(12), found[:12])
     second.update(range(9, 21), found[9:])
-    gathered = [
-        (np.concatenate(rank.images), np.concatenate(rank.rows), np.array(rank.seen)) for rank in (first, second)
-    ]
+    gathered = [(*rank.columns(), np.array(rank.seen)) for rank in (first, second)]
     monkeypatch.setattr(metrics, "gather_to_main", lambda _: gathered)
     assert first.results(source) == alone.results(source)
     for one, other in zip(first.columns(), alone.columns(), strict=True):
@@ -94,13 +92,13 @@ class Blobs:
         for mask, (left, top, right, bottom) in zip(masks, boxes.clip(0, 399).astype(int), strict=True):
             mask[top : bottom + 1, left : right + 1] = 1
             mask[top : top + self.random.integers(1, 40), left : left + 30] = 0
-        return outlines.encode(masks)
+        return encode(masks)
 
     def rles(self, index):
         return self.shapes[index]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_numbers_of_masks_are_those_of_pycocotools_on_one_rank_or_several(seed: int, monkeypatch) -> None:
     source = Blobs(seed)
     detections, first, second, idle = (Detections() for _ in range(4))
@@ -138,7 +136,7 @@ def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     boxes = torch.tensor([[10.0, 20.0, 38.0, 48.0], [-5.0, 0.0, 3.0, 60.0]])
     grid = torch.zeros(2, 28, 28)
     grid[0, :14], grid[1] = 1, 1
-    upper, edge = outlines.decode(outlines.pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
+    upper, edge = decode(pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
     assert upper.shape == (50, 60) and upper[21:33, 11:37].all() and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
     assert edge[:, :3].all() and not edge[:, 5:].any()
-    assert outlines.pasted(grid[:0], boxes[:0], np.array([60, 50])) == []
+    assert pasted(grid[:0], boxes[:0], np.array([60, 50])) == []

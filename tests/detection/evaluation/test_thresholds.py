@@ -56,11 +56,8 @@ def on_thresholds(tmp_path_factory):
         masks = [mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0] for box in boxes.astype(float).tolist()]
         labels = torch.zeros(len(boxes)).long()
         found.append({"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks})
-    coco(root, "val", (), annotations, [{"id": 1, "name": "cat"}])
-    content = json.loads((root / "val.json").read_text())
-    names = range(1, IMAGES + 1)
-    content["images"] = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in names]
-    (root / "val.json").write_text(json.dumps(content))
+    images = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in range(1, IMAGES + 1)]
+    coco(root, "val", (), annotations, [{"id": 1, "name": "cat"}], change=lambda content: content.update(images=images))
     return root, found
 
 
@@ -69,7 +66,7 @@ def test_the_numbers_are_those_of_pycocotools_on_the_file(on_thresholds, tmp_pat
     monkeypatch.setenv(PLACE, str(tmp_path))
     monkeypatch.setattr(stamps, "_COARSEST", 0.0)
     for again in (False, True):  # read from the file, and from the cache of it
-        source = load(Spec(str(root), seed=0, val_share=0.25, alone=True, masks=True))[1].part(np.arange(IMAGES))
+        source = load(Spec(str(root), seed=0, val_share=0.25, alone=True, masks=True))[1].select(np.arange(IMAGES))
         detections = Detections()
         detections.update(range(IMAGES), found)
         results = detections.results(source)

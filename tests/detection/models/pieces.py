@@ -1,24 +1,8 @@
 """Helpers of the tests of several detectors."""
 
-from functools import partial
-
 import torch
-from torch import nn
 
 CANVAS = (128, 192)  # H, W: multiples of the coarsest stride, where torchvision's strides are exact
-LEVELS = (3, 6)
-
-
-class OrderedMaps(nn.Module):
-    """Our backbone as torchvision wants one."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.features, self.fpn, self.out_channels = backbone.features, backbone.fpn, backbone.width
-        self.maps = partial(type(backbone).forward, backbone)
-
-    def forward(self, images):
-        return dict(enumerate(self.maps(images)))
 
 
 def scene(count):

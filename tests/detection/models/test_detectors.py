@@ -1,6 +1,8 @@
 """Every family of detectors keeps the promises of `Detector`."""
 
 import contextlib
+import copy
+import functools
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.harness import small_rf_detr
 
 CANVAS = (64, 96)  # H, W
 CLASSES = 3
+EVERY = pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
 
 
 def build(family, classes, **options):
@@ -26,12 +29,15 @@ def build(family, classes, **options):
     return build_detector(DetectorSpec(family, "test_resnet", classes, width=64, **options))
 
 
-def make(family, **options):
+def make(family):
     """A small detector that has moved off its initial weights, where many scores are alike."""
-    if "rcnn" in family:
-        options |= {"hidden": 64}
-    if family == "mask_rcnn":
-        options |= {"mask_width": 16}
+    return copy.deepcopy(_made(family))
+
+
+@functools.cache
+def _made(family):
+    options = {"hidden": 64} if "rcnn" in family else {}
+    options |= {"mask_width": 16} if family == "mask_rcnn" else {}
     detector = build(family, CLASSES, seed=1, **options)
     if "rcnn" in family:  # few are drawn, so that it matters which
         detector.drawn, detector.rpn.drawn = 32, 32
@@ -77,7 +83,7 @@ def run(detector, images, targets, split):
     totals = sum(detector.counts(share, CANVAS) for _, share in shares)
     losses, terms = [], []
     for some, share in shares:
-        loss, parts = detector(some, share, totals)
+        loss, parts = detector.losses(some, share, totals)
         assert loss.shape == (len(share),)
         loss.sum().backward()
         losses.append(loss.detach())
@@ -92,41 +98,32 @@ def _split(items, split):
     return [[next(items) for _ in range(size)] for size in split]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+@EVERY
 def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
     images, targets = seven()
     whole, terms, gradients = run(detector, images.double(), targets, [7])
     assert whole.dtype == torch.float64 and whole.min() > 0
     torch.testing.assert_close(sum(terms.values()), whole, rtol=1e-12, atol=1e-12)
-    for split in ([3, 4], [1, 1, 5], [1] * 7):
+    for split in ([3, 4], [1] * 7):
         losses, _, others = run(detector, images.double(), targets, split)
         torch.testing.assert_close(losses, whole, rtol=1e-12, atol=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
-def test_a_batch_without_boxes_gives_every_parameter_a_finite_gradient(family):
-    detector = make(family)
-    images, _ = seven()
-    losses, _, gradients = run(detector, images[:2], [target(1), target(2)], [2])
-    assert losses.isfinite().all()
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
-def test_an_image_that_is_all_crowd_teaches_nothing(family):
-    """Its places are neither foreground nor background; one that has no boxes is all background."""
+@EVERY
+def test_without_boxes_gradients_are_finite_and_an_image_that_is_all_crowd_teaches_nothing(family):
+    """The places of a crowd region are neither foreground nor background; an image without boxes is all background."""
     detector = make(family)
     images, _ = seven()
     everywhere = [0, 0, CANVAS[1], CANVAS[0]]
-    losses, _, _ = run(detector, images[:2], [target(1, [everywhere], [1], [True]), target(1)], [2])
-    assert losses[0] == 0
-    assert losses[1] > 0
+    losses, _, gradients = run(detector, images[:2], [target(1, [everywhere], [1], [True]), target(1)], [2])
+    assert losses[0] == 0 < losses[1] and losses.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+@EVERY
 def test_half_precision_stays_in_the_network(family):
     """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
     detector = make(family)
@@ -134,7 +131,7 @@ def test_half_precision_stays_in_the_network(family):
     images, targets = seven()
     exact, _, _ = run(detector, images, targets, [7])
     with torch.autocast("cpu", torch.bfloat16):
-        losses, _ = detector(images, targets, detector.counts(targets, CANVAS))
+        losses, _ = detector.losses(images, targets, detector.counts(targets, CANVAS))
         found = detector.eval().detect(images, torch.tensor([[90, 60]] * 7))
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
@@ -156,7 +153,7 @@ class Doubles(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+@EVERY
 def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     """Apple's devices have none. The second time: transformers makes positions once, in float32 for those devices."""
     detector = make(family)
@@ -168,7 +165,7 @@ def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     assert not watch.seen
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+@EVERY
 def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(family):
     """But for boxes of the DETRs, which transformers does not clip and of which each query gives one."""
     detector = make(family).eval()
@@ -186,7 +183,7 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
             assert (boxes >= 0).all() and (boxes[:, 2] <= width).all() and (boxes[:, 3] <= height).all()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+@EVERY
 def test_initial_weights_are_a_function_of_the_seed(family):
     first, again, other = (build(family, 2, seed=seed) for seed in (5, 5, 6))
     states = [model.state_dict() for model in (first, again, other)]
@@ -204,7 +201,7 @@ def test_the_least_width_trains_and_detects_on_maps_of_one_place(family: str) ->
     """Groups of one channel: torch's own GroupNorm refuses a batch of one on a map of 1 x 1."""
     detector = build_detector(DetectorSpec(family, "test_resnet", 3, levels=(3, 6), width=32, convolutions=1))
     images, target = torch.randn(1, 3, 64, 64), scene(2)
-    losses, _ = detector(images, [target], detector.counts([target], (64, 64)))
+    losses, _ = detector.losses(images, [target], detector.counts([target], (64, 64)))
     losses.sum().backward()
     assert torch.isfinite(losses).all()
     (found,) = detector.eval().detect(images, torch.tensor([[64, 64]]))

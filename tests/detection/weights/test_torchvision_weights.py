@@ -15,14 +15,13 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from common.config.parsing import parse
-from common.detection import defaults
 from common.detection.batches import DetectionBatch
 from common.detection.weights import sources, torchvision_weights
 from common.errors import Refused
 from tests.harness.several import load
 
 RECIPE = load(Path("recipes/det.py"))
-LONG = ("fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2")  # whose parts others have
+LONG = ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")  # Mask R-CNNs have all of their parts
 SKIPPED = {"fcos_resnet50_fpn": 0.2}  # scores up to this are no detections of torchvision's
 
 
@@ -63,8 +62,9 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
 def begun(source: str | Path, classes: tuple[str, ...], *words: str):
     """The recipe's configuration, detector and words about it for `--init SOURCE`."""
     argv = ["--init", str(source), "--data", "digits", *words]
-    config = parse(RECIPE.Config, argv, suit=defaults.suited, origin=sources.origin)
-    return config, *RECIPE.build_model(config, classes, torch.device("cpu"))
+    config = parse(RECIPE.Config, argv)
+    model = RECIPE.build_model(config, classes, torch.device("cpu"))
+    return config, model, model.begins_with
 
 
 def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
@@ -74,18 +74,15 @@ def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     noise = torch.randint(256, (1, 3, -(-height // 32) * 32, -(-width // 32) * 32), dtype=torch.uint8)  # around it
     noise[0, :, :height, :width] = photo
     batch = DetectionBatch(noise, [], torch.zeros(1), torch.tensor([[width, height]]))
-    normalize, _ = RECIPE.build_normalize(config, ours, torch.device("cpu"))
+    *_, normalize = RECIPE.build_augmentation(config, ours, torch.device("cpu"))
     with torch.no_grad():
         return theirs([photo / 255])[0], ours.eval().detect(normalize(batch), batch.sizes)[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name == "fasterrcnn_resnet50_fpn_v2"))
-        for name in torchvision_weights.SETTINGS
-    ],
-)
+EVERY = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in torchvision_weights.SETTINGS]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> None:
     theirs = random_model(name)
     torch.save(theirs.state_dict(), tmp_path / "x.pth")

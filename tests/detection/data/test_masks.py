@@ -8,9 +8,10 @@ from PIL import ExifTags, Image
 
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files, scenes
-from common.detection.data.outlines import decode, encode
+from common.detection.data.masks import decode, encode
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
+from tests.harness.annotations import yolo
 
 WIDTH, HEIGHT = 40, 30
 
@@ -97,11 +98,8 @@ BAD = {
 
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     source = written(tmp_path, [*BAD.values(), POLYGONS])
-    assert (
-        f"{len(BAD)} of {len(BAD) + 1} objects have no outline that can be drawn, and their box stands in"
-        in source.notes[0]
-    )
-    assert "5.png" in source.notes[0]
+    told = "objects have no outline that can be drawn, and their box stands in"
+    assert f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[0] and "5.png" in source.notes[0]
     masks = source.sample(0, 0).masks
     box = np.zeros((HEIGHT, WIDTH), np.uint8)
     box[3:23, 2:32] = 1
@@ -119,12 +117,7 @@ def test_packed_runs_that_make_no_sense_are_a_broken_image(tmp_path):
 def test_data_without_outlines_is_refused(tmp_path):
     with pytest.raises(Refused, match="none of its 2 objects has an outline"):
         written(tmp_path, [None, None])
-    folder = tmp_path / "yolo"
-    for part in ("images", "labels"):
-        (folder / part / "train").mkdir(parents=True)
-    for number in range(5):
-        Image.new("RGB", (9, 9)).save(folder / f"images/train/{number}.png")
-        (folder / f"labels/train/{number}.txt").write_text("0 .5 .5 .5 .5")
+    folder = yolo(tmp_path / "yolo")
     with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
         load(Spec(str(folder), seed=0, val_share=0.2, masks=True))
 
@@ -132,10 +125,10 @@ def test_data_without_outlines_is_refused(tmp_path):
 def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp_path):
     boxes = [[2, 3, 30, 20], [50, 3, 0, 5], [1, 1, 9, 9]]  # one without an area, which is left out
     source = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
-    assert len(source.boxes) == len(source.outlines.shapes) == 2
+    assert len(source.boxes) == len(source.masks.shapes) == 2
     assert source.sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
-    twice = source.part(np.array([0, 0]))
-    assert len(twice.outlines.shapes) == 4 and twice.rles(1) == source.rles(0)
+    twice = source.select(np.array([0, 0]))
+    assert len(twice.masks.shapes) == 4 and twice.rles(1) == source.rles(0)
     other = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
     assert source.fingerprint != other.fingerprint
 

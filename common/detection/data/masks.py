@@ -1,7 +1,4 @@
-"""Outlines of objects, from which masks are made.
-
-They are COCO's polygons, or run lengths of pixels, column after column. They stay columns until an image needs them.
-"""
+"""Masks of objects: COCO's polygons, or run lengths of pixels. They stay columns until an image needs them."""
 
 from dataclasses import dataclass
 
@@ -18,21 +15,19 @@ KIND = {
         {"counts": pa.list_(pa.int64()), "packed": pa.string(), "size": pa.list_(pa.int64())}  # height, width
     ),
 }
-_CORNERS = 6  # least numbers of a polygon
-_FAR = (
-    2.0  # a corner further out than this many sides of the image is a mistake, and gigabytes would be needed to draw it
-)
+_CORNERS = 6  # a polygon has at least so many numbers
+_FAR = 2.0  # a corner further out than this many sides of the image is a mistake: drawing it would take gigabytes
 
 
 @dataclass(frozen=True, eq=False)
-class Outlines:
+class Masks:
     """The shapes of M objects in N images. A null shape means that only the box is known."""
 
     shapes: pa.StructArray  # M rows with the fields of KIND, in pixels of the stored image
     turns: np.ndarray  # uint8[N]: EXIF orientation of the shapes; 1 if they are upright
 
-    def part(self, images: np.ndarray, objects: np.ndarray) -> "Outlines":
-        return Outlines(self.shapes.take(pa.array(objects)), self.turns[images])
+    def select(self, images: np.ndarray, objects: np.ndarray) -> "Masks":
+        return Masks(self.shapes.take(pa.array(objects)), self.turns[images])
 
     def rles(self, image: int, objects: slice, size: np.ndarray, boxes: np.ndarray) -> list[dict]:
         """COCO's packed run lengths of each object of an upright image of `size` (width, height).
@@ -54,9 +49,9 @@ class Outlines:
                 rle = {"size": [height, width], "counts": shape["rle"]["packed"].encode()}
             else:
                 rle = coco_mask.frPyObjects({"size": [height, width], "counts": shape["rle"]["counts"]}, height, width)
-            found.append(
-                rle if turn == 1 else encode(_turned(decode([rle], np.array([width, height]))[0], turn)[None])[0]
-            )
+            if turn != 1:
+                (rle,) = encode(_turned(decode([rle], np.array([width, height]))[0], turn)[None])
+            found.append(rle)
         return found
 
     def bytes(self) -> np.ndarray:
@@ -69,7 +64,7 @@ class Outlines:
 
 
 def checked(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, np.ndarray]:
-    """The shapes, null if one can't be drawn, and bool[M]: which these are. `sizes` int[M, 2] are those of their images."""
+    """The shapes, null if one can't be drawn, and bool[M]: which these are. `sizes` int[M, 2] of their images."""
     polygons, rle = (pc.struct_field(shapes, name) for name in KIND)
     rings = polygons.flatten()  # all objects' polygons
     owners = pc.list_parent_indices(polygons).to_numpy()
@@ -90,9 +85,8 @@ def checked(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, 
     whole[owners[runs < 0]] = False
     pairs = pc.equal(pc.list_value_length(stated), 2).fill_null(False)
     same = pairs.to_numpy(zero_copy_only=False).copy()
-    same[same] = (
-        stated.filter(pairs).flatten().to_numpy(zero_copy_only=False).reshape(-1, 2) == sizes[same, ::-1]
-    ).all(1)
+    said = stated.filter(pairs).flatten().to_numpy(zero_copy_only=False).reshape(-1, 2)
+    same[same] = (said == sizes[same, ::-1]).all(1)
     wrong |= ~is_polygon & ~(same & whole)
     return pc.if_else(pa.array(wrong), pa.scalar(None, shapes.type), shapes), wrong
 
@@ -131,7 +125,8 @@ def pasted(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> list[d
 def _box_mask(box: np.ndarray, size: np.ndarray) -> np.ndarray:
     """uint8[1, H, W]: 1 in the pixels that a box touches."""
     mask = np.zeros((1, *size[::-1].tolist()), np.uint8)
-    left, top, right, bottom = [*np.floor(box[:2]).astype(int), *np.ceil(box[2:]).astype(int)]
+    left, top = np.floor(box[:2]).astype(int).tolist()
+    right, bottom = np.ceil(box[2:]).astype(int).tolist()
     mask[:, top:bottom, left:right] = 1
     return mask
 

@@ -1,0 +1,54 @@
+"""Folders with annotations in files: what their formats share."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree.ElementTree import ParseError
+
+from common.data.images import SUFFIXES
+from common.detection.data.annotated import AnnotatedImages
+from common.detection.data.stamps import Stamps
+from common.errors import Refused
+from common.files import MEDIUM, read_text
+
+
+@dataclass
+class Folder:
+    """A folder in a known format: named parts, each of which can be read. See `common.data.data_spec.Parts`."""
+
+    what: object  # its `repr` says all that decides what is read
+    labels: dict[str, str]  # name of each part -> how messages call it
+    origins: dict[str, Path]  # of each part, the file or folder with its annotations
+    read_part: Callable[[str, AnnotatedImages | None, Stamps], AnnotatedImages]  # with the classes of another part
+    stamps: Stamps = field(default_factory=Stamps)  # of all files that are looked at
+
+    def read(self, names: Sequence[str]) -> list[AnnotatedImages]:
+        sources: list[AnnotatedImages] = []
+        for name in names:
+            sources.append(self.read_part(name, sources[0] if sources else None, self.stamps))
+        return sources
+
+
+@contextmanager
+def refusing(file: str | os.PathLike, kind: str) -> Iterator[None]:
+    """A block that reads a file, whose errors become `Refused`; not FileNotFoundError and PermissionError."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError, ParseError) as error:
+        raise Refused(f"{file}: not readable as {kind}: {error}") from None
+
+
+def text_of(file: str | os.PathLike) -> str:
+    """The content of a text file."""
+    with refusing(file, "text"):
+        return read_text(file, MEDIUM)
+
+
+def is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
