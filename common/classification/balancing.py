@@ -11,7 +11,7 @@ _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
 
 def class_weights(kind: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray | None:
-    """Weights of the classes in the loss, float64[C]; their mean over the training samples is 1, so the loss keeps its scale.
+    """Weights of the classes in the loss, float64[C]; their mean over the training samples is 1.
 
     `kind` is none, sqrt or balanced (the frequency of a class to the power -1/2 or -1), or a YAML file of
     `class name: weight`. Raises `Refused` for a file that does not give each class one positive weight.
@@ -24,7 +24,7 @@ def class_weights(kind: str, labels: np.ndarray, classes: tuple[str, ...]) -> np
 
 
 def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
-    """Relative frequencies with which samples are drawn, float64[N]; None for `natural` (all the same).
+    """Relative frequencies of samples, float64[N]; None for `natural` (all the same).
 
     `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al., 2018). Raises `Refused` for
     multi-label data, where a sample may have several classes.
@@ -32,9 +32,8 @@ def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | 
     if kind == "natural":
         return None
     if labels.ndim == 2:
-        raise Refused(
-            f"--sampling {kind}: a sample of multi-label data has no one class to weigh by; use --class_weights {kind}"
-        )
+        problem = "a sample of multi-label data has no one class to weigh by"
+        raise Refused(f"--sampling {kind}: {problem}; use --class_weights {kind}")
     return _counts(labels, classes)[labels] ** -_POWERS[kind]
 
 
@@ -46,9 +45,8 @@ def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
     try:
         content = read_yaml(path, SMALL, switches=False)  # names and weights stay text
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise Refused(
-            f"--class_weights {path}: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file"
-        ) from None
+        known = "none, sqrt, balanced or a YAML file of `class name: weight`"
+        raise Refused(f"--class_weights {path}: {known}, and there is no such file") from None
     except OSError as error:
         raise Refused(f"--class_weights {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -56,9 +54,8 @@ def _read(path: Path, classes: tuple[str, ...]) -> np.ndarray:
     given = content if isinstance(content, dict) else {}
     wrong = sorted(set(classes) ^ given.keys()) + [name for name, weight in given.items() if not _is_weight(weight)]
     if wrong:
-        raise Refused(
-            f"--class_weights {path}: needs one positive weight a class; missing, unknown or wrong: {', '.join(wrong[:5])}"
-        )
+        names = ", ".join(wrong[:5])
+        raise Refused(f"--class_weights {path}: needs one positive weight a class; missing, unknown or wrong: {names}")
     return np.array([float(given[name]) for name in classes])
 
 

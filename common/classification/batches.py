@@ -1,7 +1,9 @@
 """Batches of labelled images, as data workers make them for training and for evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -9,19 +11,24 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset
 
-from common.classification import device_decoding
 from common.classification.augmentation import Augmentation
-from common.classification.image_sizes import StepSizes
-from common.classification.transforms import TrainingTransform
-from common.data.cache import Cache
+from common.classification.image_sizes import StepSizes, step_sizes
+from common.classification.transforms import (
+    EvaluationTransform,
+    TrainingTransform,
+    evaluation_transform,
+    training_transform,
+)
+from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
-from common.data.device_decoding import Encoded, Jpeg, noise
+from common.data.device_decoding import Encoded, Jpeg, decoder, for_device, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.source import Source
 from common.data.stream import Stream
+from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators
-from common.training import drop_path
+from common.training import defaults, drop_path, timm_models
 
 _NEIGHBOURS = 100  # after as many broken images in a row, a black one replaces them
 
@@ -33,53 +40,93 @@ class Batch(DeviceBatch):
     images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
-    draws: list[torch.Tensor] = field(default_factory=list)  # one for each augmentation, in order
+    draws: list[torch.Tensor] = field(default_factory=list)  # random numbers of each augmentation, in order
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces a broken image
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     encoded: Encoded | None = None  # images that the device has yet to decode into `images`
 
     def complete(self) -> "Batch":
-        """The batch with all of its images, decoded on its device."""
+        """The batch with all of its images decoded; a black image replaces a broken one."""
         if self.encoded is None:
             return self
-        images, broken = device_decoding.decoded(self.images, self.encoded)
-        return replace(self, images=images, broken=self.broken + broken, encoded=None)
+        images, broken = decoder(self.images.device)(self.encoded)
+        rows = dict(zip(self.encoded.places, torch.stack(images).to(torch.uint8).split(1), strict=True))
+        others = iter(self.images.split(1))  # slices, because indices would have to be copied to the device
+        merged = [rows[place] if place in rows else next(others) for place in range(len(self.labels))]
+        return replace(self, images=torch.cat(merged), broken=self.broken + tuple(broken.values()), encoded=None)
 
 
 @dataclass
 class TrainingSamples(Dataset):
-    """Positions of the stream -> `Batch`: a pure function, so that it does not matter which worker computes it."""
+    """Positions of the stream -> `Batch`: a pure function, the same in every worker."""
 
     source: Source
     stream: Stream
     transform: TrainingTransform  # in the worker, an image at a time; its size gives way to `image_sizes`
     seed: int
-    augmentations: Sequence[Augmentation] = ()  # on the device; a worker draws their numbers
+    augmentations: Sequence[Augmentation] = ()  # on the device; a worker samples their random numbers
     drop_path_layers: int = 0
     cache: Cache | None = None
     decode: str = "worker"  # or "device"
-    image_sizes: StepSizes | None = None  # None: that of `transform`
+    image_sizes: StepSizes = field(default_factory=lambda: StepSizes(()))  # none: that of `transform`
+    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
+
+    few_shapes = True  # see `training.step.Samples`
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        source: Source,
+        stream: Stream,
+        model: torch.nn.Module,
+        data_config: dict,
+        augmentations: Sequence[Augmentation],
+    ) -> Self:
+        """As the flags say, for a model that wants images as `data_config` says. A collective, with --cache."""
+        return cls(
+            source,
+            stream,
+            training_transform(config, data_config),
+            config.seed,
+            augmentations,
+            drop_path.layers(model),
+            open_cache(len(source), config.cache, config.cache_folder),
+            config.decode,
+            step_sizes(config, data_config),
+            defaults.describe(config),
+        )
 
     def __post_init__(self) -> None:
-        self.image_sizes = self.image_sizes or StepSizes((self.transform.size,))
+        if not self.image_sizes.choices:
+            self.image_sizes = StepSizes((self.transform.size,))
         if self.decode == "device":
-            device_decoding.check(self.transform, self.cache is not None)
+            refuse_cache(self.cache is not None)
+            if self.transform.policy:
+                problem = "a policy works on images in the data worker"
+                raise Refused(f"--decode device: {problem}; leave out --augment, or take --decode worker")
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """What the tracker's configuration says of the images: the largest in training."""
+        """For the tracker's configuration: the size of the largest images in training."""
         return {"input_size": (3, *self.image_sizes.largest)}
 
     @property
-    def input(self) -> str:
-        """What the start table says of the images."""
+    def unit(self) -> int:
+        """Consecutive positions that stay together: the pairs of MixUp and CutMix."""
+        return max((augmentation.unit for augmentation in self.augmentations), default=1)
+
+    def describe(self) -> dict[str, str]:
+        """Rows of the start table."""
         evaluated = StepSizes((self.transform.size,))
         is_same = self.image_sizes.choices == evaluated.choices
-        return str(evaluated) if is_same else f"{self.image_sizes}; evaluated at {evaluated}"
+        size = str(evaluated) if is_same else f"{self.image_sizes}; evaluated at {evaluated}"
+        return {**self.rows, "cache": str(self.cache or "none"), "input": size}
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
-        transform = self._transform(self.image_sizes.of(positions[:1])[0])  # one step's positions: they have one size
+        # One step's positions: their images have one size. No policy depends on it: timm's translate by shares of the image.
+        transform = replace(self.transform, size=tuple(self.image_sizes.of(positions[:1])[0].tolist()))
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
@@ -87,13 +134,11 @@ class TrainingSamples(Dataset):
             images.append(image)
             indices.append(index)
         names = [self.source.name(index) for index in indices] if self.decode == "device" else []
-        batch = self._batch(transform, images, names, self.source.labels[indices], positions)
-        batch.broken = tuple(broken)
-        return batch
+        return self._batch(transform, images, names, self.source.labels[indices], positions, tuple(broken))
 
     def blank(self, count: int) -> Batch:
-        """`count` samples of noise with everything that a batch of this run has: a step takes as much memory at most."""
-        transform = self._transform(self.image_sizes.largest)
+        """`count` samples of noise that take as much memory as any batch of this run."""
+        transform = replace(self.transform, size=self.image_sizes.largest)
         if self.decode == "device":
             images = [noise(transform.size)] * count
         else:
@@ -102,7 +147,7 @@ class TrainingSamples(Dataset):
         return self._batch(transform, images, ["noise"] * count, labels, np.arange(count))
 
     def shown(self, batch: Batch) -> list[tuple[str, str, list]]:
-        """Of each image: its labels, with their shares where images are mixed; its name; and no boxes."""
+        """Labels of each image, with their shares where images are mixed; its name; and no boxes."""
         classes, labels = self.source.classes, batch.labels
         targets = labels.float() if labels.ndim == 2 else F.one_hot(labels, len(classes)).float()
         images = batch.images.float()
@@ -110,17 +155,11 @@ class TrainingSamples(Dataset):
             images, targets = augmentation.apply(images, targets, draws)
         found = []
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
-        for index, row in zip(indices, targets.tolist(), strict=True):
-            shares = sorted(
-                ((round(100 * share), name) for share, name in zip(row, classes, strict=True)), reverse=True
-            )
-            parts = [name + f": {share} %" * (share < 100) for share, name in shares if share]
-            found.append(("\n".join(parts[:3]), self.source.name(index), []))
+        for index, row in zip(indices, (100 * targets).round().int().tolist(), strict=True):
+            shares = sorted(zip(row, classes, strict=True), reverse=True)
+            words = [name + f": {share} %" * (share < 100) for share, name in shares if share]
+            found.append(("\n".join(words[:3]), self.source.name(index), []))
         return found
-
-    def _transform(self, size: Sequence[int]) -> TrainingTransform:
-        """To images of `size`. No policy depends on it: timm's translate by shares of the image."""
-        return replace(self.transform, size=tuple(map(int, size)))
 
     def _batch(
         self,
@@ -129,52 +168,57 @@ class TrainingSamples(Dataset):
         names: list[str],
         labels: np.ndarray,
         positions: np.ndarray,
+        broken: tuple[str, ...] = (),
     ) -> Batch:
-        """A batch of these images, with the draws for their positions."""
-        images, encoded = device_decoding.stack(images, names, transform)
-        draws = [torch.from_numpy(augmentation.draw(positions)) for augmentation in self.augmentations]
-        batch = Batch(images, torch.from_numpy(labels), torch.from_numpy(positions), draws, encoded=encoded)
-        batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
-        return batch
+        """A batch of these images, with the random numbers for their positions."""
+        pixels, encoded = stack(images, names, transform)
+        draws = [torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations]
+        layers = drop_path.draws(positions, self.seed, self.drop_path_layers)
+        of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
+        return Batch(pixels, *of_samples, draws, layers, broken=broken, encoded=encoded)
 
     def _read(
         self, transform: TrainingTransform, index: int, key: int, broken: list[str]
     ) -> tuple[torch.Tensor | Jpeg, int]:
-        """The transformed image at `index`, or at the next index that can be read, and the index that it comes from."""
+        """The transformed image at `index`, or at the next index that can be read, and that index."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                return self._transformed(transform, neighbour), neighbour
+                picture = self._picture(neighbour)
+                view = transform.sample(picture.height, picture.width)
+                jpeg = for_device(picture, view) if self.decode == "device" else None
+                return jpeg or transform.show(picture, view), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")
         seed_generators(key)
         return transform(Picture(_black())), index
 
-    def _transformed(self, transform: TrainingTransform, index: int) -> torch.Tensor | Jpeg:
-        if self.decode == "device":
-            return device_decoding.varied(transform, self._picture(index))
-        return transform(self._picture(index))
-
     def _picture(self, index: int) -> Picture:
-        if self.cache is None:
-            return Picture(self.source.content(index))
-        return self.cache.picture(index, lambda: Picture(self.source.content(index)))
+        read = lambda: Picture(self.source.content(index))  # noqa: E731
+        return self.cache.picture(index, read) if self.cache else read()
 
 
 @dataclass
 class EvaluationSamples(Dataset):
-    """Sample indices -> `Batch`. An image that can't be read is black and marked as not readable."""
+    """Sample indices -> `Batch`. An image that can't be read is black, and not `readable`."""
 
     source: Source
-    transform: Callable[[Image.Image], torch.Tensor]  # see common.classification.transforms.evaluation_transform
-    rows: np.ndarray | None = None  # int64[n], of the source; None: all
+    data_config: dict  # how the model's images are prepared, see `timm_models.data_config`
+    transform: EvaluationTransform = field(init=False)
 
-    def batches(self, most: int) -> list[np.ndarray]:
-        """The indices of all samples, or of `rows`, in order, in batches of up to `most`."""
-        rows = np.arange(len(self.source)) if self.rows is None else self.rows
-        return [rows[start : start + most] for start in range(0, len(rows), most)]
+    def __post_init__(self) -> None:
+        self.transform = evaluation_transform(self.data_config)
+
+    def batches(self, limit: int) -> list[np.ndarray]:
+        """The indices of all samples, in order, in batches of up to `limit`."""
+        rows = np.arange(len(self.source))
+        return [rows[start : start + limit] for start in range(0, len(rows), limit)]
+
+    def export(self, model: torch.nn.Module, train: Source, results: dict, folder: Path) -> None:
+        """See `timm_models.export`."""
+        timm_models.export(model, train.classes, self.data_config, train.multi_label, results, folder)
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
         images, broken = [], []
@@ -188,6 +232,18 @@ class EvaluationSamples(Dataset):
             images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
         return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
+
+
+def stack(
+    images: list[torch.Tensor | Jpeg], names: list[str], transform: TrainingTransform
+) -> tuple[torch.Tensor, Encoded | None]:
+    """uint8[n, 3, H, W] (channels_last) of the images that the worker has decoded; and the others."""
+    pixels = [image.permute(1, 2, 0) for image in images if isinstance(image, torch.Tensor)]
+    stacked = torch.stack(pixels) if pixels else torch.empty(0, *transform.size, 3, dtype=torch.uint8)
+    jpegs = {place: image for place, image in enumerate(images) if isinstance(image, Jpeg)}
+    names = [names[place] for place in jpegs]
+    encoded = Encoded([*jpegs.values()], names, [*jpegs], transform.interpolation) if jpegs else None
+    return stacked.permute(0, 3, 1, 2), encoded
 
 
 def _black() -> Image.Image:

@@ -20,11 +20,11 @@ BINS = 15
 # From 0.1 to 10 in steps of 2.3 %, so that the best one is met to about 1 %.
 TEMPERATURES = tuple(10 ** (place / 100) for place in range(-100, 101))
 _UNIT = 2**24  # sums of losses and confidences are integers of this fraction
-_MOST = 2.0**16  # a loss counts as at most this
+_MAX_LOSS = 2.0**16  # a larger loss counts as this
 
 
 class Calibration:
-    """Counts of one evaluation, with one label per image. Give it every sample once, on any rank; `reduce` before reading.
+    """Counts of one evaluation, with one label per image. It is given every sample once, on any rank.
 
     With `temperatures` other than 1, `results` has the best of them.
     """
@@ -38,9 +38,8 @@ class Calibration:
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, right: Tensor, counted: Tensor) -> None:
-        """Count a batch: logits float[batch, classes], labels int64[batch], predictions that are right, bool[batch], and the
-        images that count, bool[batch]: those that could be read, with logits that are no NaN.
-        """
+        """Count a batch: logits float[batch, classes], labels int64[batch], predictions that are right, bool[batch], and
+        images that count, bool[batch]: they could be read, and no logit is a NaN."""
         logits = torch.where(counted[:, None], logits, 0.0)
         logits = logits - logits.amax(1, keepdim=True)
         true = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
@@ -52,10 +51,10 @@ class Calibration:
         of_images = (ones, ones * right, ones * (confidences * _UNIT).round().long())
         for place, values in enumerate(of_images):
             self._counts[:, place * BINS : (place + 1) * BINS].scatter_add_(1, bins, values)
-        self._counts[:, -1] += (ones * (losses.clamp(max=_MOST) * _UNIT).round().long()).sum(1)
+        self._counts[:, -1] += (ones * (losses.clamp(max=_MAX_LOSS) * _UNIT).round().long()).sum(1)
 
     def reduce(self) -> "Calibration":
-        """The counts of all ranks, on every rank and on the CPU. A collective; this object keeps the counts of its rank."""
+        """New counts: the sums over all ranks, on every rank and on the CPU. A collective."""
         total = copy.copy(self)
         total._counts = reduce_counts(self._counts.cpu())
         return total
@@ -72,12 +71,12 @@ class Calibration:
         return counts
 
     def temperature(self) -> float | None:
-        """The temperature with the smallest NLL; None if it lies at an end of the grid, as when every image is right."""
+        """The temperature with the smallest NLL; None if it lies at an end of the grid."""
         best = int(self._counts[:, -1].argmin())
         return self.temperatures[best] if 0 < best < len(self.temperatures) - 1 else None
 
     def results(self) -> dict:
-        """ECE and NLL at temperature 1 and at the best one, which is fitted on these very images; and the bins before it."""
+        """ECE and NLL at temperature 1 and at the best one, fitted on these very images; and the bins."""
         rows = zip(*self.bins().tolist(), strict=True)
         found: dict = {"ece": self.ece(), "nll": self._nll(1.0)}
         if len(self.temperatures) > 1:

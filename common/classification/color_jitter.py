@@ -13,7 +13,7 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's and torchvision's gre
 
 @dataclass
 class ColorJitter(Augmentation):
-    """torchvision's ColorJitter in a fixed order instead of a random one: they differ only where values are clamped.
+    """torchvision's ColorJitter in a fixed order: they differ only where values are clamped.
 
     It stands before `Normalize`: images of 0..255 come in and go out.
     """
@@ -21,12 +21,12 @@ class ColorJitter(Augmentation):
     seed: int
     strength: float
 
-    def draw(self, positions: np.ndarray) -> np.ndarray:
-        """Factors of brightness, contrast and saturation within 1 +- `strength`, not below 0: float32[B, 3]."""
+    def sample(self, positions: np.ndarray) -> np.ndarray:
+        """float32[B, 3]: brightness, contrast and saturation within 1 +- `strength`, not below 0."""
         low, high = max(0.0, 1 - self.strength), 1 + self.strength
         names = ("brightness", "contrast", "saturation")
-        draws = np.stack([uniforms(positions, key_of(self.seed, "colours", name)) for name in names], 1)
-        return (low + (high - low) * draws).astype(np.float32)
+        shares = np.stack([uniforms(positions, key_of(self.seed, "colours", name)) for name in names], 1)
+        return (low + (high - low) * shares).astype(np.float32)
 
     def apply(self, images, targets, draws):
         brightness, contrast, saturation = draws.to(images.dtype)[:, :, None, None, None].unbind(1)

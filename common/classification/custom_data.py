@@ -1,4 +1,4 @@
-"""Custom data sets: an object with a length, items and class names becomes a source of labelled images."""
+"""Custom data sets: an object with a length, items and class names becomes a source."""
 
 import hashlib
 import os
@@ -11,17 +11,19 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.data.data_spec import Parts
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.source import Source, fingerprint_of, name_of, path_of, spread
-from common.data.splits import draws_of
+from common.data.source import Files, Source, fingerprint_of, spread
 from common.errors import Refused
+from common.files import sizes_of
 from common.randomness import mix
 
+Content = str | bytes | Image.Image
 _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its label"
 
 
 class CustomDataset(Protocol):
-    """What a data set of your own has; torchvision's data sets have it, too.
+    """A data set of your own; torchvision's data sets are such, too.
 
     An item is a function of its index alone. Each item is read once at the start, to know its label, unless `labels` (or
     `targets`) holds the labels of all. Where items are images, data workers inherit the object: open files in `__getitem__`.
@@ -38,50 +40,36 @@ class CustomDataset(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class CustomSource(Source):
-    """Items of a `CustomDataset`: paths as a column, without the object; or the object, whose items are images."""
+class Items(Source):
+    """Items of a `CustomDataset` that are images, or the bytes of files."""
 
-    title: str  # its class
-    data: CustomDataset | None
-    root: str  # the folder that all paths have in common
-    paths: pa.LargeBinaryArray | None  # below root; bytes, since a file's name need not be valid text
-    sizes: np.ndarray  # int64[N] bytes of the files, -1 if a file is missing
-    rows: np.ndarray  # int64[N] the items' places in `data`
+    title: str  # the class of `data`
+    data: CustomDataset
+    rows: np.ndarray  # int64[N] places in `data`
     labels: np.ndarray
     classes: tuple[str, ...]
-    origin: str = ""
+    part: str = ""
     notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
-        if self.paths is not None:
-            return fingerprint_of(self.classes, self.labels, self.sizes, self.paths)
-        seen = (self._pixels(index) for index in spread(len(self)))
-        contents = np.frombuffer(b"".join(hashlib.blake2b(pixels, digest_size=8).digest() for pixels in seen), "<u8")
+        seen = (hashlib.blake2b(self._pixels(index), digest_size=8).digest() for index in spread(len(self)))
+        contents = np.frombuffer(b"".join(seen), "<u8")
         return fingerprint_of(self.classes, self.labels, np.append(contents, len(self)))
 
     def name(self, index: int) -> str:
-        if self.paths is None:
-            return f"{self.title}[{self.rows[index]}]"
-        return name_of(self.root, self.paths, index)
+        return f"{self.title}[{self.rows[index]}]"
 
-    def content(self, index: int) -> str | bytes | Image.Image:
-        if self.paths is not None:
-            return path_of(self.root, self.paths, index)
+    def content(self, index: int) -> Content:
+        row = int(self.rows[index])
         with faults_of_the_file():
-            return _checked(self.title, int(self.rows[index]), self.data[int(self.rows[index])])[0]
+            return _checked(self.title, row, self.data[row])[0]
 
-    @property
-    def missing(self) -> np.ndarray:
-        return np.flatnonzero(self.sizes < 0)
+    def random_numbers(self, key: int) -> np.ndarray:
+        return mix(self.rows, key)
 
-    def draws(self, key: int) -> np.ndarray:
-        """uint64[N] random numbers, each a function of `key` and of its path, or of an image's place."""
-        return mix(self.rows, key) if self.paths is None else draws_of(self.paths, key)
-
-    def part(self, rows: np.ndarray) -> "CustomSource":
-        paths = None if self.paths is None else self.paths.take(pa.array(rows))
-        return replace(self, paths=paths, sizes=self.sizes[rows], rows=self.rows[rows], labels=self.labels[rows])
+    def select(self, rows: np.ndarray) -> "Items":
+        return replace(self, rows=self.rows[rows], labels=self.labels[rows])
 
     def _pixels(self, index: int) -> bytes:
         try:
@@ -90,72 +78,65 @@ class CustomSource(Source):
             return b""
 
 
-class CustomParts:
-    """A data set, or one for each part. Raises `Refused` for items and labels that are not as `CustomDataset` says."""
-
-    def __init__(self, name: str, data: CustomDataset | Mapping[str, CustomDataset], least_classes: int) -> None:
-        self._parts, self._least = dict(data) if isinstance(data, Mapping) else {"train": data}, least_classes
-        for part in self._parts.values():
-            title = type(part).__name__
-            if lacks := [name for name in ("__len__", "__getitem__", "classes") if not hasattr(part, name)]:
-                raise Refused(
-                    f"--data {name}: {title} has no {' and no '.join(lacks)}; a custom data set has __len__, __getitem__ -> "
-                    "(image or path, label), and classes, the names of its classes"
-                )
-        is_single = len(self._parts) == 1
-        self.labels = {name: type(part).__name__ if is_single else name for name, part in self._parts.items()}
-
-    def read(self, name: str, first: Source | None) -> CustomSource:
-        return _read_part(self._parts[name], first, self._least)
+def open_custom(name: str, data: CustomDataset | Mapping[str, CustomDataset], min_classes: int) -> Parts[Files | Items]:
+    """A data set, or one for each part. Raises `Refused` if they are not as `CustomDataset` says."""
+    sets = dict(data) if isinstance(data, Mapping) else {"train": data}
+    for part in sets.values():
+        if lacks := [member for member in ("__len__", "__getitem__", "classes") if not hasattr(part, member)]:
+            needs = "__len__, __getitem__ -> (image or path, label), and classes, the names of its classes"
+            found = f"{type(part).__name__} has no {' and no '.join(lacks)}"
+            raise Refused(f"--data {name}: {found}; a custom data set has {needs}")
+    labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
+    return Parts(labels, lambda names: _read_all([sets[name] for name in names], min_classes))
 
 
-def _read_part(data: CustomDataset, first: Source | None, least: int) -> CustomSource:
-    """The source of one part, which has the classes of `first`, if there is one, and else at least `least`."""
-    title, classes = type(data).__name__, tuple(map(str, data.classes))
-    if len({*classes}) < max(least, len(classes)):
-        raise Refused(f"{title} has the classes {', '.join(classes) or 'none'}; it needs {least} or more, named once")
-    if first is not None and classes != first.classes:
-        raise Refused(
-            f"{title} has other classes to evaluate than to train on ({', '.join(classes)}, and "
-            f"{', '.join(first.classes)}); give both parts the same, in the same order"
-        )
-    if not len(data):
+def _read_all(sets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:
+    sources: list[Files | Items] = []
+    for data in sets:
+        title, classes = type(data).__name__, tuple(map(str, data.classes))
+        if len({*classes}) < max(min_classes, len(classes)):
+            found = f"{title} has the classes {', '.join(classes) or 'none'}"
+            raise Refused(f"{found}; it needs {min_classes} or more, named once")
+        if sources and classes != sources[0].classes:
+            both = f"({', '.join(classes)}, and {', '.join(sources[0].classes)})"
+            problem = f"{title} has other classes to evaluate than to train on {both}"
+            raise Refused(f"{problem}; give both parts the same, in the same order")
+        sources.append(_read(title, data, classes))
+    return sources
+
+
+def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | Items:
+    """The source of one part: of files, if the first item is a path."""
+    count = len(data)
+    if not count:
         raise Refused(f"{title} has no items; add some")
-    content, _ = _checked(title, 0, data[0])
-    labels = getattr(data, "labels", getattr(data, "targets", None))
-    root, paths, sizes = "", None, np.zeros(len(data), np.int64)
-    if isinstance(content, str):
-        root, paths, sizes, found = _columns(title, data)
-        labels = found if labels is None else labels
-    elif labels is None:
-        labels = [_checked(title, index, data[index])[1] for index in range(len(data))]
-    labels = _labels(title, labels, len(data), classes)
-    kept = data if paths is None else None
-    return CustomSource(title, kept, root, paths, sizes, np.arange(len(data)), labels, classes)
-
-
-def _columns(title: str, data: CustomDataset) -> tuple[str, pa.LargeBinaryArray, np.ndarray, list]:
-    """The folder that all paths lie in, the paths below it, the sizes of the files, and the labels."""
+    given = getattr(data, "labels", getattr(data, "targets", None))
+    are_paths = isinstance(_checked(title, 0, data[0])[0], str)
+    if not are_paths and given is not None:
+        return Items(title, data, np.arange(count), _labels(title, given, count, classes), classes)
     paths, labels = [], []
-    for index in range(len(data)):
+    for index in range(count):
         content, label = _checked(title, index, data[index])
-        if not isinstance(content, str):
+        if are_paths and not isinstance(content, str):
             raise Refused(f"{title}: item {index} is no path, as item 0 is; give paths only, or images only")
-        paths.append(os.path.abspath(os.path.expanduser(content)))
+        paths += [os.path.abspath(os.path.expanduser(content))] if are_paths else []
         labels.append(label)
+    labels = _labels(title, labels if given is None else given, count, classes)
+    if not are_paths:
+        return Items(title, data, np.arange(count), labels, classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     below = pa.array([os.fsencode(path[len(root) :].lstrip("/")) for path in paths], pa.large_binary())
-    return root, below, np.array([_size(path) for path in paths], np.int64), labels
+    return Files(root, below, np.array(sizes_of(paths), np.int64), labels, classes)
 
 
-def _checked(title: str, index: int, item: object) -> tuple[str | bytes | Image.Image, object]:
+def _checked(title: str, index: int, item: object) -> tuple[Content, object]:
     """An item, its path as text."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise Refused(f"{title}: item {index} is a {type(item).__name__}; {_ITEM}")
     content, label = item
     if not isinstance(content, (str, os.PathLike, bytes, Image.Image)):
-        instead = "; an array becomes one by Image.fromarray, and no transform of your own is needed"
-        raise Refused(f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}{instead}")
+        instead = "an array becomes one by Image.fromarray, and no transform of your own is needed"
+        raise Refused(f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}")
     return os.fspath(content) if isinstance(content, os.PathLike) else content, label
 
 
@@ -175,20 +156,9 @@ def _labels(title: str, labels: Sequence, count: int, classes: tuple[str, ...]) 
     if column.shape == (count, len(classes)) and column.dtype.kind in "biu" and np.isin(column, (0, 1)).all():
         return column.astype(bool)
     if column.shape != (count,) or column.dtype.kind not in "iu":
-        raise Refused(
-            f"{title}: the labels are {column.dtype} {list(column.shape)}; each of its {count} items has a class id, "
-            "a class name, or a 0 or 1 for each class"
-        )
+        wanted = f"each of its {count} items has a class id, a class name, or a 0 or 1 for each class"
+        raise Refused(f"{title}: the labels are {column.dtype} {list(column.shape)}; {wanted}")
     if len(wrong := np.flatnonzero((column < 0) | (column >= len(classes)))):
-        raise Refused(
-            f"{title}: item {wrong[0]} has the label {column[wrong[0]]}; its {len(classes)} classes are 0 to "
-            f"{len(classes) - 1}"
-        )
+        found = f"item {wrong[0]} has the label {column[wrong[0]]}"
+        raise Refused(f"{title}: {found}; its {len(classes)} classes are 0 to {len(classes) - 1}")
     return column.astype(np.int64)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1

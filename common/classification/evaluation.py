@@ -1,4 +1,4 @@
-"""One evaluation of a classifier: what is counted over its batches, the same on any layout."""
+"""One evaluation of a classifier: counts over its batches, the same on any layout."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from common.data.source import Source
 
 
 class Evaluation:
-    """Results of one evaluation of `val`, and what pictures show. Give it every batch once, on any rank.
+    """Results of one evaluation of `val`. It is given every batch once, on any rank.
 
     `thorough` finds the temperature, too, which computes 201 softmaxes of each image.
 
@@ -40,7 +40,7 @@ class Evaluation:
             self._mistakes.update(confidences, predicted, batch.labels, batch.positions, batch.readable)
 
     def results(self) -> dict:
-        """The numbers of `ClassificationCounts.results` and, of one label per image, `ece`, on every rank. A collective."""
+        """The numbers of `ClassificationCounts.results`, and `ece`, on every rank. A collective."""
         self.counts, self.mistakes = self.counts.reduce(), self._mistakes.merge()
         results = self.counts.results(self._images)
         if self.calibration:
@@ -49,6 +49,6 @@ class Evaluation:
         return results
 
     def details(self) -> dict:
-        """What a report has beside the results: `classes`, one dict per class, and `calibration`. After `results`."""
+        """Of a report: `classes`, one dict per class, and `calibration`. After `results`."""
         found = {"classes": self.counts.per_class()}
         return found | {"calibration": self.calibration.results()} if self.calibration else found

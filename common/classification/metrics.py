@@ -5,7 +5,6 @@ that 1 and 1,000 processes get the same numbers. All results are fractions in 0.
 """
 
 import copy
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,22 +20,18 @@ SCORE_BINS = 1_024
 
 
 class ClassificationCounts:
-    """Counts of one evaluation. Give it every sample once, on any rank, then read `reduce().results()`.
+    """Counts of one evaluation. It is given every sample once, on any rank; then `reduce().results()`.
 
     An image that could not be read counts as wrong; only the loss leaves it out. It is marked by a label of -1, or by
     `readable`, which keeps its true label so that it also counts against its class.
-
-    Attributes:
-        confusion: int64[classes, classes] of the readable images: rows are true classes, columns predicted ones.
-            None with more than `CONFUSION_CLASSES` classes or several labels per image.
     """
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
         self.classes, self.multi_label = classes, multi_label
-        vectors = (
-            ("true_positive", "false_positive", "false_negative") if multi_label else ("hits", "images", "predicted")
+        # Of each class: images that have it, images predicted to have it, and those where both is so.
+        shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(
+            ("images", "predicted", "hits"), (classes,)
         )
-        shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(vectors, (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
         self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
@@ -49,17 +44,16 @@ class ClassificationCounts:
 
     @property
     def confusion(self) -> Tensor | None:
+        """int64[classes, classes] of readable images: rows are true classes, columns predicted ones.
+
+        None with more than `CONFUSION_CLASSES` classes or several labels per image.
+        """
         return self._counts.get("confusion")
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Count a batch.
-
-        Args:
-            logits: float[batch, classes]
-            labels: int64[batch], -1 for an image that could not be read; or, multi-label, bool[batch, classes].
-            readable: bool[batch], False for an image that could not be read.
-        """
+        """Count a batch: logits float[batch, classes]; labels int64[batch] or, multi-label, bool[batch, classes];
+        readable bool[batch]."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
@@ -92,22 +86,21 @@ class ClassificationCounts:
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         counts, predicted = self._counts, (logits > 0) & readable[:, None]  # probability above one half
-        counts["true_positive"] += (predicted & labels).sum(0)
-        counts["false_positive"] += (predicted & ~labels).sum(0)
-        counts["false_negative"] += (~predicted & labels).sum(0)
         sound = readable & ~logits.isnan().any(1)
+        for name, decisions in (("hits", predicted & labels), ("images", labels), ("predicted", predicted)):
+            counts[name] += decisions.sum(0)
         counts["top1"] += ((predicted == labels).all(1) & sound).sum()
         self._count_scores(logits.sigmoid(), labels, sound)
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
 
     def _count_scores(self, scores: Tensor, labels: Tensor, sound: Tensor) -> None:
-        """Count scores in 0..1, float[batch, classes], by class and bin: of images that have the class, and of the others."""
+        """Count scores in 0..1, float[batch, classes], by class, bin, and whether the image has the class."""
         bins = (scores.nan_to_num(0.0) * self._bins).long().clamp(max=self._bins - 1)
         places = labels.long() * (self.classes * self._bins) + self._rows + bins
         self._counts["scores"].view(-1).index_add_(0, places.view(-1), sound.long().repeat_interleave(self.classes))
 
     def reduce(self) -> "ClassificationCounts":
-        """The counts of all ranks, on every rank and on the CPU. A collective; this object keeps the counts of its rank."""
+        """New counts: the sums over all ranks, on every rank and on the CPU. A collective."""
         total = copy.copy(self)
         summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]).cpu())
         parts = summed.split([count.numel() for count in self._counts.values()])
@@ -124,35 +117,30 @@ class ClassificationCounts:
         Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent), thresholds.
         Raises `RuntimeError` unless `images`, if given, is the number that was counted.
         """
-        if images not in (None, counted := int(self._counts["count"])):
-            raise RuntimeError(f"evaluated {counted} images of {images}: each must count exactly once")
-        counts = {name: count.tolist() for name, count in self._counts.items() if name not in ("confusion", "scores")}
-        count, broken = counts["count"], counts["broken"]
-        results = {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}
+        count, broken, top1, top5 = (self._counts[name].item() for name in ("count", "broken", "top1", "top5"))
+        if images not in (None, count):
+            raise RuntimeError(f"evaluated {count} images of {images}: each must count exactly once")
+        hits, of_class, predicted = (self._counts[name].tolist() for name in ("hits", "images", "predicted"))
+        f1 = [_share(2 * hit, real + guess) for hit, real, guess in zip(hits, of_class, predicted, strict=True)]
         if self.multi_label:
-            vectors = (counts[name] for name in ("true_positive", "false_positive", "false_negative"))
-            decisions = [(2 * tp, 2 * tp + fp + fn) for tp, fp, fn in zip(*vectors, strict=True)]
-            per_class = [_share(*decision) for decision in decisions]
-            f1 = _share(*map(sum, zip(*decisions, strict=True)))
-            named = {"f1": f1, "f1_macro": _mean(per_class), "exact_match": _share(counts["top1"], count)}
+            per_class, named = f1, {"f1": _share(2 * sum(hits), sum(of_class) + sum(predicted))}
+            named |= {"f1_macro": _mean(f1), "exact_match": _share(top1, count)}
         else:
-            per_class = [_share(hits, images) for hits, images in zip(counts["hits"], counts["images"], strict=True)]
-            named = {"top1": _share(counts["top1"], count), "top5": _share(counts["top5"], count)}
-            named["mean_class_accuracy"] = _mean(per_class)
-            decisions = zip(counts["hits"], counts["images"], counts["predicted"], strict=True)
-            named["f1_macro"] = _mean([_share(2 * hits, images + predicted) for hits, images, predicted in decisions])
-        return named | results | {"per_class": per_class, "thresholds": self.thresholds()[0]}
+            per_class = [_share(hit, real) for hit, real in zip(hits, of_class, strict=True)]
+            named = {"top1": _share(top1, count), "top5": _share(top5, count)}
+            named |= {"mean_class_accuracy": _mean(per_class), "f1_macro": _mean(f1)}
+        named |= {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}
+        return named | {"per_class": per_class, "thresholds": self.thresholds()[0]}
 
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
-        """For each class the threshold with the best F1, and that F1, of the decisions "score >= threshold".
+        """For each class the threshold with the best F1, and that F1, of "score >= threshold".
 
         The score is the probability of the class. Thresholds are multiples of 1 / `SCORE_BINS`; of equally good ones, the
         nearest to one half is taken. None for a class that no image has, or that no threshold finds.
         """
-        others, own = (
-            self._counts["scores"].cpu().flip(2).cumsum(2).flip(2).double()
-        )  # as many have at least this score
-        f1 = 2 * own / (own + others + self._of_class()[:, None])
+        # How many images of other classes, and of the class, have at least the score of each bin.
+        others, own = self._counts["scores"].cpu().flip(2).cumsum(2).flip(2).double()
+        f1 = 2 * own / (own + others + self._counts["images"].cpu()[:, None])
         best = f1.nan_to_num(0.0).amax(1, keepdim=True)
         distance = (torch.arange(self._bins) - self._bins // 2).abs()
         chosen = torch.where(f1 == best, distance, self._bins).argmin(1)
@@ -161,17 +149,12 @@ class ClassificationCounts:
         return [threshold for threshold, _ in found], [f1 for _, f1 in found]
 
     def per_class(self) -> list[dict]:
-        """For each class: images; precision, recall and F1 of the prediction; the threshold of `thresholds` and its F1.
+        """For each class: images; precision, recall and F1; the best threshold and its F1.
 
         The prediction is the class with the largest logit; with several labels, each class of more than one half. None if there
         is nothing to divide by.
         """
-        if self.multi_label:
-            hits = self._counts["true_positive"]
-            predicted = hits + self._counts["false_positive"]
-        else:
-            hits, predicted = self._counts["hits"], self._counts["predicted"]
-        columns = (column.tolist() for column in (hits, predicted, self._of_class()))
+        columns = (self._counts[name].tolist() for name in ("hits", "predicted", "images"))
         return [
             {
                 "images": images,
@@ -183,11 +166,6 @@ class ClassificationCounts:
             }
             for hit, guesses, images, threshold, f1 in zip(*columns, *self.thresholds(), strict=True)
         ]
-
-    def _of_class(self) -> Tensor:
-        """int64[classes]: images that have each class, also those that could not be read."""
-        counts = self._counts
-        return (counts["true_positive"] + counts["false_negative"] if self.multi_label else counts["images"]).cpu()
 
 
 class Mistake(NamedTuple):
@@ -204,13 +182,13 @@ class Mistakes:
 
     def __init__(self, keep: int = 24):
         self.keep = keep
-        self._rows: tuple[Tensor, Tensor] | None = None
+        self._confidences, self._facts = torch.zeros(0), torch.zeros(3, 0, dtype=torch.int64)
 
     @torch.no_grad()
     def update(
         self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None
     ) -> None:
-        """Add a batch: the probability of each prediction, float[batch]; int64[batch] three times; bool[batch].
+        """Add a batch: probabilities of the predictions float[batch]; int64[batch] three times; bool[batch].
 
         `labels` and `readable` are as in `ClassificationCounts`. An image that could not be read is no mistake here: there is
         nothing to look at. Nor is one with a NaN.
@@ -218,26 +196,22 @@ class Mistakes:
         readable = labels >= 0 if readable is None else readable & (labels >= 0)
         confidence = torch.where((predicted != labels) & readable, confidences.float().nan_to_num(-1.0), -1.0)
         facts = torch.stack([indices.to(labels.device), labels, predicted])  # int64[3, batch]
-        if self._rows is not None:
-            confidence, facts = torch.cat([self._rows[0], confidence]), torch.cat([self._rows[1], facts], 1)
+        confidence = torch.cat([self._confidences.to(confidence.device), confidence])
+        facts = torch.cat([self._facts.to(facts.device), facts], 1)
         order = facts[0].argsort()
         order = order[confidence[order].argsort(descending=True, stable=True)][: self.keep]
-        self._rows = confidence[order], facts[:, order]
+        self._confidences, self._facts = confidence[order], facts[:, order]
 
     def merge(self) -> list[Mistake]:
-        """The mistakes of all ranks, on every rank: most confident first, equal ones by index. A collective."""
-        everyone = [Mistake(*mistake) for of_rank in gather_objects(list(self._own())) for mistake in of_rank]
+        """The mistakes of all ranks: most confident first, equal ones by index. A collective."""
+        rows = zip(self._facts.T.tolist(), self._confidences.tolist(), strict=True)
+        own = [Mistake(*facts, confidence) for facts, confidence in rows if confidence >= 0]
+        everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
 
-    def _own(self) -> Iterator[Mistake]:
-        if self._rows is not None:
-            for confidence, facts in zip(self._rows[0].tolist(), self._rows[1].T.tolist(), strict=True):
-                if confidence >= 0:
-                    yield Mistake(*facts, confidence)
 
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _share(part: float, total: float) -> float | None:
+    return part / total if total else None
 
 
 def _mean(values: list[float | None]) -> float | None:

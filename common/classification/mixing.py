@@ -1,4 +1,4 @@
-"""MixUp and CutMix: mix each image and its target with those of its partner.
+"""MixUp and CutMix: mix each image and its target with its partner's.
 
 Positions 2i and 2i + 1 of the sample stream are partners: neighbours that every batch plan keeps together (see `build_plan`
 in the recipe), so that pairs are the same on any layout.
@@ -14,7 +14,7 @@ from common.classification.augmentation import Augmentation
 from common.classification.image_sizes import StepSizes
 from common.randomness import key_of, uniforms
 
-# Columns of a pair's draw.
+# Columns of a pair's row.
 _OUTSIDE, _TOP, _BOTTOM, _LEFT, _RIGHT, _TARGET = range(6)
 
 
@@ -27,7 +27,9 @@ class Mixing(Augmentation):
     cutmix: float
     sizes: StepSizes
 
-    def draw(self, positions: np.ndarray) -> np.ndarray:
+    unit = 2  # neighbours are partners
+
+    def sample(self, positions: np.ndarray) -> np.ndarray:
         """For each pair of `positions` (whole pairs): float32[B / 2, 6].
 
         A row holds the weight of an image's own pixels outside a box, the box (top, bottom, left, right) that shows the

@@ -1,4 +1,4 @@
-"""Pictures of a classifier: confusion matrix, mistakes and reliability diagram of an evaluation, and suspicious labels."""
+"""Pictures of a classifier: confusion matrix, mistakes, reliability diagram, suspicious labels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ __all__ = ["captioned", "confusion", "mistakes", "reliability", "suspicious"]
 
 
 def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> list[MistakenImage]:
-    """Draw a sheet of wrongly classified images of `source`, captioned "true → predicted", and return them."""
+    """Draw a sheet of wrongly classified images, captioned "true → predicted", and return them."""
     cells, images = [], []
     for mistake in mistakes:
         names = source.classes[mistake.label], source.classes[mistake.predicted]
@@ -44,7 +44,7 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> list[Mi
 
 
 def reliability(calibration: Calibration, path: Path) -> None:
-    """Draw accuracy over confidence, in bins, before and after the temperature; and how many images have each confidence."""
+    """Draw accuracy over confidence, before and after the temperature, and the images in each bin."""
     from matplotlib.ticker import PercentFormatter
 
     images, right, _ = calibration.bins().numpy()
@@ -94,7 +94,7 @@ def captioned(image: Image.Image, found: Sequence[tuple[str, float]], path: Path
 
 
 def suspicious(source: Source, rows: Sequence[tuple[int, str, str, str]], headline: str, path: Path) -> None:
-    """Draw a sheet of training images whose labels are contradicted: `rows` of index, label, suggested label, and a caption."""
+    """Draw contradicted training images: `rows` of index, label, suggested label, and a caption."""
     cells = [_cell(source, index, f"{arrow(*names)}\n{number}") for index, *names, number in rows]
     sheet(cells, f"{run_of(path)}, training (given → suggested): {headline}", path)
 

@@ -15,7 +15,7 @@ _TRIES = 10
 
 
 class RandomErasing(Augmentation):
-    """Erases with `probability` a rectangle of images of the `sizes` of their steps. It stands after `Normalize`.
+    """Erases a rectangle of an image with `probability`. It stands after `Normalize`.
 
     All rectangles show parts of one table of normal noise, [3, H, W] of the largest size, which begins for each image at
     another pixel: drawing new noise for every image would cost more than it varies.
@@ -28,8 +28,8 @@ class RandomErasing(Augmentation):
         generator = torch.Generator().manual_seed(key_of(seed, "erasing") & 0x7FFFFFFFFFFFFFFF)
         self.noise = torch.randn(3, *sizes.largest, generator=generator, dtype=torch.float32).to(device, dtype)
 
-    def draw(self, positions: np.ndarray) -> np.ndarray:
-        """float32[B, 6]: top, bottom, left and right of a rectangle, all 0 for none; row and column where its noise begins."""
+    def sample(self, positions: np.ndarray) -> np.ndarray:
+        """float32[B, 6]: top, bottom, left and right, all 0 for none; row and column where noise begins."""
         height, width = self.sizes.of(positions)[:, :, None].swapaxes(0, 1)  # [B, 1] each
         area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * self._uniforms(positions, "area", _TRIES))
         ratio = _RATIO[0] * (_RATIO[1] / _RATIO[0]) ** self._uniforms(positions, "ratio", _TRIES)

@@ -18,11 +18,10 @@ from common.classification import plots
 from common.classification.batches import Batch
 from common.data.source import Source
 from common.distributed.collectives import all_sum, gather_to_main
-from common.run.run import Run
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
 UNEXPLAINED = 0.5  # labels below a threshold are likely wrong if they are so many times the expected number
-WORST, MOST = 0.06, 10_000  # of the images, and rows: the length of the list
+WORST, LONGEST = 0.06, 10_000  # share of the images, and number of rows: the length of the list
 SHOWN = 24  # images on the sheet
 COLUMNS = ("rank", "verdict", "image", "label", "suggested", "probability", "suggested_probability")
 
@@ -35,26 +34,26 @@ class Suspects(NamedTuple):
     others: np.ndarray  # int64[n]: the class that is suggested, or for multi-label data to be added or taken away
     others_probabilities: np.ndarray  # float64[n]
     likely: int  # the first so many are likely wrong, the others are worth a look
-    classes: list[
-        tuple[int, int, int, int]
-    ]  # class, suggested class, images that look like others, images: mostly contradicted
+    classes: list[tuple[int, int, int, int]]  # mostly contradicted: class, suggested class, images like others, images
     looked_at: int  # images
+
+    def verdict(self, place: int) -> str:
+        return "likely wrong" if place < self.likely else "worth a look"
 
 
 class Look:
-    """What the model says of the training labels. Give it every batch of training images once, on any rank."""
+    """The model's view of the training labels. It is given every batch once, on any rank."""
 
     def __init__(self, source: Source, device: torch.device | str):
         self._source = source
         precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
         self._expected = torch.zeros(len(THRESHOLDS), len(source.classes), dtype=precise, device=device)
-        self._rows = [
-            torch.zeros(4, 0, dtype=precise, device=device)
-        ]  # index, probability, other class, its probability
+        # Rows: index, probability of the label, the other class, and its probability.
+        self._rows = [torch.zeros(4, 0, dtype=precise, device=device)]
 
     @torch.no_grad()
     def update(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Count a batch of training images, evaluated without augmentation, with its logits [B, K]."""
+        """Count a batch of training images without augmentation, with its logits [B, K]."""
         logits = logits[batch.readable].to(self._expected)
         labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
         if self._source.multi_label:
@@ -69,7 +68,7 @@ class Look:
         self._rows.append(torch.stack([positions.to(given), given, other.to(given), probability]))
 
     def suspects(self) -> Suspects | None:
-        """What was found, on the main process. A collective."""
+        """The labels that are contradicted, on the main process. A collective."""
         expected = all_sum(self._expected).cpu().numpy()
         of_ranks = gather_to_main([torch.cat(self._rows, 1).cpu().numpy()])
         if not of_ranks:
@@ -79,57 +78,41 @@ class Look:
         indices, others, looked_at = rows[0].astype(np.int64), rows[2].astype(np.int64), rows.shape[1]
         contradicted, classes, likely = rows[3] > rows[1], [], 0
         if not self._source.multi_label:
-            labels = self._source.labels[indices]
-            unlearned = self._unlearned(labels, contradicted)
-            classes = [
-                self._class(number, labels, others, contradicted) for number in np.flatnonzero(unlearned).tolist()
-            ]
+            labels, count = self._source.labels[indices], len(self._source.classes)
+            images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
+            unlearned = 4 * wrong > 3 * images  # bool[K]: most of its images look like others: too rare to be learnt
+            for number in np.flatnonzero(unlearned).tolist():
+                other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
+                classes.append((number, other, int(wrong[number]), int(images[number])))
             contradicted &= ~unlearned[labels]
             for threshold, sums in zip(THRESHOLDS, expected, strict=True):
                 below = int((contradicted & (rows[1] < threshold)).sum())
                 if below >= UNEXPLAINED * sums[~unlearned].sum() and not likely:
-                    likely = min(below, MOST)
-        listed = np.flatnonzero(contradicted)[: max(likely, min(MOST, int(np.ceil(WORST * looked_at))))]
+                    likely = min(below, LONGEST)
+        length = max(likely, min(LONGEST, int(np.ceil(WORST * looked_at))))
+        listed = np.flatnonzero(contradicted)[:length]
         return Suspects(indices[listed], rows[1, listed], others[listed], rows[3, listed], likely, classes, looked_at)
-
-    def _unlearned(self, labels: np.ndarray, contradicted: np.ndarray) -> np.ndarray:
-        """bool[K]: the classes three quarters of whose images look like others, as those of a class too rare to be learnt."""
-        images, wrong = (
-            np.bincount(part, minlength=len(self._source.classes)) for part in (labels, labels[contradicted])
-        )
-        return 4 * wrong > 3 * images
-
-    @staticmethod
-    def _class(
-        number: int, labels: np.ndarray, others: np.ndarray, contradicted: np.ndarray
-    ) -> tuple[int, int, int, int]:
-        wrong = others[contradicted & (labels == number)]
-        return number, int(np.bincount(wrong).argmax()), len(wrong), int((labels == number).sum())
 
 
 @torch.compiler.set_stance("force_eager")
-def report(run: Run, source: Source, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-    """Write `suspicious.csv` and a picture; `batches` are of training images with their logits."""
-    look = Look(source, run.accelerator.device)
+def find(source: Source, batches: Iterable[tuple[Batch, torch.Tensor]], device: torch.device) -> Suspects | None:
+    """What `batches` of these training images, with their logits, let suspect; on the main process. A collective."""
+    look = Look(source, device)
     for batch, logits in batches:
         look.update(batch, logits)
-    run.model.train()
-    judged = source, look.suspects()
-    run.table("suspicious", rows, *judged)
-    run.draw("suspicious", draw, *judged)
+    return look.suspects()
 
 
 def rows(source: Source, suspects: Suspects) -> list[Sequence]:
-    """The rows of `suspicious.csv`. Multi-label data: the suggestion is a class to add, `+cat`, or to take away, `-cat`."""
+    """Rows of `suspicious.csv`. Multi-label: `+cat` suggests to add a class, `-cat` to take it away."""
     table: list[Sequence] = [COLUMNS]
     for number, other, wrong, images in suspects.classes:
         names = f"{wrong} of {images} images", source.classes[number], source.classes[other]
         table.append((len(table), "class", *names, "", ""))
     for place, index in enumerate(suspects.indices.tolist()):
-        verdict = "likely wrong" if place < suspects.likely else "worth a look"
         names = source.name(index), _label(source, index), _suggested(source, suspects, place)
         numbers = (f"{part[place]:.6f}" for part in (suspects.probabilities, suspects.others_probabilities))
-        table.append((len(table), verdict, *names, *numbers))
+        table.append((len(table), suspects.verdict(place), *names, *numbers))
     return table
 
 
@@ -137,8 +120,8 @@ def draw(source: Source, suspects: Suspects, path: Path) -> None:
     """Draw a sheet of the images whose labels are contradicted most."""
     shown = []
     for place, index in enumerate(suspects.indices[:SHOWN].tolist()):
-        number = f"{'likely wrong' if place < suspects.likely else 'worth a look'}, {suspects.probabilities[place]:.4f}"
-        shown.append((index, _label(source, index), _suggested(source, suspects, place), number))
+        caption = f"{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
+        shown.append((index, _label(source, index), _suggested(source, suspects, place), caption))
     plots.suspicious(source, shown, headline(source, suspects), path)
 
 

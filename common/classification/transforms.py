@@ -1,4 +1,4 @@
-"""Transforms of single images in data workers: random crop, flips and timm's policies for training, timm's own for evaluation.
+"""Transforms of single images in data workers: crop, flips and policies, and timm's for evaluation.
 
 Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's position. Pixels
 stay uint8 until they are on the device, where the augmentations of whole batches follow (`common.classification.augmentation`).
@@ -9,16 +9,17 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from PIL import Image, ImageOps
 
-from common.config.fields import AugmentationConfig
 from common.data.decoding import Picture, View, pixels_of
 from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
-from common.imports import timm
+from common.imports import import_timm
 
+timm = import_timm()
 auto_augment, transforms_imagenet_train = timm.data.auto_augment, timm.data.transforms_factory.transforms_imagenet_train
 
 _RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
@@ -38,15 +39,15 @@ class TrainingTransform:
     policy: Callable[[Image.Image], Image.Image] | None
 
     def __call__(self, picture: Picture) -> torch.Tensor:
-        return self.show(picture, self.draw(picture.height, picture.width))
+        return self.show(picture, self.sample(picture.height, picture.width))
 
-    def draw(self, height: int, width: int) -> View:
+    def sample(self, height: int, width: int) -> View:
         """A random view of an image of this size in pixels, from Python's generator."""
         box = crop(height, width, self.least_area)
         return View(box, self.size, *(random.random() < probability for probability in (self.vflip, self.hflip)))
 
     def show(self, picture: Picture, view: View) -> torch.Tensor:
-        """This view as uint8[3, H, W]. A policy draws its own random numbers in each call."""
+        """This view as uint8[3, H, W]. A policy samples its own random numbers in each call."""
         pixels = view.mirrored(picture.region(*view.box, view.size, self.interpolation))
         if self.policy:
             image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
@@ -54,36 +55,38 @@ class TrainingTransform:
         return pixels
 
 
-def training_transform(config: AugmentationConfig, data_config: dict) -> TrainingTransform:
-    """Random crop, flips and policy as in `config`, to images of `data_config["input_size"]` ([3, H, W]).
+class Settings(Protocol):
+    """The fields of a configuration that `training_transform` reads."""
 
-    `data_config` is what `timm.data.resolve_model_data_config` returns. Raises `Refused` for a policy that timm lacks.
+    crop_scale: float
+    hflip: float
+    vflip: float
+    augment: str
+
+
+def training_transform(config: Settings, data_config: dict) -> TrainingTransform:
+    """Crop, flips and policy as in `config`, to images of `data_config["input_size"]` ([3, H, W]).
+
+    `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a policy that timm lacks.
     """
     size, interpolation = tuple(data_config["input_size"][1:]), data_config["interpolation"]
     policy = None
     try:
-        for section in config.augment.split("-")[1:]:
-            if not _SECTION.fullmatch(section):  # timm ignores unknown sections
-                raise ValueError(f"unknown section {section}")
+        if unknown := [section for section in config.augment.split("-")[1:] if not _SECTION.fullmatch(section)]:
+            raise ValueError(f"unknown section {unknown[0]}")  # timm ignores these
         if config.augment:
-            _, policy, _ = transforms_imagenet_train(  # in three parts: geometry, policy, conversion
-                size,
-                separate=True,
-                auto_augment=config.augment,
-                color_jitter=None,
-                interpolation=interpolation,
-                mean=data_config["mean"],
-            )
+            options = {"interpolation": interpolation, "mean": data_config["mean"], "color_jitter": None}
+            # In three parts: geometry, policy, conversion.
+            _, policy, _ = transforms_imagenet_train(size, separate=True, auto_augment=config.augment, **options)
     except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
-        raise Refused(
-            f"--augment {config.augment}: not a policy of timm ({error or type(error).__name__}); "
-            "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
-        ) from None
+        reason = error or type(error).__name__
+        examples = "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
+        raise Refused(f"--augment {config.augment}: not a policy of timm ({reason}); {examples}") from None
     return TrainingTransform(size, config.crop_scale, config.hflip, config.vflip, interpolation, policy)
 
 
 def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random part with `least_area` to all of the image's area and a ratio of 3:4 to 4:3.
+    """Top, left, height and width of a part with `least_area` to all of the area and a ratio of 3:4 to 4:3.
 
     Drawn from Python's generator. If no such part fits, it is the largest centred one that has a ratio within the limits.
     Source: Szegedy et al., "Going deeper with convolutions", 2015, as in torchvision's RandomResizedCrop.
@@ -107,31 +110,24 @@ class EvaluationTransform:
     resize_and_crop: Callable[[Image.Image], torch.Tensor]
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Raises `BrokenImage` for a stripe that is so narrow that resizing would make it larger than an image may be."""
+        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be."""
         sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
         scale = max(wanted / self.data_config["crop_pct"] / side for wanted, side in sides)
         pixels = image.width * image.height * scale**2
         if pixels > MAX_PIXELS:
-            raise BrokenImage(
-                f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}, the limit is {MAX_PIXELS}"
-            )
+            enlarged = f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}"
+            raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS}")
         return self.resize_and_crop(image)
 
 
 def evaluation_transform(data_config: dict) -> EvaluationTransform:
     """Resize and centre crop for the model's `data_config`: exactly timm's own."""
-    resize_and_crop = timm.data.create_transform(
-        data_config["input_size"],
-        is_training=False,
-        use_prefetcher=True,
-        interpolation=data_config["interpolation"],
-        crop_pct=data_config["crop_pct"],
-    )
-    return EvaluationTransform(data_config, resize_and_crop)
+    options = {key: data_config[key] for key in ("input_size", "interpolation", "crop_pct")}
+    return EvaluationTransform(data_config, timm.data.create_transform(**options, use_prefetcher=True))
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's operation, also for the 0 bits of its strongest policies: black, which Pillow refuses from version 13 on."""
+    """timm's operation, also for 0 bits (black), which Pillow refuses from version 13 on."""
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
 
 

@@ -1,1 +1,14 @@
 """From image files to batches on the device, for any task."""
+
+from typing import TYPE_CHECKING
+
+from common.imports import face
+
+if TYPE_CHECKING:
+    from common.data.batch_plan import BatchPlan
+    from common.data.images import BrokenImage
+    from common.data.loader import DeviceBatch, evaluation_loader
+    from common.data.source import Source
+    from common.data.stream import Stream
+
+__all__, __getattr__ = face(__name__)

@@ -7,46 +7,39 @@ from common.errors import Refused
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How `global_batch_size` samples are cut into `world_size` x `micro_steps` contiguous micro-batches.
+    """How a global batch is cut into `world_size` x `micro_steps` contiguous micro-batches.
 
-    Every rank has the same number of micro-steps, so that collectives stay in phase; no micro-batch is empty; there are at
-    most two sizes, so that a compiled step has few shapes; and each is a multiple of `unit` samples, because MixUp works
-    on pairs and `--batch_norm group` on groups of neighbours. The result of a training does not depend on this cut.
-
-    Raises `Refused` if no such cut exists.
+    Every rank has the same number of micro-steps, so that collectives stay in phase; no micro-batch is empty; there are one
+    or two sizes, so that a compiled step has few shapes; and each is a multiple of `unit` samples, because MixUp works on
+    pairs and `--batch_norm group` on groups of neighbours. Raises `Refused` if no such cut exists.
     """
 
     global_batch_size: int
     world_size: int
     max_micro_batch_size: int
     unit: int = 1
-    whole: str = ""  # what needs the whole share of a process at once, such as "--batch_norm global"
+    undivided_for: str = ""  # the flag that needs all of a process's share at once: "--batch_norm global"
 
     def __post_init__(self):
         size, unit, world, limit = self.global_batch_size, self.unit, self.world_size, self.max_micro_batch_size
+        together = f"the {unit} samples that belong together (MixUp and CutMix pairs, groups of --norm_batch_size)"
         if size < 1 or limit < 1:
             raise Refused(f"--global_batch_size {size} and --max_micro_batch_size {limit} must be at least 1")
         if limit < unit:
-            raise Refused(
-                f"--max_micro_batch_size {limit} is less than the {unit} samples that belong together "
-                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take at least {2 * unit}"
-            )
+            raise Refused(f"--max_micro_batch_size {limit} is less than {together}: take at least {2 * unit}")
         if size % unit:
             fitting = unit if limit >= 2 * unit else unit * world  # a multiple of this can be cut
             below, above = size // fitting * fitting, -(-size // fitting) * fitting
-            take = sorted({max(size, unit * world) for size in (below, above)})
-            raise Refused(
-                f"--global_batch_size {size} does not divide into the {unit} samples that belong together "
-                f"(MixUp and CutMix pairs, groups of --norm_batch_size): take {' or '.join(map(str, take))}"
-            )
+            take = " or ".join(map(str, sorted({max(size, unit * world) for size in (below, above)})))
+            raise Refused(f"--global_batch_size {size} does not divide into {together}: take {take}")
         if size // unit < world:
             raise Refused(
                 f"--global_batch_size {size} leaves some of {world} processes without a sample "
                 f"(the least share is {unit}): take at least {world * unit} or start fewer processes"
             )
-        if self.whole and self.micro_steps > 1:
+        if self.undivided_for and self.micro_steps > 1:
             raise Refused(
-                f"{self.whole} needs the whole share of a process at once, not {self.micro_steps} micro-steps: "
+                f"{self.undivided_for} needs the whole share of a process at once, not {self.micro_steps} micro-steps: "
                 f"raise --max_micro_batch_size to {unit * -(-self.units // world)}, or take --batch_norm group"
             )
         if self.units < self.parts:

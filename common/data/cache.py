@@ -27,7 +27,7 @@ _RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # he
 
 @dataclass
 class Cache:
-    """Up to `count` images of any shape with at most `side` x `side` pixels; larger ones are scaled down to that area."""
+    """`count` images of any shape; larger ones than `side` x `side` pixels are scaled down to that area."""
 
     count: int
     side: int
@@ -41,11 +41,11 @@ class Cache:
 
     def __str__(self) -> str:
         """One line for people."""
-        most = _in_words(needed(self.count, self.side))
-        return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {most}"
+        limit = _in_words(needed(self.count, self.side))
+        return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {limit}"
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
-        """The image at `index` as the cache keeps it: from its slot, or the first time from what `read` returns.
+        """The image at `index` as the cache keeps it: from its slot, or the first time from `read`.
 
         A slot that is damaged, or only half written by another process, is filled again. Raises what `read` raises.
         """
@@ -58,13 +58,13 @@ class Cache:
         return Picture(pixels)
 
     def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
-        """uint8[bottom - top, width, 3] of a slot that holds an image of this width; None if they can't be read."""
+        """uint8[bottom - top, width, 3] of a slot with an image of this width; None if unreadable."""
         pixels = np.empty((bottom - top, width, 3), np.uint8)
         found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
         return pixels if found == pixels.nbytes else None
 
     def _find(self, index: int) -> tuple[int, int] | None:
-        """Height and width of the image in a slot, if it is whole. Each process checks the hash of a slot once."""
+        """Height and width of the image in a slot, if it is whole. A process checks each hash once."""
         record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
         if not len(record) or not record["height"][0]:
             return None
@@ -78,9 +78,8 @@ class Cache:
         record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD).tobytes()
         try:
             os.pwrite(self._file.fileno(), pixels, self._place(index))
-            os.pwrite(
-                self._file.fileno(), record, index * _RECORD.itemsize
-            )  # last: it says that the pixels are complete
+            # Last: it says that the pixels are complete.
+            os.pwrite(self._file.fileno(), record, index * _RECORD.itemsize)
         except OSError:
             pass  # the disk has filled up since: the image is then decoded each time
 
@@ -126,7 +125,7 @@ def needed(count: int, side: int) -> int:
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:
-    """One cache per machine for `count` images, in memory or in `folder`; None for side 0. Every rank must call it.
+    """One cache per machine for `count` images, in memory or in `folder`; None for side 0. A collective.
 
     Raises `Refused` if there is no room for all images.
     """
@@ -152,11 +151,9 @@ def _make(count: int, side: int, folder: str) -> BinaryIO:
     try:
         free = psutil.disk_usage(folder).free if folder else psutil.virtual_memory().available
         if needed(count, side) > free:
-            way_out = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
-            raise Refused(
-                f"--cache {side}: {count:,} images take up to {_in_words(needed(count, side))}, and {where} has "
-                f"{_in_words(free)} left; {way_out}"
-            )
+            sizes = f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} left"
+            advice = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
+            raise Refused(f"--cache {side}: {count:,} images {sizes}; {advice}")
         if folder or sys.platform != "linux":
             return tempfile.TemporaryFile(dir=folder or None, buffering=0)
         return open(os.memfd_create("cache of decoded images"), "r+b", buffering=0)

@@ -1,10 +1,11 @@
 """CSV files as Arrow tables: finds the separator, the columns and their types."""
 
 import csv
+import io
 from collections.abc import Sequence
+from itertools import accumulate
 from os import PathLike
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
@@ -15,31 +16,29 @@ from common.files import OddFile, read_bytes
 
 _SEPARATORS = ",;\t|"
 _WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
-_MOST = 2**32  # bytes
+_MAX_BYTES = 2**32
 
 
-def read_csv(files: Sequence[str | PathLike], file_column: str) -> pa.Table:
-    """The rows of all files, which must have the same columns. Whole numbers are int64, all else text, empty cells null.
+def read_csv(files: Sequence[str | PathLike]) -> list[pa.Table]:
+    """The rows of each file. Whole numbers are int64, all else is text, and empty cells are null.
 
-    `file_column` is an added column: the index in `files` of each row's file. Raises `Refused`.
+    All files must have the same columns: their types are those of all rows together. Raises `Refused`.
     """
     tables = [_read(file) for file in files]
     for file, table in zip(files, tables, strict=True):
         if table.column_names != tables[0].column_names:
-            raise Refused(
-                f"{file}: has other columns than {files[0]}, {', '.join(table.column_names)}; make them the same"
-            )
-    columns = {
-        name: _typed(pa.chunked_array(table[name].combine_chunks() for table in tables)) for name in table.column_names
-    }
-    places = np.repeat(np.arange(len(files)), [len(table) for table in tables])
-    return pa.table(columns | {file_column: pa.array(places)})
+            names = ", ".join(table.column_names)
+            raise Refused(f"{file}: has other columns than {files[0]}, {names}; make them the same")
+    joined = pa.concat_tables(tables)
+    typed = pa.table({name: _typed(joined[name]) for name in joined.column_names})
+    starts = accumulate(map(len, tables[:-1]), initial=0)
+    return [typed.slice(start, len(table)) for start, table in zip(starts, tables, strict=True)]
 
 
 def _read(file: str | PathLike) -> pa.Table:
     try:
-        content = read_bytes(file, _MOST)
-        head = content[: content.find(b"\n") % (len(content) + 1)].decode("utf-8-sig")
+        content = read_bytes(file, _MAX_BYTES)
+        head = io.BytesIO(content).readline().decode("utf-8-sig").rstrip("\r\n")
     except OddFile as error:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -1,48 +1,42 @@
-"""Data specification: which data a run reads and which parts of them, and the steps of reading that all formats share."""
+"""Opening of data, the steps that all formats share.
 
-from collections.abc import Iterator, Mapping
+A format recognises a path and gives named parts; a `DataSpec` says which of them are used; these are read, and if no part
+is there to evaluate on, the one to train on is divided.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar
-
-import numpy as np
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from common.config.origin import Origin
 from common.data import splits
+from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
-Labels = Mapping[str, str]  # name of each part of the data -> how messages call it
-
-
-class Parts(Protocol[S]):
-    """Data in one of the formats, opened: named parts, each of which can be read."""
-
-    labels: Labels
-
-    def read(self, name: str, first: S | None) -> S:
-        """The source of a part, with the classes of `first` if another part was read before. Raises `Refused`."""
-        ...
 
 
 @dataclass
-class Given:
+class Parts(Generic[S]):
+    """Data in one of the formats: parts that are named, and not read yet."""
+
+    labels: Mapping[str, str]  # name of each part -> how messages call it
+    read: Callable[[Sequence[str]], list[S]]  # names -> sources, all with the classes of the first. Raises `Refused`
+
+
+class Given(Parts[S]):
     """Parts that are sources already."""
 
-    sources: Mapping[str, Any]
-
-    @property
-    def labels(self) -> Labels:
-        return {name: source.origin for name, source in self.sources.items()}
-
-    def read(self, name: str, first: Any) -> Any:
-        return self.sources[name]
+    def __init__(self, sources: Mapping[str, Any]):
+        labels = {name: source.part for name, source in sources.items()}
+        super().__init__(labels, lambda names: [sources[name] for name in names])
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which data a run reads, and which parts of them. Each task adds the fields that its formats need."""
+    """Which data a run reads, and which parts of them. Each task adds fields of its formats."""
 
     data: str
     seed: int
@@ -52,34 +46,15 @@ class DataSpec:
     alone: bool = False  # only the part to evaluate a trained model on, as `splits.choose_part` finds it
     held_out: bool = False  # with `alone`: the model was trained on these data, except for the held-out share
 
-    table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # those that only tables have a use for
+    table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # that only tables use
 
     @classmethod
     def of(cls, config: Any, weights: Origin | None = None, **options: Any) -> Self:
-        """The fields above as `config` has them, unless they are among `options`; with `weights`, to evaluate these."""
+        """The fields above from `options`, or else from `config`; with `weights`, to evaluate these."""
         given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
         if weights:
             given |= {"alone": True, "held_out": weights.trained_on(config.data) and not weights.config.get("split")}
         return cls(**(given | options))
-
-    def check(self, source: Any) -> None:
-        """Raises `Refused` for a part that can't be used."""
-        raise NotImplementedError
-
-    def strata(self, source: Any) -> np.ndarray | None:
-        """int64[N], the stratum of each image: the same share of each is held out. None if there is but one."""
-        return None
-
-    def hold_out(self, source: S) -> tuple[S, S]:
-        """The images to train on and those held out, chosen by `seed` and each image's path or row alone."""
-        draws = source.draws(key_of(self.seed, "held out"))
-        train, val = splits.held_out(draws, self.strata(source), self.val_share)
-        return source.part(train), source.part(val)
-
-    def pieces(self, labels: Labels) -> tuple[splits.Piece, ...]:
-        if self.alone:
-            return splits.choose_part(self.data, labels, self.split, self.held_out)
-        return splits.choose(self.data, labels, self.split)
 
     def refuse_columns(self) -> None:
         """Raises `Refused` if columns are named, for data that are no table."""
@@ -87,43 +62,52 @@ class DataSpec:
             *flags, last = (f"--{name}" for name in self.table_fields)
             raise Refused(f"--data {self.data}: is no table, so leave out {', '.join(flags)} and {last}")
 
-    def read(self, parts: Parts[S]) -> tuple[S, ...]:
-        """The sources to train and to evaluate on; with `alone`, one source. The second has the classes of the first.
+    def pieces(self, labels: Mapping[str, str]) -> tuple[Piece, ...]:
+        """The pieces to train on and to evaluate on; with `alone`, only the latter."""
+        if self.alone:
+            return splits.choose_part(self.data, labels, self.split, self.held_out)
+        return splits.choose(self.data, labels, self.split)
 
-        The `origin` of a source says what it is: `val/`, or `20 % held out of train/`. That of the second also names other
-        parts that could be evaluated.
+    def divide(self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]) -> tuple[S, ...]:
+        """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
+
+        The `part` of a source names it: `val/`, or `20 % held out of train/`; for the second source also other parts that
+        could be evaluated.
         """
-        pieces, labels = self.pieces(parts.labels), parts.labels
-        named = {piece.name for piece in pieces}
-        others = [name for name in labels if splits.kind_of(name) in ("val", "test") and name not in named]
-        sources: list[S] = []
-        sides: tuple[S, ...] = ()
+        used = {piece.name for piece in pieces}
+        others = "".join(
+            f"; {label}: for --split {kind_of(name)}"
+            for name, label in labels.items()
+            if kind_of(name) in ("val", "test") and name not in used
+        )
+        found: list[S] = []
+        rows: dict[str, Any] = {}
         for piece in pieces:
-            origin = labels[piece.name]
-            if piece.side == splits.WHOLE:
-                source = parts.read(piece.name, sources[0] if sources else None)
-                self.check(source)
-            else:
-                if not sides:
-                    whole = parts.read(piece.name, None)
-                    self.check(whole)
-                    sides = self.hold_out(whole)
-                source = sides[piece.side == splits.HELD_OUT]
-                share, side = (
-                    (self.val_share, " held out") if piece.side == splits.HELD_OUT else (1 - self.val_share, "")
-                )
-                origin = f"{100 * share:.3g} %{side} of {origin}"
-            if sources and others:
-                origin += "".join(f"; {labels[name]}: for --split {splits.kind_of(name)}" for name in others)
-            sources.append(replace(source, origin=origin))
-        return tuple(sources)
+            source, part = sources[piece.name], labels[piece.name]
+            if piece.side != splits.WHOLE:
+                if not rows:
+                    numbers = source.random_numbers(key_of(self.seed, "held out"))
+                    kept, held_out = splits.held_out(numbers, source.strata, self.val_share)
+                    rows = {splits.KEPT: kept, splits.HELD_OUT: held_out}
+                source = source.select(rows[piece.side])
+                is_kept = piece.side == splits.KEPT
+                share = 100 * (1 - self.val_share if is_kept else self.val_share)
+                part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
+            found.append(replace(source, part=part + others * bool(found)))
+        return tuple(found)
+
+
+def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
+    """The sources of all parts that pieces are of, undivided, by name. Raises `Refused`."""
+    names = [*dict.fromkeys(piece.name for piece in pieces)]
+    return dict(zip(names, parts.read(names), strict=True))
 
 
 @contextmanager
 def reading(data: str) -> Iterator[None]:
-    """A block that reads data. The first process of each machine is first, since reading may download and convert.
+    """A block that reads data, in one process of each machine first: reading may download and convert.
 
-    A collective. What can't be read is `Refused`.
+    A collective. Data that can't be read are `Refused`.
     """
     # Imported late: the separate process that reads large annotations does without torch.
     from common.distributed.collectives import main_process_first
@@ -132,16 +116,15 @@ def reading(data: str) -> Iterator[None]:
         try:
             yield
         except PermissionError as error:
-            raise Refused(
-                f"--data {data}: no permission to read {error.filename}; allow it, or copy the data"
-            ) from error
+            problem = f"no permission to read {error.filename}"
+            raise Refused(f"--data {data}: {problem}; allow it, or copy the data") from error
         except OSError as error:
             reason = error.strerror or error
             raise Refused(f"--data {data}: {error.filename or data} can't be read: {reason}") from error
 
 
-def same_everywhere(sources: tuple[S, ...]) -> tuple[S, S]:
-    """(train, val), or the only source twice, once all ranks have found the same data. A collective. Raises `Refused`."""
+def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
+    """(train, val), or the only source twice, the same on all ranks. A collective. Raises `Refused`."""
     from common.distributed.collectives import same_on_all_ranks
 
     train, val = sources[0], sources[-1]

@@ -39,7 +39,7 @@ class View:
 class Picture:
     """An upright image: pixels, or a JPEG of which only the header has been read.
 
-    `content` is what `images.open_rgb` takes, or pixels uint8[3, H, W]. Raises `BrokenImage`, here or when pixels
+    `content` is as `images.open_rgb` takes it, or pixels uint8[3, H, W]. Raises `BrokenImage`, here or when pixels
     are read.
     """
 
@@ -68,7 +68,7 @@ class Picture:
 
     @property
     def encoded(self) -> bytes | None:
-        """The JPEG that any decoder turns into these pixels; None if it is rotated, in other colours, or no JPEG."""
+        """The JPEG that any decoder turns into these pixels; None if rotated, of other colours, or no JPEG."""
         return self._jpeg if self._jpeg and not self._is_turned and _size_in_header(self._jpeg) else None
 
     def region(
@@ -83,7 +83,7 @@ class Picture:
         return resized(part, size, interpolation)
 
     def reduction(self, height: float, width: float, size: tuple[int, int]) -> int:
-        """1, 2, 4 or 8: the reduced resolution that suffices for a part of `height` x `width` pixels shown at `size`."""
+        """1, 2, 4 or 8: the reduction that suffices for a part of `height` x `width` shown at `size`."""
         wanted = _SPARE * max(size[0] / height, size[1] / width)
         return next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
 
@@ -92,7 +92,7 @@ class Picture:
         return self.part(1, 0, 0, self.height, self.width)
 
     def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
-        """uint8[3, bottom - top, right - left] of the image; a JPEG is smaller by `reduction`, its sides rounded up."""
+        """uint8[3, bottom - top, right - left]; a JPEG is smaller by `reduction`, its sides rounded up."""
         if self._pixels is not None:
             return self._pixels[:, top:bottom, left:right]
         if not self._is_turned:
@@ -101,7 +101,7 @@ class Picture:
                 pixels = decode_jpeg(self._jpeg, min_height=height, min_width=width, min_factor=1)
                 return torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
             except ValueError:
-                pass  # Pillow reads it all the same, or says what is wrong
+                pass  # Pillow reads it all the same, or names the fault
         return pixels_of(open_rgb(self._jpeg, reduction=reduction).crop((left, top, right, bottom)))
 
 

@@ -1,4 +1,4 @@
-"""Decoding of JPEGs on the device (`--decode device`), for machines whose data workers are too slow for their GPUs.
+"""Decoding of JPEGs on the device (`--decode device`), if data workers are too slow for their GPUs.
 
 A worker reads the header, draws the view as always, and hands over the file's bytes. The device decodes the whole image (a GPU
 with nvJPEG, the CPU with libjpeg), crops, flips and resizes it with anti-aliasing. Workers decode the images that it can't.
@@ -22,8 +22,8 @@ from common.errors import Refused
 # torchvision 0.29 and later warn in each run that TorchCodec will replace their decoders.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision", DeprecationWarning)
 
-_MOST_PIXELS = 2**25  # of an image: 100 MB decoded, and four times as much while it is resized
-_MOST_REDUCTION = 32  # of a side: CUDA's anti-aliasing refuses more than 47
+_MAX_PIXELS = 2**25  # of an image: 100 MB decoded, and four times as much while it is resized
+_MAX_REDUCTION = 32  # of a side: CUDA's anti-aliasing refuses more than 47
 _AT_ONCE = 2**27  # bytes of decoded pixels in the device's memory at a time, unless one image is larger
 
 
@@ -32,24 +32,24 @@ class Jpeg:
     """An image that the device is to decode."""
 
     data: bytes
-    whole: tuple[int, int]  # height and width, in pixels
+    size: tuple[int, int]  # height and width, in pixels
     view: View
 
 
 class Encoded:
-    """The JPEGs of a micro-batch. They stay on the host, in one tensor, so that a worker hands over one file descriptor."""
+    """The JPEGs of a micro-batch, in one tensor on the host, so that a worker hands over one file."""
 
     def __init__(self, jpegs: list[Jpeg], names: list[str], places: list, interpolation: str):
         self.places = places  # of these images in the micro-batch; the worker has decoded the others
         self.interpolation = interpolation
         self._data = torch.frombuffer(bytearray().join(jpeg.data for jpeg in jpegs), dtype=torch.uint8)
-        lengths = [len(jpeg.data) for jpeg in jpegs]
-        self._rest = [*zip(lengths, [(jpeg.whole, jpeg.view) for jpeg in jpegs], names, strict=True)]
+        self._lengths = [len(jpeg.data) for jpeg in jpegs]
+        self._facts = [(jpeg.size, jpeg.view, name) for jpeg, name in zip(jpegs, names, strict=True)]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, tuple[int, int], View, str]]:
         """uint8[bytes], height and width, view and name of each."""
-        parts = self._data.split([length for length, *_ in self._rest])
-        return ((part, *jpeg, name) for part, (_, jpeg, name) in zip(parts, self._rest, strict=True))
+        contents = self._data.split(self._lengths)
+        return ((content, *facts) for content, facts in zip(contents, self._facts, strict=True))
 
 
 def refuse_cache(cached: bool) -> None:
@@ -58,19 +58,18 @@ def refuse_cache(cached: bool) -> None:
 
 
 def for_device(picture: Picture, view: View) -> Jpeg | None:
-    """What the device needs to show this view; None if a worker has to decode it."""
-    small = picture.height * picture.width <= _MOST_PIXELS
-    near = all(part <= _MOST_REDUCTION * wanted for part, wanted in zip(view.box[2:], view.size, strict=True))
-    if small and near and (data := picture.encoded):
-        return Jpeg(data, (picture.height, picture.width), view)
-    return None
+    """The image for the device, which shows this view; None if a worker has to decode it."""
+    is_small = picture.height * picture.width <= _MAX_PIXELS
+    is_near = all(part <= _MAX_REDUCTION * wanted for part, wanted in zip(view.box[2:], view.size, strict=True))
+    data = picture.encoded if is_small and is_near else None
+    return Jpeg(data, (picture.height, picture.width), view) if data else None
 
 
 def noise(size: tuple[int, int]) -> Jpeg:
     """Noise of the size of a photograph, shown whole, to try how much memory a batch takes."""
     pixels = torch.randint(256, (64, 64, 3), dtype=torch.uint8).repeat_interleave(16, 0).repeat_interleave(16, 1)
-    whole = tuple(pixels.shape[:2])
-    return Jpeg(encode_jpeg(pixels.numpy()), whole, View((0, 0, *whole), size))
+    shape = tuple(pixels.shape[:2])
+    return Jpeg(encode_jpeg(pixels.numpy()), shape, View((0, 0, *shape), size))
 
 
 @functools.cache
@@ -80,7 +79,7 @@ def decoder(device: torch.device) -> "Decoder":
 
 
 class Decoder:
-    """Decodes on one device. On a GPU the current stream waits for the pixels; the host waits only for nvJPEG."""
+    """Decodes on one device. The current stream waits for the pixels; the host waits only for nvJPEG."""
 
     def __init__(self, device: torch.device):
         self._device, self._decodes = device, False
@@ -90,7 +89,7 @@ class Decoder:
         self._last = None  # nvJPEG's input must live until it has been read
 
     def __call__(self, encoded: Encoded) -> tuple[list[torch.Tensor], dict[int, str]]:
-        """float32[3, H, W] of each image, of whole numbers from 0 to 255; by number, name and reason of each broken one.
+        """float32[3, H, W] of each image, 0 to 255; by number, name and reason of each broken one.
 
         A black image replaces a broken one. Raises `Refused` if the device can't decode.
         """
@@ -104,7 +103,7 @@ class Decoder:
                     part = view.mirrored(whole[None, :, top : top + height, left : left + width])
                     images.append(_resized(part, view.size, encoded.interpolation)[0])
                     continue
-                try:  # another decoder may read it, or tell what is wrong with it
+                try:  # another decoder may read it, or name the fault
                     part = Picture(data.numpy().tobytes()).region(*view.box, view.size, encoded.interpolation)
                 except BrokenImage as error:
                     broken[len(images)] = f"{name}: {error}"
@@ -120,16 +119,11 @@ class Decoder:
         try:
             return self._try(jpegs)
         except RuntimeError as error:
-            _raise_if_memory(error)
-            self._see_that_it_decodes()
-        result = []
-        for jpeg in jpegs:  # one by one: a single bad image makes all of them fail
-            try:
-                result += self._try([jpeg])
-            except RuntimeError as error:
-                _raise_if_memory(error)
-                result.append(None)
-        return result
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+                raise
+        self._see_that_it_decodes()
+        # One by one: a single bad image makes all of them fail.
+        return [self._decode([jpeg])[0] for jpeg in jpegs] if len(jpegs) > 1 else [None]
 
     def _try(self, jpegs: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.cuda.stream(self._memory) if self._memory else contextlib.nullcontext():
@@ -151,9 +145,8 @@ class Decoder:
             self._try([torch.frombuffer(bytearray(encode_jpeg(grey)), dtype=torch.uint8)])
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0].rstrip(".")
-            raise Refused(
-                f"--decode device: {self._device} can't decode JPEGs here ({reason}); take --decode worker"
-            ) from None
+            problem = f"{self._device} can't decode JPEGs here ({reason})"
+            raise Refused(f"--decode device: {problem}; take --decode worker") from None
 
 
 def _portions(encoded: Encoded) -> Iterator[list[tuple[torch.Tensor, tuple[int, int], View, str]]]:
@@ -176,8 +169,3 @@ def _resized(part: torch.Tensor, size: tuple[int, int], interpolation: str) -> t
         return part
     mode = "bilinear" if interpolation == "bilinear" else "bicubic"
     return F.interpolate(part, size, mode=mode, antialias=True)
-
-
-def _raise_if_memory(error: RuntimeError) -> None:
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-        raise error

@@ -1,4 +1,4 @@
-"""Handover of batches from data workers to their process, which leaves nothing behind whichever of them is killed.
+"""Handover of batches from data workers to their process: nothing is left behind after any kill.
 
 A batch's arrays are written to memory without a name, which the system frees with the last process that has it open. The
 open file is sent through a pair of sockets that is older than the workers; everything else goes through the loader's
@@ -29,7 +29,7 @@ _handovers: "weakref.WeakValueDictionary[int, Handover]" = weakref.WeakValueDict
 
 
 class Handover:
-    """The collate function of a loader, which sends a batch from a worker's memory to its process unchanged."""
+    """The collate function of a loader: sends a batch from a worker's memory to its process unchanged."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)

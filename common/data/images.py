@@ -1,7 +1,7 @@
 """Image files as upright 8-bit RGB pixels, as a person would see them.
 
-This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. What can't be decoded
-is a `BrokenImage` with its reason; the caller decides what to do about it.
+This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. An image
+that can't be decoded is a `BrokenImage` with its reason.
 """
 
 import errno
@@ -38,7 +38,7 @@ _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65
 
 
 class BrokenImage(Exception):
-    """An image that can't be decoded; its text is the reason, in one line, without the file's name."""
+    """An image that can't be decoded; its text is the reason, in one line."""
 
 
 def open_rgb(
@@ -46,18 +46,14 @@ def open_rgb(
 ) -> Image.Image:
     """Decode `source` (a path, the bytes of a file, an open file, or an image) to an upright image of mode RGB.
 
-    - Transparent pixels are blended with white: the colour stored there is arbitrary (often black), and such pictures
-      are drawn for a white page.
+    - Transparent pixels are blended with white: the colour stored there is arbitrary.
     - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit integers, floats in another
       unit), the white is unknown, and the image's own minimum and maximum become black and white.
-    - The camera's rotation (EXIF orientation 1 to 8) is applied. A colour profile is not.
-    - An animation gives its first frame.
-    - With `reduction` 2, 4 or 8 a JPEG becomes smaller by that factor, sides rounded up, for much less work: the inverse
-      cosine transform leaves the rest out. Other formats keep their size.
+    - The camera's rotation (EXIF orientation 1 to 8) is applied, a colour profile is not. An animation gives its first frame.
+    - With `reduction` 2, 4 or 8 a JPEG becomes smaller by that factor, sides rounded up, for much less work.
 
     Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or larger than `max_pixels` (or than twice
-    `MAX_PIXELS`, where Pillow itself stops); the size is read from the header before anything is decoded. A JPEG with
-    flipped bits decodes to garbage without an error: that can't be detected here.
+    `MAX_PIXELS`, where Pillow itself stops); the size is read from the header before anything is decoded.
     """
     with opened(source, max_pixels) as image:
         if reduction > 1:
@@ -69,7 +65,7 @@ def open_rgb(
 def opened(
     source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS
 ) -> Iterator[Image.Image]:
-    """The image, with its header read. Errors in the block that the file causes are raised as `BrokenImage`."""
+    """The image, with its header read. Errors that the file causes are raised as `BrokenImage`."""
     if isinstance(source, bytes):
         source = io.BytesIO(source)
     with faults_of_the_file(), warnings.catch_warnings():
@@ -85,14 +81,14 @@ def opened(
 
 
 def read_file(path: str | PathLike) -> bytes:
-    """The bytes of the file. Raises `BrokenImage` if the file is the reason that they can't be read."""
+    """The bytes of the file. Raises `BrokenImage` if the file is the reason for a failure."""
     with faults_of_the_file():
         return read_bytes(path, _MAX_BYTES)
 
 
 @contextmanager
 def faults_of_the_file() -> Iterator[None]:
-    """What goes wrong in the block because of an image's file is a `BrokenImage`."""
+    """Errors in the block that an image's file causes are raised as `BrokenImage`."""
     try:
         yield
     except (BrokenImage, MemoryError):
@@ -143,7 +139,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
-    """Scale [height, width] of any number type to uint8: from 0..`white`, or minimum..maximum if that is exceeded."""
+    """Scale [height, width] of any type to uint8: from 0..`white`, or from its own range if that is larger."""
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         raise BrokenImage("no finite pixel value")

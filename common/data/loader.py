@@ -33,7 +33,7 @@ _LOCKS = 11  # of a data worker and its loader, at most
 
 
 class DeviceBatch:
-    """Base of a task's batch: a dataclass whose tensors, also those in lists and dicts, move to a device together."""
+    """Base of a task's batch: a dataclass whose tensors, also in lists and dicts, move together."""
 
     def to(self, device: torch.device):
         # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
@@ -41,21 +41,21 @@ class DeviceBatch:
         return _map(self, lambda tensor: tensor.to(device, non_blocking=on_cuda))
 
     def __getstate__(self) -> dict:
-        """What leaves a data worker: small tensors as arrays, since each tensor costs a file and a handshake."""
+        """Small tensors leave a data worker as arrays, since each tensor costs a file and a handshake."""
         return {name: _map(value, _small_as_array) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
 
     def complete(self):
-        """Finishes the batch once it is on its device, for example decodes images there; returns it."""
+        """The batch, once it is on its device, with images decoded there."""
         return self
 
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory, which another stream has filled, until `stream` has finished the work queued so far."""
+        """Keep the memory, which another stream has filled, until `stream` has done its work so far."""
         _map(self, lambda tensor: tensor.record_stream(stream))
 
 
@@ -67,9 +67,7 @@ def _map(value, function, kind: type = torch.Tensor):
         return type(value)(*(_map(getattr(value, field.name), function, kind) for field in fields(value)))
     if isinstance(value, list):
         return [_map(part, function, kind) for part in value]
-    if isinstance(value, dict):
-        return {key: _map(part, function, kind) for key, part in value.items()}
-    return value
+    return {key: _map(part, function, kind) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
@@ -78,7 +76,7 @@ def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
 
 @dataclass
 class _Positions:
-    """This rank's positions, one array a micro-step, for the steps `[start, stop)`."""
+    """This rank's positions, one array per micro-step, for the steps `[start, stop)`."""
 
     stream: Stream
     plan: BatchPlan
@@ -97,9 +95,8 @@ class _Positions:
 
 
 def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
-    """This rank's micro-batches of the steps `[start, stop)`, in order, split already: not for Accelerate's `prepare`."""
-    positions = _Positions(samples.stream, plan, rank(), start, stop)
-    return _loader(samples, positions, workers)
+    """This rank's micro-batches of the steps `[start, stop)`, in order: not for Accelerate's `prepare`."""
+    return _loader(samples, _Positions(samples.stream, plan, rank(), start, stop), workers)
 
 
 def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
@@ -111,7 +108,7 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
 
 
 class _Loader(DataLoader):
-    """Refuses to start data workers that could not: their locks lie in /dev/shm, and each takes some open files."""
+    """Refuses to start data workers that lack locks, which lie in /dev/shm, or open files."""
 
     def __iter__(self) -> Iterator:
         try:  # first as many locks as torch will make, which prints tracebacks if it fails in the middle
@@ -119,11 +116,9 @@ class _Loader(DataLoader):
             del locks
             return super().__iter__()
         except OSError as error:
-            raise Refused(
-                f"{self.num_workers} data workers can't be started ({error.strerror or error}): they need some MiB of "
-                "/dev/shm that can be written to (docker run --shm-size 1g), memory, and open files (ulimit -n); or take "
-                "--workers 0"
-            ) from error
+            problem = f"{self.num_workers} data workers can't be started ({error.strerror or error})"
+            needs = "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, and open files"
+            raise Refused(f"{problem}: they need {needs} (ulimit -n); or take --workers 0") from error
 
 
 class _EvaluationLoader(_Loader):
@@ -152,9 +147,8 @@ class Prefetcher:
         try:
             batch = next(self._batches)
         except (ConnectionError, EOFError) as error:
-            raise RuntimeError(
-                "a data worker died as it handed over a batch: was it killed for want of memory? Take fewer --workers"
-            ) from error
+            problem = "a data worker died as it handed over a batch"
+            raise RuntimeError(f"{problem}: was it killed for want of memory? Take fewer --workers") from error
         watchdog.note("training")
         self._waited += time.perf_counter() - began
         with torch.cuda.stream(self._copies) if self._copies else contextlib.nullcontext():
@@ -209,10 +203,7 @@ def _begin_worker(handover: Handover, _worker: int) -> None:
 
 
 def _die_of(error: BaseException, _batch: object) -> None:
-    print(
-        f"data worker {os.getpid()} can't hand over a batch ({error}): raise the limit of open files (ulimit -n), or take "
-        "fewer --workers",
-        file=sys.stderr,
-        flush=True,
-    )
+    problem = f"data worker {os.getpid()} can't hand over a batch ({error})"
+    advice = "raise the limit of open files (ulimit -n), or take fewer --workers"
+    print(f"{problem}: {advice}", file=sys.stderr, flush=True)
     os._exit(1)

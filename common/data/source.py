@@ -1,8 +1,10 @@
-"""Protocol of a source of labelled images, and checks that hold for every source."""
+"""Lists of labelled images: the protocol of a source, the source of files, and checks of any source."""
 
 import hashlib
 import json
 import os
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +12,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb, opened
+from common.data.splits import random_numbers_of
 from common.errors import Refused, printable
 
 _TRIED = 16  # images, one of which must be readable
@@ -20,16 +23,25 @@ class Source(Protocol):
 
     classes: tuple[str, ...]  # names by class id
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
-    fingerprint: str  # hex; equal for the same list of images (names, sizes) with the same labels and classes
-    notes: tuple[str, ...]  # what a person should know about how the data were read
-    origin: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
+    notes: tuple[str, ...]  # for people: how the data were read
+    part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal for the same list of images (names, sizes) with the same labels and classes."""
+        ...
+
+    @property
+    def hint(self) -> str:
+        """For people, if an image is missing."""
+        return ""
 
     def name(self, index: int) -> str:
         """The image in words for people, such as its path or `digits[17]`."""
         ...
 
     def content(self, index: int) -> str | bytes | Image.Image:
-        """Path or bytes of the image's file, or the image. Raises `images.BrokenImage` if there is none."""
+        """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
         ...
 
     def image(self, index: int) -> Image.Image:
@@ -44,6 +56,11 @@ class Source(Protocol):
         return self.labels.ndim == 2
 
     @property
+    def strata(self) -> np.ndarray | None:
+        """int64[N], strata of which the same share is held out each; None for a single one."""
+        return None if self.multi_label else self.labels
+
+    @property
     def class_counts(self) -> np.ndarray:
         """int64[C]: how many images show each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
@@ -53,31 +70,60 @@ class Source(Protocol):
         """int64[...] indices of the images whose file is known to be missing."""
         return np.zeros(0, np.int64)
 
-    def near(self, index: int) -> str:
-        """Where the file of a missing image seems to be instead, for people; "" if unknown."""
-        return ""
+
+@dataclass(frozen=True, eq=False)
+class Files(Source):
+    """Image files as columns: of an object for each row, every data worker would copy the memory."""
+
+    root: str
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
+    sizes: np.ndarray  # int64[N] bytes, -1 for a missing file
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    part: str = ""
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.classes, self.labels, self.sizes, self.paths)
+
+    def name(self, index: int) -> str:
+        return name_of(self.root, self.paths, index)
+
+    def content(self, index: int) -> str:
+        return path_of(self.root, self.paths, index)
+
+    @property
+    def missing(self) -> np.ndarray:
+        return np.flatnonzero(self.sizes < 0)
+
+    def random_numbers(self, key: int) -> np.ndarray:
+        return random_numbers_of(self.paths, key)
+
+    def select(self, rows: np.ndarray) -> "Files":
+        paths = self.paths.take(pa.array(rows))
+        return replace(self, paths=paths, sizes=self.sizes[rows], labels=self.labels[rows])
 
 
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
-    """Raise `Refused`, before training, if too many files are missing or none of a few images all over the data can be read."""
-    if not len(source):
+    """Raise `Refused` if too many files are missing, or if none of a few images can be read."""
+    count, missing = len(source), source.missing
+    if not count:
         raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
-    if len(missing := source.missing) > max_broken_share * len(source) or len(missing) == len(source):
+    if len(missing) > max_broken_share * count or len(missing) == count:
+        found = f"{len(missing):,} of {count:,} images are missing, the first is {source.name(missing[0])}{source.hint}"
         raise Refused(
-            f"--data {data}: {len(missing):,} of {len(source):,} images are missing, the first is {source.name(missing[0])}"
-            f"{source.near(missing[0])}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
+            f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )
-    reasons = []
-    tried = spread(len(source))
+    reasons, tried = [], spread(count)
     for index in tried:
         try:
             with opened(source.content(index)):
                 return
         except BrokenImage as error:
             reasons.append(f"{source.name(index)}: {error}")
-    raise Refused(
-        f"--data {data}: none of {len(tried)} images tried, all over its {len(source):,}, can be read, such as {reasons[0]}"
-    )
+    found = f"none of {len(tried)} images tried, all over its {count:,}, can be read"
+    raise Refused(f"--data {data}: {found}, such as {reasons[0]}")
 
 
 def spread(count: int, limit: int = _TRIED) -> np.ndarray:
@@ -96,7 +142,7 @@ def looked_at(count: int, drawn: int) -> np.ndarray:
 def fingerprint_of(
     classes: tuple[str, ...], labels: np.ndarray, contents: np.ndarray, names: pa.Array | pa.ChunkedArray | None = None
 ) -> str:
-    """32 hex digits of a list of images: classes, labels, `contents` (pixels, or sizes in bytes) and file names."""
+    """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names."""
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels))
     digest.update(np.ascontiguousarray(contents))
@@ -106,7 +152,7 @@ def fingerprint_of(
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
-    """The file at `index` of a column of paths below `root`; these are bytes, since a file name may be invalid text."""
+    """The file at `index` of a column of paths below `root`, which are bytes."""
     return os.path.join(root, os.fsdecode(paths[int(index)].as_py()))
 
 

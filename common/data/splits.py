@@ -1,4 +1,4 @@
-"""Parts of a data set: which is trained on, which is evaluated, and what is held out if there is none for it."""
+"""Parts of a data set: the ones to train on and to evaluate, and a share that is held out."""
 
 import hashlib
 import re
@@ -26,14 +26,14 @@ WHOLE, KEPT, HELD_OUT = "whole", "kept", "held out"
 
 
 class Piece(NamedTuple):
-    """What one source consists of: a whole part of the data, or one side of a part that is split by holding out a share."""
+    """A whole part of the data, or one side of a part that is divided by holding out a share."""
 
     name: str
     side: str = WHOLE
 
 
 def kind_of(name: str) -> str:
-    """train, trainval, val or test, in any case and usual spelling ("Training_Set", "valid", "test2017"); else ""."""
+    """train, trainval, val or test, in any usual spelling ("Training_Set", "test2017"); else ""."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name)), "")
 
 
@@ -44,7 +44,7 @@ def start_of(name: str) -> str:
 
 
 def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Piece]:
-    """What to train on and what to evaluate on: the part `split`, by default the validation part.
+    """The pieces to train on and to evaluate: the part `split`, by default the validation part.
 
     `labels` maps the name of each part to how messages call it. If there is no validation part, a share of the training part
     is held out. A test part is evaluated only if `split` says so: results on data that chose the model would be too good. If
@@ -52,18 +52,17 @@ def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Pie
     """
     evaluated = _find(data, labels, split)
     kinds = ("train", "trainval") if not evaluated or kind_of(evaluated) == "val" else ("trainval", "train")
-    trained = next(filter(None, (_only(data, labels, kind) for kind in kinds)), None)
+    trained = _only(data, labels, kinds[0]) or _only(data, labels, kinds[1])
     if trained is None:
-        raise Refused(
-            f"--data {data}: no part to train on, only {', '.join(labels)}; rename one to train, or give a folder or file alone"
-        )
+        advice = "rename one to train, or give a folder or file alone"
+        raise Refused(f"--data {data}: no part to train on, only {', '.join(labels)}; {advice}")
     if evaluated and (kind_of(trained), kind_of(evaluated)) != ("trainval", "val"):
         return Piece(trained), Piece(evaluated)
     return Piece(trained, KEPT), Piece(trained, HELD_OUT)
 
 
 def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool) -> tuple[Piece]:
-    """What to evaluate a trained model on: the part `split`, by default the validation part, else test, else the only part.
+    """The piece to evaluate a trained model on: `split`, by default val, else test, else the only part.
 
     `held_out` says that the model was trained on these data without a held-out share: then only that share is evaluated.
     Raises `Refused`.
@@ -81,25 +80,25 @@ def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool
     return (Piece(found, KEPT if held_out and found == trained and not has_val else WHOLE),)
 
 
-def draws_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
+def random_numbers_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
     """uint64[N] random numbers, each a function of its path and `key` alone."""
     hashes = (hashlib.blake2b(path.as_py(), digest_size=8).digest() for path in paths)
     return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
 
 
-def held_out(draws: np.ndarray, strata: np.ndarray | None, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows held out, each in order. Of every stratum, the `share` with the smallest draws is held out.
+def held_out(numbers: np.ndarray, strata: np.ndarray | None, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows held out: the `share` of every stratum with the smallest numbers.
 
-    `draws` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
+    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
     """
     if not 0 < share < 1:
         raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
     of = "{} images" if strata is None else "at most {} images a class"
-    strata = np.zeros(len(draws), np.int64) if strata is None else strata
+    strata = np.zeros(len(numbers), np.int64) if strata is None else strata
     counts = np.bincount(strata)
-    by_stratum = np.lexsort((draws, strata))
-    place = np.empty(len(draws), np.int64)  # of each row among its stratum, by draw
-    place[by_stratum] = np.arange(len(draws)) - np.repeat(np.cumsum(counts) - counts, counts)
+    by_stratum = np.lexsort((numbers, strata))
+    place = np.empty(len(numbers), np.int64)  # of each row within its stratum
+    place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
     out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
     if not out.any():
         raise Refused(f"--val_share {share} of {of.format(counts.max())} holds out none; raise it")
@@ -107,12 +106,12 @@ def held_out(draws: np.ndarray, strata: np.ndarray | None, share: float) -> tupl
 
 
 def describe(data: str, source) -> str:
-    """One line about what is evaluated: `flowers: test/, 72 images of 5 classes`."""
-    return f"{data}: {source.origin}, {len(source):,} images of {len(source.classes)} classes"
+    """One line about the evaluated images: `flowers: test/, 72 images of 5 classes`."""
+    return f"{data}: {source.part}, {len(source):,} images of {len(source.classes)} classes"
 
 
 def _find(data: str, labels: Mapping[str, str], split: str) -> str | None:
-    """The part that `split` names, by its own name or by its kind. Only without `split`, or for val, it may be None."""
+    """The part that `split` names or is a kind of. Only without `split`, or for val, it may be None."""
     alike = [name for name in labels if name.casefold() == split.casefold()]
     if split in labels or len(alike) == 1:
         return split if split in labels else alike[0]
@@ -126,8 +125,7 @@ def _find(data: str, labels: Mapping[str, str], split: str) -> str | None:
 def _only(data: str, labels: Mapping[str, str], kind: str) -> str | None:
     names = [name for name in labels if kind_of(name) == kind]
     if len(names) > 1:
-        raise Refused(
-            f"--data {data}: {' and '.join(labels[name] for name in names)} could each be the part {kind}; "
-            + ("keep one, or name it by --split" if kind in ("val", "test") else "keep one of them there")
-        )
+        several = " and ".join(labels[name] for name in names)
+        advice = "keep one, or name it by --split" if kind in ("val", "test") else "keep one of them there"
+        raise Refused(f"--data {data}: {several} could each be the part {kind}; {advice}")
     return names[0] if names else None

@@ -2,13 +2,14 @@
 
 Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
 consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs: there is no list to
-shuffle and no iterator to fast-forward on resume, and a billion samples cost what a thousand cost.
+shuffle and no iterator to fast-forward on resume, and a billion samples cost as much as a thousand.
 """
 
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,7 +21,7 @@ _ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structu
 
 
 def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Pseudorandom permutation of `[0, size)`, different for each seed and epoch: int64[n] -> int64[n].
+    """Pseudorandom permutation of `[0, size)` for a seed and an epoch: int64[n] -> int64[n].
 
     A Feistel network on pairs (left, right) of Z_a x Z_b, with a * b barely above `size`. A result outside the range is
     permuted again until it lies inside (cycle walking: a few times at most, since a * b - size < a).
@@ -51,7 +52,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Stream:
-    """The endless stream of training samples of a data set of `size` samples, in global batches of `global_batch_size`.
+    """The endless stream of training samples of a data set of `size` samples, in global batches.
 
     With `repeats` > 1 (repeated augmentation: Hoffer et al., "Augment Your Batch", 2020) each global batch holds
     `global_batch_size / repeats` different samples, each `repeats` times. Copies stand `global_batch_size / repeats` apart,
@@ -60,10 +61,8 @@ class Stream:
     With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
-    With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs. Samples and their order
-    stay the same: such an epoch passes over the data several times.
-
-    Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
+    With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs; samples and their
+    order stay the same. Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
     """
 
     size: int
@@ -72,6 +71,13 @@ class Stream:
     repeats: int = 1
     weights: np.ndarray | None = None
     min_epoch_steps: int = field(default=0, kw_only=True)
+
+    @classmethod
+    def of(cls, config: Any, size: int, weights: np.ndarray | None = None, **options: Any) -> Self:
+        """The stream of a run, as its flags say."""
+        copies = getattr(config, "repeats", 1)
+        options["min_epoch_steps"] = config.min_epoch_steps
+        return cls(size, config.global_batch_size, config.seed, copies, weights, **options)
 
     def __post_init__(self):
         if self.size < 1:
@@ -86,20 +92,20 @@ class Stream:
             object.__setattr__(self, "_edges", edges / edges[-1])
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at `positions`: int64[n] -> int64[n], each in `[0, size)`. O(n) in time and memory."""
-        drawn = positions
+        """The samples at `positions`: int64[n] -> int64[n], each in `[0, size)`."""
+        numbers = positions
         if self.repeats > 1:
             step, place = np.divmod(positions, self.global_batch_size)
             distinct = self.global_batch_size // self.repeats
-            drawn = step * distinct + place % distinct
-        epochs, places = np.divmod(drawn, self.size)
-        result = np.empty(len(drawn), np.int64)
+            numbers = step * distinct + place % distinct
+        epochs, places = np.divmod(numbers, self.size)
+        result = np.empty(len(numbers), np.int64)
         for epoch in set(epochs.tolist()):  # one, or two if a batch straddles epochs
             here = epochs == epoch
-            result[here] = self._draw(places[here], epoch)
+            result[here] = self._sample(places[here], epoch)
         return result
 
-    def _draw(self, places: np.ndarray, epoch: int) -> np.ndarray:
+    def _sample(self, places: np.ndarray, epoch: int) -> np.ndarray:
         shuffled = permutation(places, self.size, self.seed, epoch)
         if self.weights is None:
             return shuffled
@@ -115,17 +121,17 @@ class Stream:
         return step * self.global_batch_size / self.size
 
     def steps(self, epochs: float) -> int:
-        """`epochs` epochs in steps, rounded up, so that the last sample of the last epoch is seen."""
+        """`epochs` in steps, rounded up, so that the last sample of the last epoch is seen."""
         length = self.min_epoch_steps if self.extends_epochs else Fraction(self.size, self.global_batch_size)
         return math.ceil(Fraction(str(epochs)) * length)  # exact, of the decimal number
 
     @property
     def extends_epochs(self) -> bool:
-        """Whether an epoch counts as `min_epoch_steps`, which are more than its own."""
+        """True if an epoch counts as `min_epoch_steps`, which are more than its own."""
         return self.min_epoch_steps * self.global_batch_size > self.size
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch ends within the last of `step` steps."""
+        """True if an epoch ends within the last of `step` steps."""
         if self.extends_epochs:
             return step % self.min_epoch_steps == 0
         return step * self.global_batch_size // self.size > (step - 1) * self.global_batch_size // self.size

@@ -52,12 +52,12 @@ class _Forks(multiprocessing.context.ForkContext):
 
 
 def context() -> multiprocessing.context.BaseContext | None:
-    """The context that data workers are started with; None for torch's own choice, if that does not fork."""
+    """The context that data workers are started with; None if torch's own choice does not fork."""
     return _Forks() if multiprocessing.get_start_method() == "fork" else None
 
 
 def begin(kept: int) -> None:
-    """Prepare a data worker; called first in it. `kept` is the file descriptor of the one socket that it needs."""
+    """Prepare a data worker; called first in it. `kept` is the descriptor of the socket that it needs."""
     end_with_parent()
     _let_go_of_sockets(kept)
     # A signal to the whole process group is meant for the training process, which needs its workers until it has saved.
@@ -79,7 +79,7 @@ def end_with_parent() -> None:
 
 
 def end() -> None:
-    """Kill the data workers of this process: they have nothing to save. To be called in the main thread."""
+    """Kill the data workers of this process: they have nothing to save. Called in the main thread."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each of them
     children = multiprocessing.active_children()
     for child in children:
@@ -90,12 +90,12 @@ def end() -> None:
 
 
 def _let_go_of_sockets(kept: int) -> None:
-    """Release the inherited sockets except `kept`: while one is open here, its peer does not see that the parent has ended."""
+    """Release the inherited sockets except `kept`: otherwise their peers would not see the parent end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the list itself was a file
             number = int(name)
             if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
-                # Replaced, not closed: a new file would get the number, and what is left of the socket's owner would close it.
+                # Replaced, not closed: a new file would get the number, and the rest of the socket's owner would close it.
                 os.dup2(nothing, number, inheritable=False)
     os.close(nothing)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,8 +20,7 @@ from common.classification.color_jitter import ColorJitter
 from common.classification.image_sizes import StepSizes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
-from common.classification.transforms import evaluation_transform, training_transform
-from common.config.fields import AugmentationConfig
+from common.classification.transforms import training_transform
 from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
@@ -31,6 +29,7 @@ from common.data.loader import DeviceBatch, Prefetcher, evaluation_loader, train
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
+from tests.classification.view_settings import ViewSettings
 
 
 @dataclass
@@ -45,7 +44,7 @@ DATA = {
     "std": (0.2, 0.2, 0.2),
     "crop_pct": 1.0,
 }
-VARIED = AugmentationConfig(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
+VARIED = ViewSettings(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
 AUGMENTATIONS = [
     ColorJitter(5, 0.3),
     RandomErasing(5, 0.5, StepSizes(((16, 16),)), torch.float32, torch.device("cpu")),
@@ -82,7 +81,7 @@ class Numbers:
     image = content
 
 
-def samples(source: Numbers, batch: int = 12, config: AugmentationConfig = VARIED, **options) -> TrainingSamples:
+def samples(source: Numbers, batch: int = 12, config: ViewSettings = VARIED, **options) -> TrainingSamples:
     stream = Stream(len(source), batch, seed=5)
     return TrainingSamples(source, stream, training_transform(config, DATA), 5, AUGMENTATIONS, **options)
 
@@ -140,7 +139,7 @@ def test_workers_deliver_bit_equal_batches_in_order() -> None:
     assert len(batches[0]) == 12 and all(map(same, *batches))
     first = batches[0][0]
     assert first.images.shape == (6, 3, 16, 16) and first.images.dtype == torch.uint8
-    assert [draws.shape for draws in first.draws] == [(6, 3), (6, 6), (3, 6)]
+    assert [numbers.shape for numbers in first.draws] == [(6, 3), (6, 6), (3, 6)]
     assert first.drop_path.shape == (3, 6) and first.readable is None
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
 
@@ -162,7 +161,8 @@ def test_all_images_of_a_step_have_its_size_on_any_layout_and_the_trial_has_the_
     same_size = samples(Numbers(40)).__getitems__(np.arange(12 * at_16, 12 * at_16 + 12))
     assert torch.equal(whole[at_16].images, same_size.images)
     assert varied.blank(2).images.shape == (2, 3, 20, 20)
-    assert varied.input == f"{sizes}; evaluated at 3 x 16 x 16" and samples(Numbers(40)).input == "3 x 16 x 16"
+    assert varied.describe()["input"] == f"{sizes}; evaluated at 3 x 16 x 16"
+    assert samples(Numbers(40)).describe()["input"] == "3 x 16 x 16"
 
 
 def test_a_loader_begins_at_any_step_at_once() -> None:
@@ -186,7 +186,7 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
-def test_a_broken_image_is_replaced_by_its_neighbour_and_named_once() -> None:
+def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
     stream, transform, positions = Stream(20, 20, seed=5), training_transform(VARIED, DATA), np.arange(20)
     batch = TrainingSamples(source, stream, transform, 5).__getitems__(positions)
@@ -197,20 +197,16 @@ def test_a_broken_image_is_replaced_by_its_neighbour_and_named_once() -> None:
     for image, index, key in zip(batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True):
         seed_generators(key)  # varied as at any place
         assert torch.equal(image, transform(Picture(source.content(index))))
-    # One a sample: a run of broken images does not count many times.
+    # One per sample: a run of broken images does not count many times.
     assert list(batch.broken) == [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
-
-
-def test_where_all_neighbours_are_broken_a_black_image_stands_in() -> None:
-    source = Numbers(7, broken=frozenset(range(7)))
-    batch = samples(source, 7, AugmentationConfig(1.0)).__getitems__(np.arange(7))
-    assert (batch.images == 0).all() and len(batch.broken) == 7
-    assert sorted(batch.labels.tolist()) == list(range(7))
+    none = samples(Numbers(7, broken=frozenset(range(7))), 7, ViewSettings(1.0)).__getitems__(np.arange(7))
+    assert (none.images == 0).all() and len(none.broken) == 7  # then it is black
+    assert sorted(none.labels.tolist()) == list(range(7))
 
 
 def test_evaluation_marks_what_it_could_not_read() -> None:
     source = Numbers(10, broken=frozenset({2, 9}))
-    batch = EvaluationSamples(source, evaluation_transform(DATA)).__getitems__(np.arange(1, 10))
+    batch = EvaluationSamples(source, DATA).__getitems__(np.arange(1, 10))
     assert batch.readable.tolist() == [index not in source.broken for index in range(1, 10)]
     assert batch.positions.tolist() == batch.labels.tolist() == list(range(1, 10))
     assert batch.broken == ("numbers[2]: torn", "numbers[9]: torn")
@@ -227,7 +223,7 @@ def test_ranks_evaluate_every_sample_once_in_the_same_batches(
         batches = []
         for rank in range(world_size):
             monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-            batched = evaluation_loader(EvaluationSamples(Numbers(size), evaluation_transform(DATA)), batch, 0)
+            batched = evaluation_loader(EvaluationSamples(Numbers(size), DATA), batch, 0)
             batches += [each.positions.tolist() for each in batched]
         layouts.append(sorted(batches))
     assert [position for batch in layouts[0] for position in batch] == list(range(size))
@@ -263,7 +259,7 @@ def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
     batch.readable = torch.ones(60, dtype=torch.bool)
     sent = batch.__getstate__()
     assert batch.images.nbytes <= 2**16 and not any(isinstance(part, torch.Tensor) for part in sent.values())
-    assert all(isinstance(draws, np.ndarray) for draws in sent["draws"])
+    assert all(isinstance(numbers, np.ndarray) for numbers in sent["draws"])
     batch.images = torch.zeros(60, 3, 32, 32, dtype=torch.uint8)
     assert [name for name, part in batch.__getstate__().items() if isinstance(part, torch.Tensor)] == ["images"]
     there = pickle.loads(pickle.dumps(batch))
@@ -273,12 +269,15 @@ def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
     assert torch.equal(there["boxes"], nested.targets[0]["boxes"]) and there["position"] == 7
 
 
-def test_the_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_are_shared_by_the_ranks_of_a_machine_and_limited_by_its_container(monkeypatch, tmp_path) -> None:
     assert loader.worker_count(0) == 0 and loader.worker_count(5) == 5
-    for cores, ranks, workers in ((2, 2, 0), (1, 1, 0), (8, 1, 7), (8, 2, 3), (64, 2, 16), (3, 8, 0)):
+    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
+    for cores, ranks, workers in ((2, 2, 0), (1, 1, 0), (8, 1, 7), (8, 2, 3), (64, 2, 16), (3, 8, 0), (64, 1, 16)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         monkeypatch.setattr(loader, "local_world_size", lambda ranks=ranks: ranks)
-        monkeypatch.setattr(environment, "_ALLOTMENT", Path("/nowhere"))
+        assert loader.worker_count(-1) == workers
+    for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("1250000 100000", 11), ("50000 100000", 0)):
+        (tmp_path / "cpu.max").write_text(allotted + "\n")
         assert loader.worker_count(-1) == workers
 
 
@@ -289,15 +288,6 @@ def test_only_cuda_is_handed_a_batch_that_may_go_while_it_is_copied(monkeypatch,
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)
     Nested([{"boxes": torch.zeros(1, 4)}]).to(torch.device(device))
     assert asked == [(torch.device(device), {"non_blocking": goes_on})]
-
-
-def test_a_container_has_no_more_cores_than_it_is_allotted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
-    assert loader.worker_count(-1) == 16
-    for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("1250000 100000", 11), ("50000 100000", 0)):
-        (tmp_path / "cpu.max").write_text(allotted + "\n")
-        assert loader.worker_count(-1) == workers
 
 
 def test_a_signal_to_everyone_leaves_the_workers_at_work_and_a_killed_worker_is_an_error() -> None:

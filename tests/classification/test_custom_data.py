@@ -1,6 +1,6 @@
 """A custom data set, an object with a length, items and class names, is a source like any other.
 
-What it lacks is refused in one line.
+If it lacks anything, it is refused in one line.
 """
 
 import pickle
@@ -14,7 +14,6 @@ from PIL import Image
 
 from common.classification.sources import Spec, load
 from common.data.images import BrokenImage
-from common.data.source import Source
 from common.errors import Refused
 
 
@@ -32,7 +31,7 @@ class Shells:
 
 
 class Counted(Shells):
-    """Images whose labels are known without them."""
+    """Images whose labels are known without them, and of which the seventh of 20 is torn."""
 
     read = 0
 
@@ -42,6 +41,8 @@ class Counted(Shells):
 
     def __getitem__(self, index: int) -> object:
         self.read += 1
+        if index == 7 and len(self.items) == 20:
+            raise OSError("torn")
         return super().__getitem__(index)
 
 
@@ -62,12 +63,7 @@ def files(tmp_path: Path) -> list[tuple[Path, int]]:
 
 
 def read(data: object, seed: int = 0, **options) -> tuple:
-    return load(Spec("shells", seed=seed, val_share=0.25, **options), data)
-
-
-def read_part(data: object, **options) -> Source:
-    """What `--eval_only` reads."""
-    return read(data, alone=True, **options)[1]
+    return load(Spec("shells", seed, 0.25, **options), data)
 
 
 def refusal(data: object, **options) -> str:
@@ -86,18 +82,16 @@ def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: lis
     assert everything(train, val) == {str(path): label for path, label in files}
     assert (train.classes, train.labels.dtype, train.multi_label) == (("cockle", "limpet"), np.int64, False)
     assert np.bincount(val.labels).tolist() == [3, 2]
-    assert (train.origin, val.origin) == ("75 % of Shells", "25 % held out of Shells")
+    assert (train.part, val.part) == ("75 % of Shells", "25 % held out of Shells")
     for source in (train, pickle.loads(pickle.dumps(train))):
-        assert source.data is None, "the object would be copied into every data worker"
-        assert [source.image(index).getpixel((0, 0))[0] for index in range(len(source))] == [
-            int(Path(source.name(index)).stem.removeprefix("shell")) for index in range(len(source))
-        ]
-
-
-def test_a_path_keeps_its_side_whatever_its_place(files: list) -> None:
-    val = read(Shells(files))[1]
+        assert not hasattr(source, "data"), "the object would be copied into every data worker"
+        numbers = [int(Path(source.name(index)).stem.removeprefix("shell")) for index in range(len(source))]
+        assert [source.image(index).getpixel((0, 0))[0] for index in range(len(source))] == numbers
+    # A path keeps its side, wherever it stands; an evaluation finds the images that training held out.
     assert everything(val) == everything(read(Shells(files[::-1]))[1])
     assert everything(val) != everything(read(Shells(files), seed=1)[1])
+    assert everything(read(Shells(files), alone=True, held_out=True)[1]) == everything(val)
+    assert len(read(Shells(files), alone=True)[1]) == 20
 
 
 def test_the_fingerprint_is_that_of_names_sizes_labels_and_classes(files: list) -> None:
@@ -105,21 +99,24 @@ def test_the_fingerprint_is_that_of_names_sizes_labels_and_classes(files: list) 
     assert first == read(Shells(files))[0].fingerprint
     assert first != read(Shells(files, ("limpet", "cockle")))[0].fingerprint
     assert first != read(Shells([(path, 1 - label) for path, label in files]))[0].fingerprint
-    files[0][0].write_bytes(b"")
-    files[1][0].write_bytes(b"")
+    for path, _ in files[:2]:
+        path.write_bytes(b"")
     assert read(Shells(files))[0].fingerprint != first
 
 
 def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)
-    assert data.read < 50, "labels are known: only what a look at the data takes"
+    assert data.read < 50, "labels are known: only a look at the data reads some"
     assert sorted([*train.rows, *val.rows]) == list(range(200))
     assert all(train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train)))
     assert np.array_equal(train.labels, train.rows % 2) and train.name(3) == f"Counted[{train.rows[3]}]"
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
     data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))  # one of those that are looked at
     assert read(data)[1].fingerprint != val.fingerprint
+    torn = read(Counted([(image(1), index % 2) for index in range(20)]), alone=True)[1]
+    with pytest.raises(BrokenImage, match="torn"):
+        torn.image(7)
 
 
 def test_labels_may_be_names_or_several(files: list) -> None:
@@ -131,20 +128,13 @@ def test_labels_may_be_names_or_several(files: list) -> None:
     assert np.array_equal(train.labels[:, 1], train.rows % 2)
 
 
-def test_parts_are_told_by_name(files: list) -> None:
+def test_parts_are_known_by_name(files: list) -> None:
     parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[3:5])}
     train, val = read(parts)
-    assert (len(train), len(val), train.origin, val.origin) == (15, 5, "train", "valid; test: for --split test")
-    assert len(read(parts, split="test")[1]) == 2
-    assert len(read_part(parts, split="test")) == 2
+    assert (len(train), len(val), train.part, val.part) == (15, 5, "train", "valid; test: for --split test")
+    assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
     parts["valid"].classes = ("limpet", "cockle")
     assert "other classes to evaluate than to train on" in refusal(parts)
-
-
-def test_an_evaluation_finds_what_training_held_out(files: list) -> None:
-    held_out = read_part(Shells(files), held_out=True)
-    assert everything(held_out) == everything(read(Shells(files))[1])
-    assert len(read_part(Shells(files))) == 20
 
 
 def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
@@ -163,16 +153,8 @@ def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(val.image(7))[..., 0], pixels[7])
 
 
-def test_an_item_that_can_not_be_read_is_a_broken_image() -> None:
-    class Torn(Counted):
-        def __getitem__(self, index: int) -> object:
-            if index == 7:
-                raise OSError("torn")
-            return super().__getitem__(index)
-
-    source = read_part(Torn([(image(1), index % 2) for index in range(20)]))
-    with pytest.raises(BrokenImage, match="torn"):
-        source.image(7)
+def two(one: object, other: object) -> Shells:
+    return Shells([(image(0), one), (image(0), other)])
 
 
 @pytest.mark.parametrize(
@@ -184,24 +166,15 @@ def test_an_item_that_can_not_be_read_is_a_broken_image() -> None:
         (Shells([(image(0), 0)], "aa"), "has the classes a, a"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
         (Shells([(np.zeros((4, 4, 3), np.uint8), 0)]), "is a ndarray; an item is a pair: .*Image.fromarray"),
-        (Shells([(image(0), 0), (image(0), 2)]), "item 1 has the label 2; its 2 classes are 0 to 1"),
-        (Shells([(image(0), 0), (image(0), -1)]), "item 1 has the label -1"),
-        (
-            Shells([(image(0), "cockle"), (image(0), "whelk")]),
-            "has the label whelk, which is none of its classes: cockle",
-        ),
-        (
-            Shells([(image(0), 0.5), (image(0), 1.0)]),
-            r"the labels are float64 \[2\]; each of its 2 items has a class id",
-        ),
-        (Shells([(image(0), [0, 1]), (image(0), [0])]), "the labels are"),
+        (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
+        (two(0, -1), "item 1 has the label -1"),
+        (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),
+        (two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
+        (two([0, 1], [0]), "the labels are"),
         (Shells([("a.png", 0), (image(0), 1)]), "item 1 is no path, as item 0 is"),
         (Shells([("a.png", 0), ("b.png", 1)] * 4), "--data shells: 8 of 8 images are missing, the first is .*/a.png"),
     ],
 )
-def test_what_is_no_data_set_is_refused_in_one_line(data: object, said: str) -> None:
+def test_other_objects_are_refused_in_one_line(data: object, said: str) -> None:
     assert re.search(said, refusal(data))
-
-
-def test_columns_of_tables_are_not_for_a_custom_data_set(files: list) -> None:
-    assert "is no table" in refusal(Shells(files), label_column="kind")
+    assert "is no table" in refusal(data, label_column="kind")

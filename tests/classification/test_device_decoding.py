@@ -1,7 +1,7 @@
 """The device decodes to the same pixels as a worker, up to rounding. No broken or unusual image stops a run."""
 
 import io
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,28 +9,31 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from common.classification.batches import TrainingSamples
-from common.classification.device_decoding import decoded, stack, varied
+from common.classification.batches import Batch, TrainingSamples, stack
 from common.classification.image_sizes import StepSizes
-from common.classification.transforms import training_transform
-from common.config.fields import AugmentationConfig
+from common.classification.transforms import TrainingTransform, training_transform
 from common.data import device_decoding
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
-from common.data.device_decoding import Jpeg
+from common.data.device_decoding import Jpeg, for_device
 from common.data.images import BrokenImage
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.errors import Refused
 from common.randomness import seed_generators
+from tests.classification.test_batches import Numbers
+from tests.classification.view_settings import ViewSettings
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 DATA = {"input_size": (3, 64, 48), "interpolation": "bilinear", "mean": (0.5,) * 3, "std": (0.2,) * 3}
-VARIED = AugmentationConfig(crop_scale=0.3, hflip=0.5, vflip=0.5)
+VARIED = ViewSettings(crop_scale=0.3, hflip=0.5, vflip=0.5)
 DEVICES = [
     "cpu",
-    pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with nvJPEG")),
+    pytest.param(
+        "cuda:0",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with nvJPEG")],
+    ),
 ]
 # Of 255. On the CPU it is one decoder, and resizing rounds once where the worker's rounds twice, and once limits what goes
 # beyond black and white. nvJPEG enlarges colours that are stored at half the resolution in another way than libjpeg.
@@ -75,20 +78,12 @@ BROKEN = {
 }
 
 
-@dataclass
-class Files:
-    """A data set of these files."""
+class Files(Numbers):
+    """A source of these files."""
 
-    files: dict[str, bytes]
-    classes: tuple[str, ...] = ("one", "other")
-    multi_label: bool = False
-    labels: np.ndarray = field(init=False)
-
-    def __post_init__(self):
-        self.labels = np.arange(len(self.files))
-
-    def __len__(self) -> int:
-        return len(self.files)
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(len(files))
+        self.files = files
 
     def name(self, index: int) -> str:
         return list(self.files)[index]
@@ -97,9 +92,14 @@ class Files:
         return list(self.files.values())[index]
 
 
-def samples(files: dict[str, bytes], decode: str, config: AugmentationConfig = VARIED, **data) -> TrainingSamples:
+def samples(files: dict[str, bytes], decode: str, config: ViewSettings = VARIED, **data) -> TrainingSamples:
     transform = training_transform(config, DATA | data)
     return TrainingSamples(Files(files), Stream(len(files), 12, 5), transform, 5, decode=decode)
+
+
+def varied(transform: TrainingTransform, picture: Picture) -> torch.Tensor | Jpeg:
+    view = transform.sample(picture.height, picture.width)
+    return for_device(picture, view) or transform.show(picture, view)
 
 
 def batches(
@@ -198,7 +198,7 @@ def test_what_the_device_cannot_do_the_worker_does(monkeypatch: pytest.MonkeyPat
         assert isinstance(varied(transform, Picture(data)), torch.Tensor), name
     tiny = replace(transform, size=(4, 4), least_area=1.0)
     assert isinstance(varied(tiny, Picture(jpeg(4 * 33, 4 * 33))), torch.Tensor)
-    monkeypatch.setattr(device_decoding, "_MOST_PIXELS", 120 * 90 - 1)
+    monkeypatch.setattr(device_decoding, "_MAX_PIXELS", 120 * 90 - 1)
     assert isinstance(varied(transform, Picture(USUAL["plain"])), torch.Tensor)
 
 
@@ -244,8 +244,8 @@ def test_images_come_back_in_their_places() -> None:
             images.append(varied(transform, Picture(file(grey) if kind == "J" else file(grey, "PNG"))))
         pixels, encoded = stack(images, [*kinds], transform)
         assert len(pixels) == kinds.count("P") and (encoded is None) == ("J" not in kinds)
-        if encoded:
-            pixels, _ = decoded(pixels, encoded)
+        count = torch.arange(len(kinds))
+        pixels = Batch(pixels, count, count, encoded=encoded).complete().images
         assert [round(image.float().mean().item() / 20) for image in pixels] == list(range(len(kinds)))
 
 

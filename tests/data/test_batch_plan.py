@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from common.data.batch_plan import BatchPlan
 from common.errors import Refused
-from recipes import cls
 
 ARGUMENTS = st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
 
@@ -60,7 +59,7 @@ PLACES = {"global_batch_size": 0, "max_micro_batch_size": 2}
 
 
 @given(ARGUMENTS)
-@settings(max_examples=2_000)
+@settings(max_examples=1_000)
 def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int, int, int]) -> None:
     try:
         return BatchPlan(*arguments) and None
@@ -99,15 +98,10 @@ def test_what_no_cut_can_meet_is_refused_in_one_line(arguments: tuple, told: str
         BatchPlan(*arguments)
 
 
-def test_a_share_at_once_can_be_had_with_the_limit_that_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cls, "world_size", lambda: 2)
-    config = cls.Config(global_batch_size=10, max_micro_batch_size=4, mixup=0.2, batch_norm="global")
+def test_a_share_at_once_can_be_had_with_the_limit_that_the_refusal_names() -> None:
     with pytest.raises(Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"):
-        cls.build_plan(config, config.max_micro_batch_size)
-    assert cls.build_plan(config, 6).micro_steps == 1
-
-
-def test_the_examples_of_the_documentation_hold() -> None:
-    plan = BatchPlan(1024, 3, 1024)
+        BatchPlan(10, 2, 4, 2, "--batch_norm global")
+    assert BatchPlan(10, 2, 6, 2, "--batch_norm global").micro_steps == 1
+    plan = BatchPlan(1024, 3, 1024)  # the example of the documentation
     assert [plan.span(rank, 0) for rank in range(3)] == [(0, 342), (342, 683), (683, 1024)]
     assert (plan.loss_scale, plan.micro_batch_sizes) == (3 / 1024, (342, 341))

@@ -24,8 +24,7 @@ def photograph(seed: int, width: int, height: int) -> Image.Image:
 
 
 def pixels(picture: Picture) -> np.ndarray:
-    size = picture.height, picture.width
-    return picture.region(0, 0, *size, size, "bilinear").numpy()
+    return picture.whole().numpy()
 
 
 class Reads:
@@ -95,21 +94,19 @@ def test_where_nothing_can_be_written_images_are_read_each_time(monkeypatch: pyt
     assert read.count == 6
 
 
-def test_what_does_not_fit_and_a_bad_folder_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        Refused, match=r"--cache 500: 10,000,000,000 images take up to .* GiB, and memory has .* left; take"
-    ):
-        open_cache(10**10, 500, "")
-    with pytest.raises(Refused, match=r"--cache 500: .* and /tmp.* has .* left; take a smaller --cache$"):
-        open_cache(10**10, 500, str(tmp_path))
-    with pytest.raises(Refused, match=r"--cache_folder .*: nothing is kept there without --cache"):
-        open_cache(10, 0, str(tmp_path))
-    assert open_cache(10, 0, "") is None
-    with pytest.raises(Refused, match=r"--cache_folder .*/nowhere: No such file or directory; name a folder"):
-        open_cache(10, 500, str(tmp_path / "nowhere"))
+def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match=r"--cache_folder .*/file: Not a directory"):
-        open_cache(10, 500, str(tmp_path / "file"))
+    needs = "--cache 500: 10,000,000,000 images take up to .* GiB, and"
+    for count, side, folder, told in (
+        (10**10, 500, "", f"{needs} memory has .* left; take"),
+        (10**10, 500, tmp_path, f"{needs} {tmp_path} has .* left; take a smaller --cache$"),
+        (10, 0, tmp_path, "--cache_folder .*: nothing is kept there without --cache"),
+        (10, 500, tmp_path / "nowhere", "--cache_folder .*/nowhere: No such file or directory; name a folder"),
+        (10, 500, tmp_path / "file", "--cache_folder .*/file: Not a directory"),
+    ):
+        with pytest.raises(Refused, match=told):
+            open_cache(count, side, str(folder))
+    assert open_cache(10, 0, "") is None
 
 
 class Cached(Dataset):

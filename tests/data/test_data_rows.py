@@ -47,11 +47,8 @@ def test_a_class_of_one_image_is_said_not_to_be_evaluated(tmp_path):
 
 
 def test_boxes_are_counted_and_a_class_that_roboflow_adds_is_named(tmp_path):
-    categories = [
-        {"id": 0, "name": "birds", "supercategory": "none"},
-        {"id": 1, "name": "owl", "supercategory": "birds"},
-        {"id": 2, "name": "tit", "supercategory": "birds"},
-    ]
+    names = {"birds": "none", "owl": "birds", "tit": "birds"}
+    categories = [{"id": id, "name": name, "supercategory": above} for id, (name, above) in enumerate(names.items())]
     boxes = [annotation(4, [1, 2, 3, 4], 1)] * 3 + [annotation(10, [1, 2, 3, 4], 2)]
     for part, its in (("train", boxes), ("valid", boxes[:1])):
         coco(tmp_path, part, annotations=its, categories=categories)
@@ -59,7 +56,6 @@ def test_boxes_are_counted_and_a_class_that_roboflow_adds_is_named(tmp_path):
         found = data_rows("here", *detection.load(detection.Spec(str(tmp_path), seed=0, val_share=0.2)), "boxes")
         assert found["boxes a class"] == "0 (birds) to 3 (owl)"
         assert found["not evaluated"] == "birds, tit: no boxes to evaluate"
-        assert found["train notes"].endswith(
-            "train.json: no box is of birds, what other classes belong to: a class that never comes"
-        )
+        note = "train.json: no box is of birds, to which other classes belong: it will never be found"
+        assert found["train notes"].endswith(note)
         assert found["evaluated"] == "valid.json"

@@ -49,7 +49,7 @@ def test_copies_and_other_sizes_are_named_within_and_between_the_parts(folder: P
 
 
 def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(duplicates, "MOST", 10)
+    monkeypatch.setattr(duplicates, "LIMIT", 10)
     assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
     monkeypatch.setattr(duplicates, "SECONDS", 0.0)
     assert told(folder)["duplicates"] == "none (of 0 of 20 images, which were looked at)"

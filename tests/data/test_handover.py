@@ -37,12 +37,10 @@ class Batches(Dataset):
 
 
 def tensors(value) -> list[torch.Tensor]:
-    each = vars(value).values() if isinstance(value, Batch) else value.values() if isinstance(value, dict) else value
-    return (
-        [value]
-        if isinstance(value, torch.Tensor)
-        else [t for v in each if not isinstance(v, (int, str)) for t in tensors(v)]
-    )
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = vars(value).values() if isinstance(value, Batch) else value.values() if isinstance(value, dict) else value
+    return [tensor for each in values if not isinstance(each, (int, str)) for tensor in tensors(each)]
 
 
 def test_batches_come_out_as_they_went_in_of_several_loaders_at_a_time() -> None:

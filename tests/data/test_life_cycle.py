@@ -50,12 +50,8 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
     count = len(source) if kind in KINDS[:3] else 4
     expected = [np.asarray(source.image(index)) for index in range(count)]
     twin = pickle.loads(pickle.dumps(source))
-    assert (twin.classes, twin.fingerprint, twin.name(3), twin.notes) == (
-        source.classes,
-        source.fingerprint,
-        source.name(3),
-        source.notes,
-    )
+    facts = [(each.classes, each.fingerprint, each.name(3), each.notes) for each in (source, twin)]
+    assert facts[0] == facts[1]
     assert all(np.array_equal(np.asarray(twin.image(index)), expected[index]) for index in range(count))
     child = os.fork()
     if child == 0:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from common.checkpoints.resume import load_model
 from common.checkpoints.store import Checkpoints, Damaged, verify
@@ -26,20 +25,11 @@ from common.detection.weights.sources import read as read_weights
 from common.errors import Refused
 from common.run.folder import RunFolder, read_json
 from common.training import timm_models
+from tests.harness.drawings import tree
 from tests.harness.odd_files import IRREGULAR, bounded, huge
 
 Place = Callable[[Path], None]
 KINDS = IRREGULAR | {"a huge file": huge}
-
-
-def config(root: Path, put: Place) -> None:
-    put(root / "preset.yaml")
-    parse(RunConfig, ["--config", str(root / "preset.yaml")])
-
-
-def weights(root: Path, put: Place) -> None:
-    put(root / "weights.yaml")
-    class_weights(str(root / "weights.yaml"), np.array([0, 1]), ("a", "b"))
 
 
 def image(root: Path, put: Place) -> None:
@@ -49,21 +39,29 @@ def image(root: Path, put: Place) -> None:
     Picture(root / "image.jpg")
 
 
-def parquet(root: Path, put: Place) -> None:
-    put(root / "data.parquet")
-    sources.load(sources.Spec(str(root / "data.parquet"), seed=0, val_share=0.2))
+def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
+    """Puts the odd thing at `file`, and gives its path to `read`."""
+
+    def reader(root: Path, put: Place) -> None:
+        put(root / file)
+        read(str(root / file))
+
+    return reader
 
 
-def csv(root: Path, put: Place) -> None:
-    put(root / "data.csv")
-    sources.load(sources.Spec(str(root / "data.csv"), seed=0, val_share=0.2))
+def labelled(data: str | Path) -> None:
+    sources.load(sources.Spec(str(data), seed=0, val_share=0.2))
+
+
+def annotated(data: str | Path) -> None:
+    detection.load(detection.Spec(str(data), seed=0, val_share=0.2))
 
 
 def saved_data_set(root: Path, put: Place) -> None:
     datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
     (root / "saved/data-00000-of-00001.arrow").unlink()
     put(root / "saved/data-00000-of-00001.arrow")
-    sources.load(sources.Spec(str(root / "saved"), seed=0, val_share=0.2))
+    labelled(root / "saved")
 
 
 def weights_of_a_model(root: Path, put: Place) -> None:
@@ -79,11 +77,6 @@ def config_of_a_detector(root: Path, put: Place) -> None:
     if not (root / "config.json").is_file():
         raise Refused("no config.json is in it")  # as the recipe says before
     read_weights(str(root))
-
-
-def weights_of_a_detector(root: Path, put: Place) -> None:
-    put(root / "weights.pth")
-    read_weights(str(root / "weights.pth"))
 
 
 def checkpoint(file: str) -> Callable[[Path, Place], None]:
@@ -109,58 +102,42 @@ def rows(root: Path, put: Place) -> None:
         folder.close()
 
 
-def pictures(folder: Path, *names: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        Image.new("RGB", (8, 8)).save(folder / name)
-
-
-def coco(root: Path, put: Place) -> None:
-    put(root / "train.json")
-    detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
-
-
 def voc(file: str) -> Callable[[Path, Place], None]:
     def read(root: Path, put: Place) -> None:
-        for name in ("Annotations", "ImageSets/Main"):
-            (root / name).mkdir(parents=True)
-        pictures(root / "JPEGImages", "1.png")
+        tree(root, {"Annotations": None, "ImageSets/Main": None, "JPEGImages": 1})
         put(root / file)
-        detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
+        annotated(root)
 
     return read
 
 
 def yolo(file: str) -> Callable[[Path, Place], None]:
     def read(root: Path, put: Place) -> None:
-        pictures(root / "images/train", "1.png")
-        (root / "labels/train").mkdir(parents=True)
-        if file != "data.yaml":
-            (root / "data.yaml").write_text(
-                f"names: [a]\ntrain: {'list.txt' if file == 'list.txt' else 'images/train'}"
-            )
+        images = "list.txt" if file == "list.txt" else "images/train"
+        tree(root, {"images/train": 1, "labels/train": None, "data.yaml": f"names: [a]\ntrain: {images}"})
+        (root / file).unlink(missing_ok=True)
         put(root / file)
-        detection.load(detection.Spec(str(root), seed=0, val_share=0.2))
+        annotated(root)
 
     return read
 
 
 READERS = {
-    "--config": config,
-    "--class_weights": weights,
+    "--config": at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
+    "--class_weights": at("weights.yaml", lambda file: class_weights(file, np.array([0, 1]), ("a", "b"))),
     "an image": image,
-    "a parquet file": parquet,
-    "a CSV file": csv,
+    "a parquet file": at("data.parquet", labelled),
+    "a CSV file": at("data.csv", labelled),
     "a saved data set": saved_data_set,
     "weights of a model": weights_of_a_model,
-    "weights of a detector": weights_of_a_detector,
+    "weights of a detector": at("weights.pth", read_weights),
     "config.json of a detector": config_of_a_detector,
     **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
     "metrics.jsonl": rows,
-    "train.json of COCO": coco,
-    "an XML file of VOC": voc("Annotations/1.xml"),
+    "train.json of COCO": at("train.json", lambda file: annotated(Path(file).parent)),
+    "an XML file of VOC": voc("Annotations/0.xml"),
     "a list of VOC": voc("ImageSets/Main/train.txt"),
-    "a label file of YOLO": yolo("labels/train/1.txt"),
+    "a label file of YOLO": yolo("labels/train/0.txt"),
     "data.yaml of YOLO": yolo("data.yaml"),
     "a list of YOLO": yolo("list.txt"),
 }

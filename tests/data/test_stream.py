@@ -35,7 +35,7 @@ def drawn(stream: Stream, plan: BatchPlan, first: int, last: int) -> np.ndarray:
 
 @pytest.mark.smoke
 @given(plans(), st.integers(1, 150), SEEDS, st.integers(0, 10**6))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_epoch_draws_every_sample_once_however_it_is_split(
     plan: BatchPlan, size: int, seed: int, start: int
 ) -> None:
@@ -76,19 +76,13 @@ def test_a_position_holds_its_sample_in_whatever_company(
     assert ((0 <= at_once) & (at_once < size)).all()
 
 
-def test_the_permutation_is_a_bijection_for_all_small_sizes() -> None:
+def test_the_permutation_is_a_bijection() -> None:
     for size in range(1, 400):
         for seed, epoch in ((0, 0), (2**63, 7)):
             assert sorted(permutation(np.arange(size), size, seed, epoch)) == list(range(size))
-
-
-@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 99_991, 1_281_167])
-def test_the_permutation_is_a_bijection_for_large_sizes(size: int) -> None:
-    assert (np.bincount(permutation(np.arange(size), size, 3, 1), minlength=size) == 1).all()
-
-
-def test_the_permutation_of_a_huge_set_collides_nowhere_in_a_sample() -> None:
-    for size in (10**9, 10**12, 2**62):
+    for size in (2**16 - 1, 2**16, 2**16 + 1, 99_991, 1_281_167):
+        assert (np.bincount(permutation(np.arange(size), size, 3, 1), minlength=size) == 1).all()
+    for size in (10**9, 10**12, 2**62):  # it collides nowhere in a sample
         places = np.unique(np.random.default_rng(0).integers(0, size, 200_000))
         indices = permutation(places, size, 0, 0)
         assert len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
@@ -119,17 +113,16 @@ def test_the_permutation_shows_no_order(size: int) -> None:
         assert abs(_chi_square(table, 19 * 19)) < 4
 
 
-def test_every_sample_of_a_small_set_comes_to_every_place_equally_often() -> None:
-    for size in (2, 3, 4, 5, 6, 7, 10, 16, 17):
+def test_orders_of_small_sets_are_equally_frequent() -> None:
+    for size in (2, 3, 4, 5, 6, 7, 10, 16, 17):  # every sample comes to every place equally often
         orders = np.stack([permutation(np.arange(size), size, 1, epoch) for epoch in range(2_000)])
         table = np.stack([np.bincount(column, minlength=size) for column in orders.T])
         assert abs(_chi_square(table, (size - 1) ** 2)) < 4
-
-
-def test_all_orders_of_four_samples_occur_equally_often() -> None:
     orders = [permutation(np.arange(4), 4, 1, epoch) for epoch in range(2_400)]
     counts = np.unique(orders, axis=0, return_counts=True)[1]
     assert len(counts) == 24 and abs(_chi_square(counts, 23)) < 4
+    fixed = [np.sum(permutation(np.arange(100), 100, seed, 0) == np.arange(100)) for seed in range(2_000)]
+    assert abs(np.mean(fixed) - 1) < 4 / 2_000**0.5  # one sample stays where it is, on average
 
 
 def test_batches_of_a_sorted_set_hold_all_classes_in_their_proportions() -> None:
@@ -138,11 +131,6 @@ def test_batches_of_a_sorted_set_hold_all_classes_in_their_proportions() -> None
     # Drawn without replacement a batch's counts vary (N - n) / (N - 1) as much as with it.
     deviation = (((counts - 10) ** 2 / 10).sum() / (19_900 / 19_999) - 1_800) / (2 * 1_800) ** 0.5
     assert abs(deviation) < 4
-
-
-def test_a_permutation_fixes_one_sample_on_average() -> None:
-    fixed = [np.sum(permutation(np.arange(100), 100, seed, 0) == np.arange(100)) for seed in range(2_000)]
-    assert abs(np.mean(fixed) - 1) < 4 / 2_000**0.5
 
 
 @pytest.mark.smoke
@@ -157,21 +145,11 @@ def test_one_of_4096_ranks_has_its_first_batch_of_a_billion_samples_at_once() ->
         began = time.perf_counter()
         first_batch()
         seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.01  # the least of some: what a quiet machine takes
+    assert min(seconds) < 0.01  # the shortest of some: that of a quiet machine
     tracemalloc.start()
     first_batch()
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
-
-
-def test_start_costs_the_same_for_a_thousand_and_a_quintillion_samples() -> None:
-    def cost(size: int) -> float:
-        began = time.process_time()
-        for seed in range(50):
-            Stream(size, 256, seed).indices(np.arange(10**15, 10**15 + 32))
-        return time.process_time() - began
-
-    assert min(cost(10**18) for _ in range(3)) < 10 * min(cost(10**3) for _ in range(3))
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=150).filter(lambda w: sum(w) > 1e-3), SEEDS, st.integers(0, 99))
@@ -224,17 +202,13 @@ def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(size: int, batch: 
     assert stream.epoch(size) == batch
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        ((0, 4, 0), "the training set has 0 samples"),
-        ((9, 10, 0, 3), "--global_batch_size 10 does not divide by --repeats 3: take 12"),
-        ((9, 2, 0, 3), "--global_batch_size 2 does not divide by --repeats 3: take 3"),
-    ],
-)
-def test_what_no_stream_can_be_is_refused(arguments: tuple, told: str) -> None:
-    with pytest.raises(Refused, match=told):
-        Stream(*arguments)
+def test_an_empty_set_and_a_batch_that_does_not_divide_are_refused() -> None:
+    with pytest.raises(Refused, match="the training set has 0 samples"):
+        Stream(0, 4, 0)
+    for batch, next_one in ((10, 12), (2, 3)):
+        told = f"--global_batch_size {batch} does not divide by --repeats 3: take {next_one}"
+        with pytest.raises(Refused, match=told):
+            Stream(9, batch, 0, 3)
 
 
 def test_an_epoch_of_few_steps_counts_as_more_and_draws_the_same_samples() -> None:

@@ -1,0 +1,346 @@
+"""Tables of labelled images: finds the columns of images and labels, and reads the classes.
+
+A table is a Hugging Face data set or CSV files, see `common.data.huggingface`.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.data.data_spec import Parts
+from common.data.images import SUFFIXES, BrokenImage
+from common.data.source import Source, fingerprint_of
+from common.data.splits import kind_of
+from common.errors import Refused, printable
+from common.files import sizes_of
+from common.randomness import mix
+
+if TYPE_CHECKING:
+    import datasets  # imported late: it takes a second, and most runs don't need it
+
+_SEPARATORS = ",;| "  # of tags in a text
+_NAMED = 20  # columns in a message
+_ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+
+
+class Split:
+    """Rows of a table that belong together; for each column its type in Arrow and its class names."""
+
+    def __init__(self, data: str, name: str, rows: "datasets.Dataset"):
+        self.data, self.name, self.rows = data, name, rows  # `data`: as `--data` names the table
+        self.title, path = f"{data} {name}", Path(data).expanduser()
+        self.folder = os.path.abspath(path if path.is_dir() else path.parent)  # relative paths start here
+        self.features = rows.features  # asked for once: `datasets` makes all of them anew each time
+        self.kinds = {field.name: field.type for field in self.features.arrow_schema}
+        inner = {name: getattr(feature, "feature", feature) for name, feature in self.features.items()}
+        self.class_names = {name: getattr(feature, "names", None) for name, feature in inner.items()}
+
+    def __len__(self) -> int:
+        return self.rows.num_rows
+
+    @cached_property
+    def file_columns(self) -> set[str]:
+        """The columns of text whose first cell is the name of an image file."""
+        (first,) = self.rows.with_format("arrow")[:1].to_pylist() or ({},)
+        texts = {name: cell for name, cell in first.items() if isinstance(cell, str)}
+        return {name for name, cell in texts.items() if os.path.splitext(cell)[1].lower() in SUFFIXES}
+
+    def cells(self, column: str) -> pa.Array:
+        return self.rows.select_columns([column]).with_format("arrow")[:].column(0).combine_chunks()
+
+    def images(self, column: str) -> "datasets.Dataset":
+        """The column alone, as bytes or paths."""
+        feature, alone = self.features[column], self.rows.select_columns([column])
+        return alone.cast_column(column, replace(feature, decode=False)) if hasattr(feature, "decode") else alone
+
+
+def part_labels(splits: dict[str, Split]) -> dict[str, str]:
+    """How messages call the splits: {name: label}."""
+    return {name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows" for name in splits}
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """True if cells are bytes, or bytes beside a path."""
+    is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
+    return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names for a message: a table may have thousands of columns."""
+    names = [*names]
+    return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
+
+
+# ---- columns
+
+
+def find_image(split: Split, named: str) -> str:
+    """The column `named`, or the only one that has images, or that could have images."""
+    from datasets import Image
+
+    sure = [name for name, feature in split.features.items() if isinstance(feature, Image)]
+    as_bytes = [name for name, kind in split.kinds.items() if _is_bytes(kind)]
+    texts = [name for name, kind in split.kinds.items() if is_text(kind)]
+    likely = sure or as_bytes or [name for name in texts if name in split.file_columns]
+    return _only(split, "image", named, likely, [*sure, *as_bytes, *texts], split.kinds)
+
+
+def _find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
+    """The label column, or several of 0 and 1: as named, joined by commas, or all that could be labels."""
+    names = tuple(name.strip() for name in named.split(","))
+    if len(names) > 1 and named not in split.kinds:
+        if unknown := [name for name in names if name not in split.kinds]:
+            known = listed(split.kinds)
+            raise Refused(f"--label_column {named}: --data {split.data} has no column {unknown[0]}; it has {known}")
+        return names
+    kinds = {name: kind for name, kind in split.kinds.items() if name != image}
+    inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
+    numbers = [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind)]
+    others = any(is_text(kind) or is_list(kind) or split.class_names[name] for name, kind in kinds.items())
+    if not named and len(numbers) > 1 and not others and len(split):
+        with suppress(Refused):
+            _zeros_and_ones(split, numbers)
+            return tuple(numbers)
+    sure = [name for name in kinds if split.class_names[name]]
+    possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
+    likely = sure or [name for name in possible if name not in split.file_columns]
+    return (_only(split, "label", named, likely, possible, kinds),)
+
+
+def _only(split: Split, what: str, named: str, likely: list[str], possible: list[str], kinds: dict) -> str:
+    """The column `named`, if it is one of `possible`, or the only one of `likely`."""
+    described = listed(f"{name} ({kind})" for name, kind in kinds.items())
+    if named and named not in possible:
+        problem = f"can't be the {what} column" if named in kinds else "is no column"
+        raise Refused(f"--{what}_column {named}: {problem} of --data {split.data}, which has {described}")
+    if not named and len(likely) != 1:
+        problem = f"{listed(likely)} could each be the {what}" if likely else f"no {what} column found"
+        raise Refused(f"--data {split.data}: {problem}; name it with --{what}_column NAME (columns: {described})")
+    return named or likely[0]
+
+
+# ---- sources
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Source):
+    """Rows of a split, memory-mapped. `datasets` decodes no image: a broken one is reported as any."""
+
+    column: "datasets.Dataset"  # only the image column: bytes, a path, or both
+    rows: np.ndarray  # int64[N]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    title: str
+    folder: str  # relative paths start here
+    sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has all images
+    part: str = ""
+    notes: tuple[str, ...] = ()
+
+    def name(self, index: int) -> str:
+        if self.sizes is not None and isinstance(content := self._cell(index), str):
+            return printable(os.path.join(self.folder, content))
+        return f"{self.title}[{self.rows[index]}]"
+
+    def content(self, index: int) -> str | bytes:
+        cell = self._cell(index)
+        if cell is None:
+            raise BrokenImage("the row has no image")
+        return os.path.join(self.folder, cell) if isinstance(cell, str) else cell
+
+    def _cell(self, index: int) -> str | bytes | None:
+        """The path or bytes of the image."""
+        (cell,) = self.column[int(self.rows[index])].values()
+        if isinstance(cell, dict):
+            cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
+        return cell
+
+    @property
+    def missing(self) -> np.ndarray:
+        return np.flatnonzero(self.sizes == -1) if self.sizes is not None else super().missing
+
+    @property
+    def hint(self) -> str:
+        return " (paths start from the folder of the table)" if self.sizes is not None else ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        contents, paths = _contents(self.column)
+        if self.sizes is not None:  # otherwise a path is only where the bytes once came from
+            return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
+        return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).to_numpy()[self.rows])
+
+    def random_numbers(self, key: int) -> np.ndarray:
+        return mix(self.rows, key)
+
+    def select(self, rows: np.ndarray) -> "Table":
+        sizes = None if self.sizes is None else self.sizes[rows]
+        return replace(self, rows=self.rows[rows], labels=self.labels[rows], sizes=sizes)
+
+
+def table_parts(splits: dict[str, Split], image_column: str, label_column: str, min_classes: int) -> Parts[Table]:
+    """The splits of a table. The first one that is read decides on columns and classes."""
+    return Parts(
+        part_labels(splits),
+        lambda names: _read([splits[name] for name in names], image_column, label_column, min_classes),
+    )
+
+
+def _read(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+    image = find_image(splits[0], image_column)
+    columns = _find_labels(splits[0], label_column, image)
+    require_columns(splits, image, *columns)
+    if len(columns) > 1:
+        classes: tuple[str, ...] = columns
+        labels, notes = _from_several(splits, columns)
+    else:
+        classes, labels = _from_one(splits, columns[0], min_classes)
+        notes = () if is_list(splits[0].kinds[columns[0]]) else _note_on_tags(columns[0], classes)
+    tables = []
+    for split, of_split in zip(splits, labels, strict=True):
+        cells, rows = split.images(image), np.arange(len(split))
+        sizes = _file_sizes(cells, split.folder)
+        tables.append(Table(cells, rows, of_split, classes, split.title, split.folder, sizes, notes=notes))
+    return tables
+
+
+def require_columns(splits: Sequence[Split], *names: str) -> None:
+    """Raise `Refused` if a split lacks columns that the first one has."""
+    for split in splits[1:]:
+        if missing := {*names} - split.kinds.keys():
+            has = f"which {splits[0].name} has"
+            raise Refused(f"--data {split.data}: split {split.name} has no column {min(missing)}, {has}")
+
+
+def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.ChunkedArray | None]:
+    """Bytes and paths of a column of images; None if it has no bytes, or no paths."""
+    cells = column.with_format("arrow")[:].column(0)
+    if pa.types.is_struct(cells.type):
+        return pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
+    return (None, cells) if is_text(cells.type) else (cells, None)
+
+
+def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
+    """int64[N]: bytes of each image, -1 if it has neither bytes nor a file; None if all have bytes."""
+    contents, paths = _contents(column)
+    if contents is not None and not contents.null_count:
+        return None
+    sizes = np.full(len(column), -1)
+    if contents is not None:
+        sizes = pc.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
+    if paths is not None:
+        without = np.flatnonzero(sizes < 0)
+        names = (name for chunk in paths.take(pa.array(without)).chunks for name in chunk.to_pylist())
+        sizes[without] = sizes_of(os.path.join(folder, name) if name else "" for name in names)
+    return sizes
+
+
+# ---- labels
+
+
+def _from_several(splits: Sequence[Split], names: Sequence[str]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Labels of each split from columns of 0 and 1, and a note: class ids if each row has a single 1."""
+    matrices = [_zeros_and_ones(split, names) for split in splits]
+    note = f"a class for each of {len(names)} columns of 0 and 1"
+    if (matrices[0].sum(axis=1) != 1).any():
+        return matrices, (note,)
+    for split, matrix in zip(splits, matrices, strict=True):
+        counts = matrix.sum(axis=1)
+        if len(wrong := np.flatnonzero(counts != 1)):
+            found = f"row {wrong[0]} shows {counts[wrong[0]]} classes"
+            raise Refused(f"--data {split.title}: {found}, where each of {splits[0].name} shows one")
+    return [matrix.argmax(axis=1) for matrix in matrices], (f"{note}, of which one is 1",)
+
+
+def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
+    """bool[N, C] from columns of 0 and 1 of any type."""
+    matrix = np.zeros((len(split), len(names)), bool)
+    table = split.rows.select_columns([*names]).with_format("arrow")[:]
+    for place, name in enumerate(names):
+        cells = table[name].combine_chunks()
+        words = pc.utf8_lower(cells.cast(pa.string()))
+        found = pc.index_in(words, value_set=pa.array([*_ZERO_OR_ONE])).fill_null(-1).to_numpy()
+        if (found < 0).any():
+            row = int((found < 0).argmax())
+            problem = f"row {row} has {cells[row].as_py()!r} in column {name}"
+            raise Refused(f"--data {split.title}: {problem}; each of several label columns must hold 0 or 1")
+        matrix[:, place] = np.array([*_ZERO_OR_ONE.values()])[found]
+    return matrix
+
+
+def _from_one(splits: Sequence[Split], name: str, min_classes: int) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """Classes, and labels of each split, from a column of ids, names, or lists of them."""
+    first = splits[0]
+    for other in splits[1:]:
+        if other.class_names[name] != first.class_names[name]:
+            both = f"splits {first.name} and {other.name} name other classes in {name}"
+            raise Refused(f"--data {first.data}: {both}; make them the same")
+    classes, values = vocabulary(first.cells(name), first.class_names[name])
+    if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
+        found = f"only the class {classes[0]}" if classes else "no class"
+        raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
+    return classes, [_labels(split, name, classes, values) for split in splits]
+
+
+def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
+    """Class names and their values in a column: `names`, or else the values found, sorted."""
+    if names:
+        return tuple(names), pa.array(range(len(names)), pa.int64())
+    values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
+    if pa.types.is_integer(values.type):
+        values = values.filter(pc.greater_equal(values, 0))  # a negative number always means that the label is missing
+    values = values.take(pc.sort_indices(values))
+    return tuple(str(value) for value in values.to_pylist()), values
+
+
+def _note_on_tags(column: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """A note if classes seem to be several tags each: they have fewer words than there are classes."""
+    for separator in _SEPARATORS:
+        joined = [name for name in classes if separator in name.strip()]
+        if joined and len({word for name in classes for word in name.split(separator)}) < len(classes):
+            advice = "if these are several tags, give a column of 0 and 1 for each tag, or a list"
+            return (f"{column}: each text is one class, also {joined[0]!r}; {advice}",)
+    return ()
+
+
+def _labels(split: Split, column: str, classes: tuple[str, ...], values: pa.Array) -> np.ndarray:
+    """int64[N] class ids, or bool[N, C] of a column of lists, of labels that are all in `values`."""
+    cells, several = split.cells(column), is_list(split.kinds[column])
+    start = f"--data {split.title}: row"
+    if cells.null_count:
+        row = pc.index(cells.is_null(), True).as_py()
+        raise Refused(f"{start} {row} has no label in column {column} (null); remove the row or label it")
+    flat = pc.list_flatten(cells) if several else cells
+    rows = pc.list_parent_indices(cells).to_numpy() if several else np.arange(len(flat))
+    ids = pc.index_in(flat.cast(values.type), value_set=values).fill_null(-1).to_numpy().astype(np.int64)
+    if (ids < 0).any():
+        wrong = int(np.argmin(ids))
+        known = f"0 to {len(classes) - 1}" if split.class_names[column] else ", ".join(classes[:10])
+        raise Refused(
+            f"{start} {rows[wrong]} has label {flat[wrong].as_py()!r} in column {column}, "
+            f"but the {len(classes)} classes are {known}; remove the row or correct it"
+        )
+    if not several:
+        return ids
+    matrix = np.zeros((len(cells), len(classes)), bool)
+    matrix[rows, ids] = True
+    twice = np.flatnonzero(np.bincount(rows, minlength=len(cells)) > matrix.sum(axis=1))
+    if twice.size:
+        advice = "a row lists the classes it shows, not a 0 or 1 for each"
+        raise Refused(f"{start} {twice[0]} has a class twice in column {column}; {advice}")
+    return matrix
