@@ -1,24 +1,54 @@
-"""Quick imports of timm and Accelerate. Modules that need timm import this module first.
+"""Imports that cost start-up no more than they must: rooms' faces that import a module when it is needed, and timm.
 
-Half of the usual import time is avoidable: Python's garbage collector scans all earlier imports again and again, and timm
-imports wandb for a function that the recipes don't call.
+Half of timm's usual import time is avoidable: Python's garbage collector scans all earlier imports again and again, and timm
+imports wandb for a function that the recipes don't call. Modules that need timm call `import_timm` first.
 """
 
+import ast
 import gc
+import importlib
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
-def _import() -> None:
+def face(room: str) -> tuple[list[str], Callable[[str], Any]]:
+    """`__all__` and `__getattr__` of a room (PEP 562): a name is imported when it is first asked for.
+
+    The names, and where they are from, stand in the block `if TYPE_CHECKING:` of the room's `__init__.py`, which people, mypy
+    and editors read as well: `from common.run.run import Run` gives `Run`.
+    """
+    source = Path(sys.modules[room].__file__ or "").read_text()
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    lines = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
+    homes = {alias.asname or alias.name: (line.module or "", alias.name) for line in lines for alias in line.names}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        home, own = homes[name]
+        module = importlib.import_module(home)
+        found = importlib.import_module(f"{home}.{own}") if hasattr(module, "__path__") else getattr(module, own)
+        setattr(sys.modules[room], name, found)
+        return found
+
+    return sorted(homes), load
+
+
+def import_timm() -> ModuleType:
+    """timm, imported quickly together with Accelerate if it is not imported yet."""
     if "timm" in sys.modules:
-        return
+        return sys.modules["timm"]
     collects, tracker = gc.isenabled(), "wandb" not in sys.modules
     gc.disable()
     if tracker:
         # timm gets an ImportError; only its `update_summary` needs wandb. common/run/tracking.py imports wandb later.
-        sys.modules["wandb"] = None
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         import accelerate  # noqa: F401
-        import timm  # noqa: F401
+        import timm
     finally:
         if tracker:
             del sys.modules["wandb"]
@@ -26,8 +56,4 @@ def _import() -> None:
             gc.enable()
     # Modules stay for ever, so later collections skip them: they cost no time in a step, and no copied pages in a data worker.
     gc.freeze()
-
-
-_import()
-
-import timm  # noqa: E402, F401
+    return timm

@@ -4,14 +4,13 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --data /data/flowers \
         --config recipes/presets/finetune.yaml
 
-The defaults train on the handwritten digits that scikit-learn ships. How the global batch is spread over processes and
-micro-steps is derived and changes nothing: losses and weights are those of any other layout. Kill it at any moment, start
-the same command again on whatever hardware there is, and it resumes from the last complete checkpoint.
+The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
+nothing: losses and weights are those of any other layout. Kill it at any moment, start the same command again on whatever
+hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,64 +19,61 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from common.classification import plots, sources, suspects
-from common.classification.augmentation import Normalize
-from common.classification.balancing import class_weights, sample_weights
-from common.classification.batches import EvaluationSamples, TrainingSamples
-from common.classification.color_jitter import ColorJitter
-from common.classification.evaluation import Evaluation
-from common.classification.image_sizes import step_sizes
-from common.classification.mixing import Mixing
-from common.classification.random_erasing import RandomErasing
-from common.classification.transforms import evaluation_transform, training_transform
-from common.config.fields import AugmentationConfig, OptimizationConfig, ReadingConfig, RunConfig, option, path_option
-from common.config.parsing import parse
-from common.data.batch_plan import BatchPlan
-from common.data.cache import open_cache
-from common.data.data_rows import data_rows
-from common.data.loader import evaluation_loader
-from common.data.source import looked_at
-from common.data.stream import Stream
-from common.distributed.collectives import all_or_none, world_size
+from common.classification import (
+    ColorJitter,
+    Evaluation,
+    EvaluationSamples,
+    Mixing,
+    Normalize,
+    RandomErasing,
+    TrainingSamples,
+    class_weights,
+    plots,
+    sample_weights,
+    sources,
+    step_sizes,
+    suspects,
+)
+from common.config import OptimizationConfig, RunConfig, option, parse, path_option
+from common.data import Stream
+from common.distributed import all_or_none
 from common.errors import Refused
 from common.launching import launch
-from common.run import eval_only
-from common.run.run import Run
-from common.training import batch_norm, defaults, drop_path, timm_models
-from common.training.freezing import freeze
-from common.training.optimizer import Schedule, build_ema, build_optimizer, set_learning_rate
+from common.run import Run, eval_only
+from common.training import (
+    build_optimizer,
+    build_schedule,
+    prepare_layers,
+    set_learning_rate,
+    timm_models,
+)
 
 
 @dataclass
-class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
+class Config(OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
-    data: str = path_option("digits")
-    """digits, an image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, or
-    a Hugging Face data set: hub id or path."""
-    model: str = path_option("test_resnet", photographs="convnext_atto")
-    """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/ (photographs: convnext_atto)."""
-    pretrained: bool = False
-    """Start from the weights that timm publishes for the model; a head for other classes is new."""
-    image_size: int = option(32, low=0, high=8192, photographs=0)
-    """Side of the square that the model sees, in pixels (0 and photographs: the model's own)."""
-    image_sizes: str = option("")
-    """Multi-scale training: sides such as 160,192,224, one of which is drawn for each step; evaluations keep --image_size.
-    --compile makes graphs for each."""
-    crop_pct: float = option(1.0, low=0, high=1, photographs=0.0)
-    """Evaluation: share of the resized image that the centre crop keeps (0 and photographs: the model's own)."""
+    data: str = path_option(
+        "", heading="data", required="name your images, or train on digits: --config recipes/presets/digits.yaml"
+    )
+    """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, a Hugging
+    Face data set (hub id or path), or digits, which scikit-learn ships."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
-    loss: Literal["ce", "bce"] = "ce"
-    """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
-    label_smoothing: float = option(0.0, low=0, high=1)
-    """Share of each target that is spread over all classes."""
-    class_weights: str = path_option("none")
-    """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
-    sampling: Literal["natural", "sqrt", "balanced"] = "natural"
-    """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
+    model: str = path_option("convnext_atto", heading="model")
+    """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
+    pretrained: bool = False
+    """Start from the weights that timm publishes for the model; a head for other classes is new."""
+    image_size: int = option(0, low=0, high=8192)
+    """Side of the square that the model sees, in pixels (0: the model's own)."""
+    image_sizes: str = ""
+    """Multi-scale training: sides such as 160,192,224, one of which is drawn for each step; evaluations keep --image_size.
+    --compile makes graphs for each."""
+    crop_pct: float = option(0.0, low=0, high=1)
+    """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
-    """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
+    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
+    (global); frozen: as loaded."""
     norm_batch_size: int = option(16, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop: float = option(0.0, low=0, high=1)
@@ -87,22 +83,46 @@ class Config(AugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
     grad_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     channels_last: bool = False
-    """Keep pixels of all channels together in memory: faster convolutions on GPUs under fp16 and bf16."""
+    """Keep all channels of a pixel together in memory: faster on GPUs under fp16 and bf16."""
     compile: bool = False
-    """torch.compile the model, for training; evaluations run it as it is."""
-    eval_only: str = path_option("")
+    """torch.compile the model for training; evaluations run it uncompiled."""
+    eval_only: str = path_option("", heading="evaluation")
     """Only evaluate this checkpoint, the mean of this folder of checkpoints, or this exported model; leaves a report."""
 
-    # What defines a training. --help explains these fields: all recipes have them.
+    # What defines a training. --help explains the fields without a text: all recipes have them.
     epochs: float = 10.0
     global_batch_size: int = 64
     opt: str = "adamw"
-    lr: float = option(4e-3, photographs=1e-3)
+    lr: float = 1e-3
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    warmup_epochs: float = option(0.0, photographs=1.0)
-    crop_scale: float = option(0.7, photographs=0.35)
-    hflip: float = option(0.0, photographs=0.5)
+    warmup_epochs: float = 1.0
+    loss: Literal["ce", "bce"] = option("ce", heading="training")
+    """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
+    label_smoothing: float = option(0.0, low=0, high=1)
+    """Share of each target that is spread over all classes."""
+    class_weights: str = path_option("none")
+    """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
+    sampling: Literal["natural", "sqrt", "balanced"] = "natural"
+    """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
+    crop_scale: float = option(0.35, low=0, high=1, heading="augmentation")
+    """Smallest area of a random crop, as a share of the image (ImageNet: 0.08)."""
+    hflip: float = option(0.5, low=0, high=1)
+    """Probability of a horizontal flip (digits and text: 0)."""
+    vflip: float = option(0.0, low=0, high=1)
+    """Probability of a vertical flip."""
+    color_jitter: float = option(0.0, low=0, high=10)
+    """Strength of brightness, contrast and saturation jitter."""
+    augment: str = ""
+    """Policy in timm's notation: rand-m9-mstd0.5, augmix-m3-w3, original (AutoAugment); empty: none."""
+    random_erasing: float = option(0.0, low=0, high=1)
+    """Probability of random erasing: a rectangle is replaced by noise."""
+    mixup: float = option(0.0, low=0, high=1000)
+    """Alpha of MixUp (0: off)."""
+    cutmix: float = option(0.0, low=0, high=1000)
+    """Alpha of CutMix (0: off); with both MixUp and CutMix, each pair of images gets one of them with equal probability."""
+    repeats: int = option(1, low=1)
+    """Repeated augmentation: how many times each image occurs in its global batch."""
 
 
 def build_data(config: Config, weights=None):
@@ -134,9 +154,7 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
             timm_models.check_sizes(model, sizes, data_config)
         if config.grad_checkpointing:
             timm_models.checkpoint_gradients(model, config.model)
-    batch_norm.convert(model, batch_norm_of(config), group_size=config.norm_batch_size)
-    freeze(config, model)
-    drop_path.convert(model)
+    prepare_layers(config, model)
     model.to(device, getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -146,27 +164,12 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
     return model, data_config
 
 
-def build_plan(config: Config, most: int) -> BatchPlan:
-    """How the global batch is spread, `most` samples at once; MixUp pairs and norm groups stay together."""
-    pair, norm = 2 if config.mixup or config.cutmix else 1, batch_norm_of(config)
-    group = config.norm_batch_size if norm == "group" else 1
-    whole = f"--batch_norm {norm}" if norm in ("node", "global") else ""
-    return BatchPlan(config.global_batch_size, world_size(), most, math.lcm(pair, group), whole)
-
-
-def build_stream(config: Config, train: sources.Source) -> Stream:
-    """The endless sequence of training samples."""
-    weights = sample_weights(config.sampling, train.labels, len(train.classes))
-    common = (len(train), config.global_batch_size, config.seed, config.repeats, weights)
-    return Stream(*common, min_epoch_steps=config.min_epoch_steps)
-
-
 def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
     """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
     dtype, sizes, classes = getattr(torch, config.dtype), step_sizes(config, data_config), len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
-    augmentations = []  # your own is one more line here: see common.classification.augmentation
+    augmentations = []  # your own is one more line here: see common.classification.Augmentation
     if config.color_jitter:
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
     augmentations.append(normalize)
@@ -200,17 +203,14 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
     return torch.compile(losses, dynamic=False) if config.compile else losses
 
 
-def build_samples(config: Config, train: sources.Source, stream: Stream, model, data_config: dict, augmentations: list):
-    """Positions of the stream -> batches; data workers compute them."""
-    transform, layers = training_transform(config, data_config), drop_path.layers(model)
-    cache, sizes = open_cache(len(train), config.cache, config.cache_folder), step_sizes(config, data_config)
-    return TrainingSamples(train, stream, transform, config.seed, augmentations, layers, cache, config.decode, sizes)
-
-
-def build_val_loader(config: Config, val: sources.Source, data_config: dict, size: int, rows=None):
-    """Batches of the validation set, or of `rows` of a set, `size` samples each on any layout."""
-    samples = EvaluationSamples(val, evaluation_transform(data_config), rows)
-    return evaluation_loader(samples, size, config.workers)
+def build_samples(
+    config: Config, train: sources.Source, val: sources.Source, model, data_config: dict, augmentations: list
+):
+    """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
+    weights = sample_weights(config.sampling, train.labels, len(train.classes))
+    stream = Stream.of(config, len(train), weights)
+    samples = TrainingSamples.of(config, train, stream, model, data_config, augmentations)
+    return samples, EvaluationSamples(val, data_config)
 
 
 def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequence[str], device: torch.device):
@@ -219,13 +219,8 @@ def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequ
     model, data_config = build_model(config, classes, device)
     eval_only.load_weights(model, origin)
     *_, normalize = build_augmentation(config, data, data_config, device)
-    loader = build_val_loader(config, data, data_config, config.max_micro_batch_size)
+    loader = eval_only.loader(config, EvaluationSamples(data, data_config))
     return eval_only.viewed(config, model), normalize, loader
-
-
-def batch_norm_of(config: Config) -> str:
-    """The mode of batch norm: a frozen backbone keeps its statistics, too."""
-    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
 
 
 @torch.no_grad()
@@ -251,26 +246,14 @@ def evaluate(model, loader, accelerator, normalize, val, thorough=False):
     return results, found
 
 
-def evaluate_only(config: Config, accelerator) -> None:
+def evaluate_only(config: Config) -> None:
     """Print the results of an exported model or of a checkpoint (of its moving average, where it has one); write a report."""
-    origin = eval_only.begin(config)
+    accelerator, origin = eval_only.begin(config)
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model, matched = eval_only.match(model, val, names, places)
     results, found = evaluate(model, loader, accelerator, normalize, matched, thorough=True)
     eval_only.report(config, origin, val, results, found.details(), partial(draw, val=matched, found=found))
-
-
-def start_rows(config: Config, data: tuple, model, samples: TrainingSamples) -> dict[str, str]:
-    """What the start table says of data and model."""
-    return {
-        **data_rows(config.data, *data),
-        **timm_models.describe(config.model, model),
-        **defaults.describe(config),
-        "cache": str(samples.cache or "none"),
-        "input": samples.input,
-        "batch norm": batch_norm.describe(batch_norm_of(config), model),
-    }
 
 
 def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
@@ -283,29 +266,27 @@ def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
         run.draw("reliability", plots.reliability, found.calibration)
 
 
-def audit(run: Run, train: sources.Source, data_config: dict, normalize) -> None:
-    """Training labels that the trained model contradicts: likely wrong, or worth a look."""
-    rows = looked_at(len(train), run.total_steps * run.config.global_batch_size)
-    loader = build_val_loader(run.config, train, data_config, run.plan.max_micro_batch_size, rows)
-    suspects.report(run, train, predict(run.model, loader, run.accelerator, normalize))
+def audit(model, loader, accelerator, normalize):
+    """Training labels that the trained model contradicts, likely wrong or worth a look, and how to draw and list them."""
+    train = loader.dataset.source
+    found = suspects.find(train, predict(model, loader, accelerator, normalize), accelerator.device)
+    model.train()
+    return suspects.draw, suspects.rows, train, found
 
 
 def main() -> None:
-    config = parse(Config, suit=defaults.suited)
-    accelerator = launch.start(config, fixed_shapes=True)
+    config = parse(Config)
     if config.eval_only:
-        return evaluate_only(config, accelerator)
+        return evaluate_only(config)
 
-    with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
-        plan = build_plan(config, run.max_micro_batch_size)
-        train, val = data = build_data(config)
-        stream = build_stream(config, train)  # which sample stands at which position of the run
-        schedule = Schedule(config, stream, run.length(stream))
+    with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
+        accelerator = run.accelerator  # Accelerate's, for the device and autocast
+        train, val = build_data(config)
         model, data_config = build_model(config, train.classes, accelerator.device)
         augmentations, augment, normalize = build_augmentation(config, train, data_config, accelerator.device)
         loss_fn = build_loss(config, train, accelerator.device)
-        samples = build_samples(config, train, stream, model, data_config, augmentations)
-        optimizer, ema = build_optimizer(config, model), build_ema(config, model)
+        samples, evaluated = build_samples(config, train, val, model, data_config, augmentations)
+        optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
 
         def losses_of(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
@@ -315,20 +296,9 @@ def main() -> None:
             return loss_fn(logits, targets)
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(
-            model,
-            optimizer,
-            ema,
-            plan=plan,
-            schedule=schedule,
-            samples=samples,
-            losses_of=losses_of,
-            data=data,
-            export=partial(timm_models.export, classes=val.classes, config=data_config, multi_label=val.multi_label),
-            rows=start_rows(config, data, model, samples),
-        )
-        val_loader = build_val_loader(config, val, data_config, run.plan.max_micro_batch_size)
-        validate = partial(evaluate, loader=val_loader, accelerator=accelerator, normalize=normalize, val=val)
+        network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
+        validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
+        judge = partial(audit, accelerator=accelerator, normalize=normalize)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -344,8 +314,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.should_draw():
                     draw(run, val, found)
-                if run.ends():
-                    audit(run, train, data_config, normalize)
+                run.audit(judge)
             if run.should_save():
                 run.save()
 

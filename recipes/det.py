@@ -4,9 +4,9 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/det.py --data /data/coco \
         --config recipes/presets/coco_fcos_r50.yaml
 
-The defaults train on scenes of handwritten digits, made as they are needed. How the global batch is spread over processes
-and micro-steps is derived and changes nothing: losses and weights are those of any other layout. Kill it at any moment,
-start the same command again on whatever hardware there is, and it resumes from the last complete checkpoint.
+The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
+nothing: losses and weights are those of any other layout. Kill it at any moment, start the same command again on whatever
+hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
 """
 
@@ -15,124 +15,134 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import torch
 
-from common.config.fields import (
-    BoxAugmentationConfig,
+from common.config import (
     OptimizationConfig,
-    ReadingConfig,
     RunConfig,
     option,
+    parse,
     path_option,
-    whole_numbers,
     wrong_with_sizes,
 )
-from common.config.parsing import parse
-from common.data.batch_plan import BatchPlan
-from common.data.cache import open_cache
-from common.data.data_rows import data_rows
-from common.data.loader import evaluation_loader
-from common.data.source import looked_at
-from common.data.stream import Stream
-from common.detection import balancing, defaults, suspects
-from common.detection.batches import EvaluationScenes, TrainingImages, blank_padding
-from common.detection.data import sources
-from common.detection.data.annotated import Annotated
-from common.detection.evaluation import judgement_plots, plots
-from common.detection.evaluation.metrics import Detections
-from common.detection.export import export
-from common.detection.grouping import GroupedStream
-from common.detection.models import detectors
-from common.detection.models.spec import DetectorSpec
-from common.detection.transforms import BoxAugmentation, read_range
-from common.detection.views import Views
-from common.detection.weights import sources as sources_of_weights
-from common.detection.weights.begin import begin_with, read_once
-from common.distributed.collectives import all_or_none, world_size
-from common.errors import Refused
-from common.launching import launch
-from common.run import eval_only
-from common.run.run import Run
-from common.training import batch_norm, drop_path
-from common.training.freezing import freeze
-from common.training.optimizer import (
-    Schedule,
-    build_ema,
-    build_optimizer,
-    set_learning_rate,
+from common.detection import (
+    BoxAugmentation,
+    Detections,
+    DetectorSpec,
+    EvaluationScenes,
+    TrainingImages,
+    begin_with,
+    blank_padding,
+    build_stream,
+    defaults,
+    detectors,
+    judgement_plots,
+    plots,
+    read_once,
+    read_range,
+    read_sides,
+    sources,
+    sources_of_weights,
+    suspects,
 )
+from common.distributed import all_or_none
+from common.launching import launch
+from common.run import Run, eval_only
+from common.training import build_optimizer, build_schedule, prepare_layers, set_learning_rate
 
 
 @dataclass
-class Config(BoxAugmentationConfig, ReadingConfig, OptimizationConfig, RunConfig):
+class Config(OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
-    data: str = path_option("digits")
-    """digits, a COCO, Pascal VOC or YOLO folder, or a Hugging Face data set with an `objects` column."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"] = (
-        "fcos"
+    data: str = path_option(
+        "", heading="data", required="name your images, or train on digits: --config recipes/presets/det_digits.yaml"
     )
-    """Family of the detector; the last four need `pip install transformers`."""
-    model: str = path_option("test_resnet", photographs="convnext_atto")
-    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder (photographs: convnext_atto). rtdetr_v2, dfine,
-    deimv2 also, rf_detr only: a model of transformers."""
-    pretrained: bool = False
-    """Start from the backbone's weights that timm publishes."""
-    levels: str = option("3-4", photographs="3-7")
-    """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels (photographs: 3-7)."""
-    width: int = option(64, low=32, high=4096, photographs=128)
-    """Channels of the feature pyramid, a multiple of 32 (photographs: 128; COCO: 256)."""
-    convolutions: int = option(2, low=1, high=64)
-    """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
-    variant: Literal["own", "torchvision", "torchvision_v2"] = option("own")
-    """fcos, retinanet, R-CNNs: details as here, as of torchvision's trained weights, or as of their second versions."""
-    short_sides: str = option("128", photographs="480")
-    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (photographs: 480, COCO:
-    800, or 640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
-    sync_short_sides: bool = option(False)
-    """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
-    long_side: int = option(128, low=1, high=8192, photographs=800)
-    """Maximum length of an image's longer side in pixels (photographs: 800; COCO: 1333). Families of transformers: not used."""
-    eval_short_side: int = option(0, low=0, high=8192)
-    """Evaluation: the short side, or the side of the square, in pixels (0: the longest of --short_sides)."""
-    eval_sizes: str = option("", check=wrong_with_sizes, of_evaluation=True)
-    """With --eval_only: show each image at each of these short sides (480,640,800), and merge the detections."""
-    repeat_threshold: float = option(0.0, low=0, high=1)
-    """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
-    group_window: int = option(0, low=0, high=10_000)
-    """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
+    """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, or digits: scenes of them."""
     objects_column: str = ""
     """Tables: column of the objects (default: found by its type)."""
     box_format: str = ""
     """Tables: xywh, xyxy or cxcywh."""
+    repeat_threshold: float = option(0.0, low=0, high=1)
+    """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
+    group_window: int = option(0, low=0, high=10_000)
+    """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
+    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"] = (
+        option("fcos", heading="model")
+    )
+    """Family of the detector; the last four need `pip install transformers`."""
+    model: str = path_option("convnext_atto")
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2 also, rf_detr only: a model
+    of transformers."""
+    pretrained: bool = False
+    """Start from the backbone's weights that timm publishes."""
+    init: str = path_option("", decides=sources_of_weights.settings)
+    """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
+    .pth of torchvision, D-FINE or RT-DETR, a folder or owner/name of transformers. It sets --detector, --model, ..."""
+    init_classes: str = ""
+    """Classes that have another name in the weights of --init or --eval_only: mug=cup,pedestrian=person (data=weights)."""
+    levels: str = "3-7"
+    """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels."""
+    width: int = option(128, low=32, high=4096)
+    """Channels of the feature pyramid, a multiple of 32 (COCO: 256)."""
+    convolutions: int = option(2, low=1, high=64)
+    """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
+    variant: Literal["own", "torchvision", "torchvision_v2"] = "own"
+    """fcos, retinanet, R-CNNs: details as here, as in torchvision's trained weights, or as in their second versions."""
+    short_sides: str = "480"
+    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (COCO: 800, or
+    640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
+    sync_short_sides: bool = False
+    """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
+    long_side: int = option(800, low=1, high=8192)
+    """Maximum length of an image's longer side (COCO: 1333). Families of transformers: not used."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
-    """Samples that BatchNorm statistics are taken over: micro-batch, norm_batch_size, machine, global batch, or none."""
+    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
+    (global); frozen: as loaded."""
     norm_batch_size: int = option(2, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop_path: float = option(0.0, low=0, high=1)
     """Stochastic depth in the backbone, drawn per sample and layer."""
     compile: bool = False
     """torch.compile the backbone and its feature pyramid."""
-    init: str = path_option("")
-    """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
-    .pth of torchvision, D-FINE or RT-DETR, a folder or owner/name of transformers. It decides on --detector, --model, ..."""
-    init_classes: str = option("")
-    """Classes that the weights of --init or --eval_only call otherwise than the data: mug=cup,pedestrian=person."""
-    eval_only: str = path_option("")
-    """Only evaluate this checkpoint, or detector as --init takes it, and print the results."""
+    eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
+    """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
+    eval_sizes: str = option("", check=wrong_with_sizes, of_evaluation=True)
+    """With --eval_only: show each image at all these short sides (480,640,800), merge the detections."""
+    eval_only: str = path_option("", origin=sources_of_weights.origin)
+    """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
-    # What defines a training. --help explains these fields: all recipes have them.
+    # What defines a training. --help explains the fields without a text: all recipes have them.
     epochs: float = 10.0
     global_batch_size: int = 8
     opt: str = "adamw"
-    lr: float = option(2e-3, photographs=2e-4)
+    lr: float = 2e-4
     lr_batch_size: int = 8
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    warmup_epochs: float = option(0.0, photographs=1.0)
-    cache: int = option(0)
-    decode: Literal["worker", "device"] = option("worker")
+    warmup_epochs: float = 1.0
+    hflip: float = option(0.5, low=0, high=1, heading="augmentation")
+    """Probability of a left-right mirror image (digits and text: 0)."""
+    scale_jitter: str = ""
+    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; an image that gets larger than the canvas is cut."""
+    photometric: float = option(0.0, low=0, high=1)
+    """Probability of each of several distortions of brightness, contrast and colour."""
+    iou_crop: float = option(0.0, low=0, high=1)
+    """Probability of showing a part that holds an object, as in SSD."""
+    zoom_out: float = option(0.0, low=0, high=1)
+    """Probability of zooming out: place the image on a canvas up to 4 times as wide and high, as in SSD."""
+    mosaic: float = option(0.0, low=0, high=1)
+    """Probability of showing parts of four images around a point, as in YOLOX."""
+    mixup: float = option(0.0, low=0, high=1)
+    """Probability of blending two images in equal parts, with the objects of both, as in YOLOX."""
+    copy_paste: float = option(0.0, low=0, high=1)
+    """Probability of pasting some objects of another image over an image (Simple Copy-Paste); needs data with masks."""
+    rotate: float = option(0.0, low=0, high=180)
+    """Largest rotation in degrees, drawn uniformly from both directions."""
+    translate: float = option(0.0, low=0, high=1)
+    """Largest shift as a share of width and height, drawn uniformly from both directions."""
+    strong_epochs: float = option(0.0, low=0, high=10**6)
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic, mixup and copy_paste end (0: never)."""
 
 
 def build_data(config: Config, weights=None):
@@ -142,54 +152,25 @@ def build_data(config: Config, weights=None):
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
-    """The detector, and what it begins with."""
+    """The detector, with the weights that it begins with."""
     spec = DetectorSpec.of(config, classes)
     defaults.refuse_missing(config)
     weights = read_once(config.init) if config.init else None
     with all_or_none("building the model"):
         model = detectors.build_detector(spec)
-        begins = begin_with(model, weights, config, classes) if weights else model.begins_with
-    batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
-    freeze(config, model)
-    drop_path.convert(model)
+        if weights:
+            model.begins_with = begin_with(model, weights, config, classes)
+    model.title = f"{config.detector} on {config.model}"  # in the start table
+    prepare_layers(config, model)
     if config.compile:
         model.backbone.compile()
-    return model.to(device, getattr(torch, config.dtype)), begins
+    return model.to(device, getattr(torch, config.dtype))
 
 
-def build_plan(config: Config, most: int) -> BatchPlan:
-    """How the global batch is spread, `most` samples at once; norm groups stay together."""
-    group = config.norm_batch_size if config.batch_norm == "group" else 1
-    whole = f"--batch_norm {config.batch_norm}" if config.batch_norm in ("node", "global") else ""
-    return BatchPlan(config.global_batch_size, world_size(), most, group, whole)
-
-
-def build_stream(config: Config, train: Annotated) -> Stream:
-    """Which image stands at which position: rare classes more often, similar shapes in one step."""
-    weights = balancing.repeat_weights(train, config.repeat_threshold)
-    common = (len(train), config.global_batch_size, config.seed, 1, weights)
-    least = config.min_epoch_steps
-    if not config.group_window:
-        return Stream(*common, min_epoch_steps=least)
-    aspects = train.sizes[:, 0] / train.sizes[:, 1]
-    return GroupedStream(*common, aspects=aspects, window=config.group_window, min_epoch_steps=least)
-
-
-def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[BoxAugmentation, BoxAugmentation]:
-    """What happens to training images, and to those of an evaluation."""
-    short_sides = whole_numbers(config.short_sides, ",")
-    if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
-        raise Refused(
-            f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
-            "640,672,704, each from 1 to 8192"
-        )
-    eval_side = config.eval_short_side or max(short_sides)
+def build_augmentation(config: Config, model, device: torch.device):
+    """What happens to training images, and to those of an evaluation; normalize(batch) -> its images [B, 3, H, W]."""
     square = config.detector in detectors.OF_TRANSFORMERS  # as their published weights were trained
-    if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
-        raise Refused(
-            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
-            f"--detector {config.detector} needs; take {-(-uneven[0] // stride) * stride}"
-        )
+    short_sides, eval_side = read_sides(config, model.stride, square)
     plain = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
     varied = BoxAugmentation(
         config.seed,
@@ -208,45 +189,31 @@ def build_augmentation(config: Config, stream: Stream, stride: int) -> tuple[Box
         rotate=config.rotate,
         translate=config.translate,
         drop_masks=config.detector != "mask_rcnn",  # other families read masks for copy-paste alone
-        strong_until=stream.steps(config.strong_epochs) * stream.global_batch_size,
         decode=config.decode,
     )
-    return varied, plain
-
-
-def build_normalize(config: Config, model, device: torch.device):
-    """normalize(batch) -> its images [B, 3, H, W] in the run's type, 0 around them; and the colour of empty places in them."""
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
-    fill = tuple(round(255 * value) for value in mean)
     mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
 
     def normalize(batch):
         return blank_padding(batch.images.to(dtype).div_(255).sub_(mean).div_(std), batch.sizes)
 
-    return normalize, fill
+    return varied, plain, normalize
 
 
-def build_samples(config: Config, train: Annotated, stream: Stream, model, varied: BoxAugmentation, fill: tuple):
-    """Positions of the stream -> batches; data workers compute them."""
-    cache, layers = open_cache(len(train), config.cache, config.cache_folder), drop_path.layers(model)
-    return TrainingImages(train, stream, varied, model.stride, fill, config.seed, layers, cache)
+def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
+    """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
+    samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
+    return samples, EvaluationScenes.of(config, val, plain, model)
 
 
-def build_val_loader(config: Config, val: Annotated, plain: BoxAugmentation, model, fill: tuple, size: int):
-    """Batches of the validation set, of up to `size` images with one canvas, the same on any layout."""
-    samples = EvaluationScenes(val, plain, model.stride, fill, Views.of(config, plain, model))
-    return evaluation_loader(samples, size, config.workers)
-
-
-def build_evaluation(config: Config, origin, data: Annotated, classes: tuple[str, ...], device: torch.device):
+def build_evaluation(config: Config, origin, data: sources.Annotated, classes: tuple[str, ...], device: torch.device):
     """What `--eval_only` evaluates, with its weights, normalize(batch), and the loader of `data`; also for tools/."""
     init = "" if origin.is_alone else config.eval_only
     config = dataclasses.replace(config, pretrained=False, init=init, init_classes="")
-    model, _ = build_model(config, classes, device)
+    model = build_model(config, classes, device)
     eval_only.load_weights(model, origin)
-    _, plain = build_augmentation(config, build_stream(config, data), model.stride)
-    normalize, fill = build_normalize(config, model, device)
-    return model, normalize, build_val_loader(config, data, plain, model, fill, config.max_micro_batch_size)
+    _, plain, normalize = build_augmentation(config, model, device)
+    return model, normalize, eval_only.loader(config, EvaluationScenes.of(config, data, plain, model))
 
 
 @torch.no_grad()
@@ -262,7 +229,7 @@ def predict(model, loader, accelerator, normalize):
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
-def evaluate(model, loader, accelerator, normalize, val: Annotated):
+def evaluate(model, loader, accelerator, normalize, val: sources.Annotated):
     """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
     found = Detections()
     for batch, detections in predict(model, loader, accelerator, normalize):
@@ -274,9 +241,9 @@ def evaluate(model, loader, accelerator, normalize, val: Annotated):
     return results, found
 
 
-def evaluate_only(config: Config, accelerator) -> None:
+def evaluate_only(config: Config) -> None:
     """Print the results of an exported detector or of a checkpoint (of its moving average, if it has one); write a report."""
-    origin = eval_only.begin(config, sources_of_weights.origin)
+    accelerator, origin = eval_only.begin(config, sources_of_weights.origin)
     val, names, places = eval_only.read(config, origin, build_data)
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
@@ -286,20 +253,7 @@ def evaluate_only(config: Config, accelerator) -> None:
     )
 
 
-def start_rows(config: Config, data: tuple, model, begins: str, samples: TrainingImages) -> dict[str, str]:
-    """What the start table says of data and model."""
-    return {
-        **data_rows(config.data, *data, "boxes"),
-        "model": f"{config.detector} on {config.model}: {sum(p.numel() for p in model.parameters()):,} parameters",
-        "begins with": begins,
-        **defaults.describe(config),
-        "cache": str(samples.cache or "none"),
-        "batch norm": batch_norm.describe(config.batch_norm, model),
-        "padding": f"{np.mean([samples.padding(step) for step in range(100)]):.0%} of the canvas, first 100 steps",
-    }
-
-
-def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) -> None:
+def draw(run: Run, val: sources.Annotated, found: Detections, thorough: bool = False) -> None:
     """Pictures of the newest evaluation; a report is `thorough`."""
     judgement, matches = found.judgement, found.judgement.matches
     run.draw("predictions", plots.predictions, val, matches)
@@ -312,64 +266,37 @@ def draw(run: Run, val: Annotated, found: Detections, thorough: bool = False) ->
         run.draw("objects", judgement_plots.objects, judgement)
 
 
-def audit(run: Run, train: Annotated, validate, loader_of) -> None:
-    """Boxes that are likely wrong, or worth a look: the model looks at training images once more.
-
-    It runs early: later the model has memorised wrong boxes.
-    """
-    if hasattr(train, "part"):  # of fresh scenes, none is seen twice
-        images = train.part(looked_at(len(train), run.total_steps * run.config.global_batch_size))
-        _, found = validate(run.model, loader=loader_of(images), val=images)
-        judged = found.judgement.matches, suspects.findings(found.judgement.matches)
-        run.draw("suspicious", suspects.draw, *judged)
-        run.table("suspicious", suspects.rows, *judged)  # last: it says that this is done
+def audit(model, loader, accelerator, normalize):
+    """Boxes that the model contradicts, likely wrong or worth a look, and how to draw and list them."""
+    _, found = evaluate(model, loader, accelerator, normalize, loader.dataset.source)
+    matches = found.judgement.matches
+    return suspects.draw, suspects.rows, matches, suspects.findings(matches)
 
 
 def main() -> None:
-    config = parse(Config, suit=defaults.suited, origin=sources_of_weights.origin)
-    accelerator = launch.start(config)
+    config = parse(Config)
     if config.eval_only:
-        return evaluate_only(config, accelerator)
+        return evaluate_only(config)
 
-    with Run(config, accelerator) as run:  # claims runs/<name>/, handles signals, watches the other ranks
-        plan = build_plan(config, run.max_micro_batch_size)
-        train, val = data = build_data(config)
-        stream = build_stream(config, train)  # which sample stands at which position of the run
-        schedule = Schedule(config, stream, run.length(stream))
-        model, begins = build_model(config, train.classes, accelerator.device)
-        normalize, fill = build_normalize(config, model, accelerator.device)
-        varied, plain = build_augmentation(config, stream, model.stride)
-        samples = build_samples(config, train, stream, model, varied, fill)
-        optimizer, ema = build_optimizer(config, model), build_ema(config, model)
-
-        def totals_of(batch):
-            """What losses are divided by, counted in a batch: known from its boxes, before anything is predicted."""
-            return model.counts(batch.targets, batch.images.shape[2:])
+    with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
+        accelerator = run.accelerator  # Accelerate's, for the device and autocast
+        train, val = build_data(config)
+        model = build_model(config, train.classes, accelerator.device)
+        varied, plain, normalize = build_augmentation(config, model, accelerator.device)
+        samples, evaluated = build_samples(config, train, val, model, varied, plain)
+        optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
 
         def losses_of(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per image, [B]."""
             with accelerator.autocast():
                 losses, parts = network(normalize(batch), batch.targets, batch.totals)
-            run.log({f"train/loss_{name}": config.global_batch_size * part for name, part in parts.items()})
-            return config.global_batch_size * losses  # their mean over the global batch is the step's loss
+            run.log({f"train/loss_{name}": part for name, part in parts.items()})
+            return losses
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(
-            model,
-            optimizer,
-            ema,
-            plan=plan,
-            schedule=schedule,
-            samples=samples,
-            losses_of=losses_of,
-            totals_of=totals_of,
-            data=data,
-            export=partial(export, source=train, plain=plain),
-            rows=start_rows(config, data, model, begins, samples),
-        )
-        of_loader = {"plain": plain, "model": model, "fill": fill, "size": run.plan.max_micro_batch_size}
-        loader_of = partial(build_val_loader, config, **of_loader)
-        validate = partial(evaluate, loader=loader_of(val), accelerator=accelerator, normalize=normalize, val=val)
+        network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
+        validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
+        judge = partial(audit, accelerator=accelerator, normalize=normalize)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -385,8 +312,7 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.should_draw():
                     draw(run, val, found)
-                if run.audits(share=0.25):
-                    audit(run, train, validate, loader_of)
+                run.audit(judge, share=0.25)  # later the model has memorised wrong boxes
             if run.should_save():
                 run.save()
 

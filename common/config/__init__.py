@@ -1,1 +1,19 @@
 """Configuration: fields, flags, YAML files, and the run that weights came from."""
+
+from typing import TYPE_CHECKING
+
+from common.imports import face
+
+if TYPE_CHECKING:
+    from common.config.fields import (
+        OptimizationConfig,
+        RunConfig,
+        option,
+        path_option,
+        whole_numbers,
+        wrong_with_sizes,
+    )
+    from common.config.origin import Origin
+    from common.config.parsing import parse
+
+__all__, __getattr__ = face(__name__)

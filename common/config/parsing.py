@@ -10,18 +10,17 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import tyro
 import yaml
 
 from common.config.fields import field_names
+from common.config.help import print_help
 from common.config.origin import OF_DATA, Origin, read_origin
 from common.config.synonyms import hint, other_recipe
 from common.durable import replace_file
@@ -33,44 +32,41 @@ C = TypeVar("C")
 _MOST = 2**63 - 1  # the largest integer that torch takes
 
 
-def parse(
-    config_class: type[C],
-    argv: list[str] | None = None,
-    program: str = "",
-    suit: Callable[[C], dict] | None = None,
-    origin: Callable[[str], Origin] = read_origin,
-    _suited: dict | None = None,
-) -> C:
+def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
     """The configuration: defaults of `config_class`, overridden by `--config file.yaml`, overridden by flags.
 
-    With `--eval_only`, the configuration of the run that made the weights replaces the defaults.
-    Raises `Refused` for an unknown flag or key, and for a value of the wrong type or beyond its limits.
+    With `--eval_only`, the configuration of the run that made the weights replaces the defaults; other fields may decide on
+    defaults, too (`option(decides=...)`).
+    Raises `Refused` for an unknown flag or key, and for a value that is missing, of the wrong type or beyond its limits.
 
     Args:
         argv: the command line without the program's name (default: of this process).
         program: the program's name for messages (default: of this process).
-        suit: suit(config) returns defaults of some fields that depend on other fields (`common.training.defaults`).
-        origin: origin(weights) reads where the weights of `--eval_only` are from.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    path, argv = _take_config(words)
+    path, argv = _take_config(list(sys.argv[1:] if argv is None else argv))
     program = program or Path(sys.argv[0]).name
     layers = [(f"--config {path}: ", _read(path))] if path else []
-    default = _layered(config_class, layers, program, config_class(**_suited) if _suited else None)
-    if {"-h", "--help"} & set(argv):
-        _help(config_class, default, program)
-    config = _checked(_parse(config_class, argv, default, program))
+    asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), None)
+    if asked is not None:
+        default = _layered(config_class, layers, [], program)
+        print_help(config_class, default, program, everything="all" in argv[asked + 1 : asked + 2])
+    config = _checked(_layered(config_class, layers, argv, program))
+    fields = {field.name: field for field in dataclasses.fields(config)}
     if weights := getattr(config, "eval_only", ""):
-        return _checked(_for_evaluation(config_class, origin(weights), layers, argv, program))
-    for field in dataclasses.fields(config):
-        if field.metadata.get("of_evaluation") and getattr(config, field.name) != field.default:
+        origin = fields["eval_only"].metadata.get("origin", read_origin)(weights)
+        return _checked(_for_evaluation(config_class, origin, layers, argv, program))
+    for field in fields.values():
+        value, metadata = getattr(config, field.name), field.metadata
+        if metadata.get("of_evaluation") and value != field.default:
             raise Refused(
-                f"--{field.name} is for --eval_only: a run measures the model as it exports it; leave it out, and evaluate "
-                "best/ with it"
+                f"--{field.name} works only with --eval_only: a training run evaluates exactly what it exports; leave it "
+                "out, and evaluate best/ with it"
             )
-    suited = suit(config) if suit else {}
-    if suited != (_suited or {}):  # until it is stable: the model depends on the data, the image size on the model
-        return parse(config_class, words, program, suit, origin, suited)
+        if not value and metadata.get("required"):
+            raise Refused(f"--{field.name} is missing: {metadata['required']}")
+        if value and metadata.get("decides"):
+            decided = (f"--{field.name} {value}: ", metadata["decides"](value))
+            config = _checked(_layered(config_class, [decided, *layers], argv, program))
     return config
 
 
@@ -171,11 +167,12 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
     return flags
 
 
-def _layered(config_class: type[C], layers: list[tuple[str, dict]], program: str, config: C | None = None) -> C | None:
-    """`config` overridden by each of `layers` in turn. A layer is a prefix for messages, and values by name."""
+def _layered(config_class: type[C], layers: list[tuple[str, dict]], argv: list[str], program: str) -> C:
+    """The defaults overridden by each of `layers` in turn, then by `argv`. A layer is a prefix for messages, and values."""
+    config = None
     for where, content in layers:
         config = _parse(config_class, _flags(content, config_class, where), config, program, where)
-    return config
+    return _parse(config_class, argv, config, program)
 
 
 def _for_evaluation(
@@ -197,8 +194,7 @@ def _for_evaluation(
 
     def given(but: Sequence[str] = ()) -> C:
         of_run = {name: value for name, value in origin.config.items() if name in fixed and name not in but}
-        bottom = _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], program)
-        return _parse(config_class, argv, bottom, program)
+        return _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], argv, program)
 
     config = given()
     if not config.data:
@@ -258,28 +254,6 @@ def _stray(words: str, config_class: type) -> str:
 def _file_of(config_class: type) -> Path:
     """The file of the recipe that defines a configuration."""
     return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
-
-
-@dataclass
-class _ConfigFlag:
-    config: str = ""
-    """YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
-
-
-def _help(config_class: type, default, program: str) -> NoReturn:
-    """Print all flags with their defaults, the recipe's own first, and exit. Only one process per machine prints."""
-    fields = config_class.__dataclass_fields__
-    shown = type(config_class.__name__, (config_class, _ConfigFlag), {"__doc__": config_class.__doc__})
-    ordered = {name: fields[name] for name in field_names(config_class)}
-    shown.__dataclass_fields__ = _ConfigFlag.__dataclass_fields__ | ordered
-    default = shown(**dataclasses.asdict(default)) if default else None
-    others = os.environ.get("LOCAL_RANK", "0") != "0"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
-            tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True)
-    except BrokenPipeError:  # the reader has closed the pipe, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again when it exits
-    raise SystemExit
 
 
 _PLAINER = {  # messages of tyro, and the same in the style of the other refusals

@@ -1,1 +1,10 @@
 """Starting and finding processes: launchers, meeting, rendezvous, exit codes, and the checks before a run."""
+
+from typing import TYPE_CHECKING
+
+from common.imports import face
+
+if TYPE_CHECKING:
+    from common.launching import launch
+
+__all__, __getattr__ = face(__name__)

@@ -61,7 +61,7 @@ def _adopt() -> None:
 os.register_at_fork(after_in_child=_adopt)  # notebook_launcher forks its processes from one that has imported this
 
 
-def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Accelerator:
+def start(config: RunConfig | None = None) -> Accelerator:
     """Join the processes that a launcher started (see launchers.py), and return the Accelerator.
 
     The processes compare code, package versions and, if given, the configuration before they form a group. Then the
@@ -70,7 +70,6 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the group without
     these checks. Device and precision are those of the launch.
 
-    `fixed_shapes`: convolutions have few different shapes, so cuDNN may search for the fastest algorithm for each.
     Raises `Refused`; if the environment shows the reason, before a process group is formed.
     """
     # torch 2.14 recommends a replacement that 2.11 does not have.
@@ -87,7 +86,7 @@ def start(config: RunConfig | None = None, *, fixed_shapes: bool = False) -> Acc
     else:
         let_segments_grow(os.environ)
     settings = config or RunConfig()
-    determinism.choose(settings.deterministic and not on_cpu, fixed_shapes)
+    determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)

@@ -354,7 +354,7 @@ class Machines(RendezvousHandler):
             self._cut_off = True
             _give_up(
                 f"what lies in the store at {self._host}:{self._port} is not from a launcher of this run: see who else reaches "
-                "that port (docs/security.md), and start the command on all machines again"
+                "that port (SECURITY.md), and start the command on all machines again"
             )
         except DistError:
             self._cut_off = True

@@ -1,1 +1,12 @@
 """A run: its folder, progress, step reports, log, tracker, plots and shutdown."""
+
+from typing import TYPE_CHECKING
+
+from common.imports import face
+
+if TYPE_CHECKING:
+    from common.run import eval_only
+    from common.run.past_run import PastRun
+    from common.run.run import Run
+
+__all__, __getattr__ = face(__name__)

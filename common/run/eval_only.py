@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader, Dataset
 
 from common.checkpoints.resume import check_weights, load_model
 from common.config.origin import Origin, by_name, called_by_weights, read_origin
 from common.config.parsing import identity, short_hash
 from common.data import splits
+from common.data.loader import evaluation_loader
 from common.data.source import Source
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
@@ -34,14 +37,14 @@ from common.launching import launch
 from common.run.folder import write_json
 
 
-def begin(config, read: Callable[[str], Origin] = read_origin) -> Origin:
-    """Read and print which weights `--eval_only` evaluates, and which settings differ from those of their run.
+def begin(config, read: Callable[[str], Origin] = read_origin) -> tuple[Accelerator, Origin]:
+    """Join the processes of the launch; read and print which weights are evaluated, and how settings differ from their run's.
 
     `read` is what `parse` was given. Raises `Refused` if they can't be read.
     """
-    origin = read(config.eval_only)
+    accelerator, origin = launch.start(config), read(config.eval_only)
     launch.say(origin.describe(dataclasses.asdict(config)))
-    return origin
+    return accelerator, origin
 
 
 def read(config, origin: Origin, build_data: Callable) -> tuple:
@@ -59,6 +62,11 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
         if is_main() and not config.dry_run:
             _check_writable(folder.parent)
     return val, origin.classes or val.classes, places
+
+
+def loader(config, samples: Dataset) -> DataLoader:
+    """This rank's batches of all images."""
+    return evaluation_loader(samples, config.max_micro_batch_size, config.workers)
 
 
 def model_of(config, origin: Origin) -> str:
@@ -91,7 +99,7 @@ def report_folder(config, origin: Origin, val: Source) -> Path:
     known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
     asked = {key: value for key, value in identity(config).items() if hasattr(config, key)}  # present names only
     differing = {key: asked[key] for key in asked if key not in known or asked[key] != known[key]}
-    part = "held_out" if re.search("held.out", val.origin) else Path(val.origin.removeprefix("split ")).stem
+    part = "held_out" if re.search("held.out", val.part) else Path(val.part.removeprefix("split ")).stem
     leaf = "-".join([_word(weights.name), _word(part)] + [short_hash(differing)] * bool(differing))
     run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
@@ -132,7 +140,7 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
         "step": origin.run.get("step"),
         "mean_of_steps": list(origin.steps) or None,
         "data": config.data,
-        "part": val.origin,
+        "part": val.part,
         "fingerprint": val.fingerprint,
         "images": len(val),
         "classes": len(val.classes),

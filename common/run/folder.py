@@ -135,10 +135,10 @@ def write_json(path: Path, content: Any) -> None:
     replace_file(path, (json.dumps(as_json(content), indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_json(path: Path, most: int = SMALL) -> dict:
-    """A JSON object that `write_json` wrote; {} if it is missing, damaged, or larger than `most` bytes."""
+def read_json(path: Path, limit: int = SMALL) -> dict:
+    """A JSON object that `write_json` wrote; {} if it is missing, damaged, or larger than `limit` bytes."""
     try:
-        content = json.loads(read_bytes(path, most))
+        content = json.loads(read_bytes(path, limit))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -61,10 +61,10 @@ def _path(points: np.ndarray, kind: str) -> str:
     return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
+def _ticks(low: float, high: float, limit: int) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
     span = (high - low) or abs(high) or 1.0
-    raw = span / most
+    raw = span / limit
     size = 10 ** math.floor(math.log10(raw))
     size *= next(factor for factor in (1, 2, 5, 10) if raw <= factor * size * (1 + 1e-9))
     first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)

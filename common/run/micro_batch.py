@@ -44,10 +44,10 @@ def fit(
 def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
     """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
     size = plan.micro_batch_sizes[0]
-    if plan.whole:
+    if plan.undivided_for:
         raise Refused(
-            f"the {size} samples that {plan.whole} needs at once do not fit into memory: take --batch_norm group, a smaller "
-            f"model or smaller images, more processes, or a bf16 file of accelerate_configs/{why}"
+            f"the {size} samples that {plan.undivided_for} needs at once do not fit into memory: take --batch_norm group, a "
+            f"smaller model or smaller images, more processes, or a bf16 file of accelerate_configs/{why}"
         )
     if size == plan.unit:
         raise Refused(

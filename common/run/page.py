@@ -159,75 +159,38 @@ for (const table of document.querySelectorAll("table.sortable")) {
 """
 
 _STYLE = """
-:root { --paper: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #5c6670; --line: #e1e5ea; --accent: #0072B2;
-  --c0: #0072B2; --c1: #D55E00; --c2: #009E73; --c3: #9a6fb0; --good: #00704f; --bad: #b3261e; --wait: #8a5300; }
-@media (prefers-color-scheme: dark) { :root { --paper: #111418; --card: #1a1e24; --ink: #e6e9ed; --soft: #9aa4af;
-  --line: #2c333b; --accent: #5db4e8; --c0: #5db4e8; --c1: #ff9a57; --c2: #3fcf9f; --c3: #c8a2dc; --good: #3fcf9f;
-  --bad: #ff8a80; --wait: #f0b35a; } }
+:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 15%, Canvas); --soft: GrayText;
+  --c0: #0072B2; --c1: #D55E00; --c2: #009E73; --c3: #9a6fb0; }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Noto Sans", "Liberation Sans", Arial, sans-serif; }
+body { margin: 0; background: Canvas; color: CanvasText; font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 0 0 12px; }
-h3 { font-size: 15px; margin: 20px 0 8px; }
+h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 p { margin: 6px 0; overflow-wrap: anywhere; }
-.soft, figcaption { color: var(--soft); }
-header { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: center; }
-header p { flex-basis: 100%; }
-.status { padding: 2px 12px; border-radius: 99px; border: 1px solid; font-weight: 600; font-size: 13px; }
-.finished { color: var(--good); } .failed { color: var(--bad); } .resumable, .running, .unknown { color: var(--wait); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 20px 0; }
-.tile, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 12px 16px; min-width: 0; }
-.tile b { display: block; font-size: 21px; line-height: 1.3; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: 13px; }
-section { padding: 18px 20px; margin: 16px 0; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0 16px;
-  align-items: start; }
-.pair section { min-width: 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 14px 28px; }
-figure { margin: 0 0 18px; min-width: 0; }
-figure:last-child { margin-bottom: 0; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px;
-  align-items: start; }
-.pictures figure { margin: 0; } .wide { grid-column: 1 / -1; }
-figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; border-radius: 8px;
-  border: 1px solid var(--line); }
-figcaption { font-size: 13px; display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: center; }
-.chart figcaption { justify-content: space-between; color: var(--ink); font-weight: 600; }
-.keys { font-weight: 400; display: flex; flex-wrap: wrap; gap: 0 12px; color: var(--soft); }
-.keys i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 6px; vertical-align: middle; }
+.soft, figcaption, .tile span, .facts th, svg text { color: var(--soft); fill: var(--soft); font-size: 13px; font-weight: 400; }
+.status { padding: 2px 12px; border-radius: 99px; border: 1px solid; font-weight: 600; }
+.finished { color: var(--c2); } .failed { color: var(--c1); } .resumable, .running, .unknown { color: var(--c3); }
+.tiles, .charts, .pictures { display: grid; gap: 14px 24px; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 20px 0; }
+.tile, section { border: 1px solid var(--line); border-radius: 10px; padding: 12px 18px; margin: 16px 0; }
+.tile { margin: 0; } .tile b { display: block; font-size: 21px; overflow-wrap: anywhere; }
+figure { margin: 0; } .wide { grid-column: 1 / -1; }
+figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; }
+figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: space-between; }
+.keys i { display: inline-block; width: 14px; height: 3px; margin: 0 6px 3px 12px; }
 i.c0 { background: var(--c0); } i.c1 { background: var(--c1); } i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .pale { opacity: .3; stroke-width: 1; }
+svg { width: 100%; height: auto; } .grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
+.line { fill: none; stroke-width: 1.8; } .pale { opacity: .3; stroke-width: 1; }
 .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
 .dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); } .dot.c3 { fill: var(--c3); }
 .scroll { overflow-x: auto; } .long { max-height: 560px; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
-tr:last-child > * { border-bottom: 0; }
-.facts { width: 100%; } .facts th { font-weight: 500; color: var(--soft); width: 11em; }
-.facts td { overflow-wrap: anywhere; } .plain td:first-child { white-space: nowrap; }
-thead th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
-.sortable { min-width: min(100%, 420px); } .sortable td:first-child { overflow-wrap: anywhere; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; padding-left: 14px; }
-thead th:not(:first-child) { padding-left: 14px; text-align: right; }
-.plain thead th:not(:first-child) { text-align: left; padding-left: 0; }
-.share { background: linear-gradient(color-mix(in srgb, var(--accent) 22%, transparent) 0 0) no-repeat 0 50% /
+thead th { position: sticky; top: 0; background: Canvas; }
+td { overflow-wrap: anywhere; } .number { text-align: right; white-space: nowrap; }
+.share { background: linear-gradient(color-mix(in srgb, var(--c0) 22%, Canvas) 0 0) no-repeat 0 50% /
   calc(var(--share) * (100% - 66px)) 70%; min-width: 150px; }
-th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
-th button::after { content: " ↕"; color: var(--soft); } [aria-sort=ascending] button::after { content: " ↑"; }
-[aria-sort=descending] button::after { content: " ↓"; }
-pre { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; margin: 6px 0 14px;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas,
-  "Liberation Mono", monospace; }
-details { margin-top: 14px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
-@media (max-width: 520px) { main { padding: 18px 10px 40px; } section { padding: 14px 12px; } .facts th { width: 7.5em; } }
-@media print { :root { --paper: #fff; --card: #fff; --ink: #000; --soft: #444; --line: #ccc; --c0: #0072B2; --c1: #D55E00;
-  --c2: #009E73; --c3: #9a6fb0; } body { font-size: 11pt; } main { padding: 0; max-width: none; } .long { max-height: none; }
-  section { border: 0; padding: 0; } .tile, figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
-  th button::after { content: "" !important; } }
+th button { all: unset; cursor: pointer; } th button::after { content: " ↕"; }
+[aria-sort=ascending] button::after { content: " ↑"; } [aria-sort=descending] button::after { content: " ↓"; }
+pre { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 520px) { .charts, .pictures { grid-template-columns: 1fr; } }
 """

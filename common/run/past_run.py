@@ -1,7 +1,7 @@
 """Past run: what the files of a run folder tell about a run, whatever became of it.
 
-A killed run lacks files, an older version wrote others, and a folder may be copied from elsewhere. So each part is read by
-itself, and what is missing or damaged is empty.
+A killed run lacks files, and a folder may be copied from elsewhere. So each part is read by itself, and what is missing or
+damaged is empty.
 """
 
 import datetime
@@ -168,21 +168,8 @@ class PastRun:
         """The command that makes the same run again in another folder, from its complete configuration."""
         typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
         recipe = str(self.environment.get("recipe") or "recipes/cls.py")
-        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else f"{self._launcher} "
+        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch "
         return f"{before}{shlex.join([recipe, '--config', str(self.path / 'config.yaml'), '--name', f'{self.name}-again'])}"
-
-    @property
-    def _launcher(self) -> str:
-        """A launcher for the layout of a run that did not record its own."""
-        world, local = (int(finite(self.environment.get(key)) or 1) for key in ("world_size", "local_world_size"))
-        precision = str(self.environment.get("precision"))
-        if self.environment.get("cuda"):
-            name = "2node" if world > local else "multi_gpu" if world > 1 else "single_gpu"
-            name += f"_{precision}" if precision in ("bf16", "fp16") else ""
-        else:
-            name = "2node_cpu" if world > local else "multi_cpu" if world > 1 else "cpu"
-        several = f" --num_processes {world}" if world > 1 else ""
-        return f"accelerate launch --config_file accelerate_configs/{name}.yaml{several}"
 
     def _summary_of_rows(self) -> dict[str, Any]:
         last = self.rows[-1] if self.rows else {}

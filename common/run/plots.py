@@ -232,11 +232,11 @@ def arrow(name: str, other: str) -> str:
     return f"{name} → {other}" if breadth(name + other) <= 17 else f"{name}\n→ {other}"
 
 
-def short(name: Any, most: int, path: bool = False) -> str:
-    """A name in one line, shortened to the width of `most` letters: both ends of a name, the end of a path."""
+def short(name: Any, limit: int, path: bool = False) -> str:
+    """A name in one line, shortened to the width of `limit` letters: both ends of a name, the end of a path."""
     name = " ".join(str(name).split())
     head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
-    while breadth(head + tail) > most - (head + tail != name):
+    while breadth(head + tail) > limit - (head + tail != name):
         head, tail = (head[:-1], tail) if breadth(head) > breadth(tail) else (head, tail[1:])
     if head + tail != name:
         name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
@@ -250,9 +250,9 @@ def count_of(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def footnote(axes: "Axes", name: str, most: int) -> None:
+def footnote(axes: "Axes", name: str, limit: int) -> None:
     """Writes the name of an image below it."""
-    text = short(name, most, path=True)
+    text = short(name, limit, path=True)
     axes.text(
         0.5, -0.02, text, fontsize=6, color=GREY, ha="center", va="top", transform=axes.transAxes, parse_math=False
     )
@@ -329,9 +329,9 @@ def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: i
     return f": best/ is of step {step:,}, {display_name(leading)} {figure}"
 
 
-def _most_confused(counts: np.ndarray, class_names: Sequence[str], most: int = 6) -> str:
+def _most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 6) -> str:
     wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
     pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
     named = [f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
     return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])

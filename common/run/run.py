@@ -3,33 +3,37 @@
 Everything here is called on every rank: what writes or prints is quiet off the main process.
 """
 
+import dataclasses
 import hashlib
+import math
 import os
 import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from torch.utils.data import DataLoader
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.fields import RunConfig, steps_between
+from common.config.fields import steps_between
 from common.config.parsing import identity, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
+from common.data.data_rows import data_rows
 from common.data.data_spec import fingerprint
-from common.data.loader import DeviceBatch
-from common.data.stream import Stream
-from common.distributed import watchdog
-from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
+from common.data.loader import DeviceBatch, evaluation_loader
+from common.data.source import looked_at
+from common.distributed import determinism, watchdog
+from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main, world_size
 from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
@@ -43,11 +47,11 @@ from common.run.saving import Saving
 from common.run.shutdown import Shutdown
 from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
-from common.training import batch_norm, exactness
+from common.training import batch_norm, exactness, timm_models
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
-from common.training.step import Samples, TrainingStep
+from common.training.step import Evaluated, Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import is_out_of_memory, warm_up
 
@@ -56,13 +60,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Run:
-    """One start of a run, from claiming its folder to its final status."""
+    """One start of a run, from joining the processes of its launch to its final status.
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator):
-        self.config, self.accelerator = config, accelerator
-        if config.dtype == "float64" and accelerator.mixed_precision != "no":
+    Attributes:
+        accelerator: Accelerate's, for its device and `autocast`; `Run.prepare` calls its `prepare`.
+        step: optimizer steps done.
+        best_step: the step of the best evaluation so far, over all starts; 0 before the first.
+        total_steps: the run's length. `last`: the step after which this start ends.
+    """
+
+    def __init__(self, config: Any):
+        """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
+        self.config, self.accelerator = config, launch.start(config)
+        self._device, self.step, self.best_step = self.accelerator.device, 0, 0
+        if config.dtype == "float64" and self.accelerator.mixed_precision != "no":
             raise Refused(
-                f"--dtype float64 would be computed in {accelerator.mixed_precision}, as the launch says: "
+                f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the launch says: "
                 "launch with --mixed_precision no, or leave out --dtype"
             )
         name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
@@ -71,6 +84,7 @@ class Run:
         profiled = steps_between(config.profile)
         if config.max_steps:
             profiling.check(profiled, config.max_steps)  # where the length is known before the data are
+        BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
         with all_or_none("opening the run folder"):
@@ -85,7 +99,6 @@ class Run:
         self._writer = self._saving.writer
         self._shutdown = Shutdown(config, self.path, self._folder, self._records, self._writer)
         self._look_for_others()
-        self.max_micro_batch_size = self._most()  # at once, of a process
         self._asked_by = ""  # what asked this process to stop
         self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
         self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
@@ -112,7 +125,7 @@ class Run:
         stopped = error is None and self.step < self.last
         lasting = self.plan and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
-        instead = self._shutdown.take_less(self.plan, self.accelerator.device) if too_much else None
+        instead = self._shutdown.take_less(self.plan, self._device) if too_much else None
         error = instead or error
         try:
             if self._started:
@@ -136,42 +149,27 @@ class Run:
 
     # --- before the first step
 
-    def length(self, stream: Stream) -> int:
-        """The run's length in steps: --max_steps, or else --epochs in whole steps, rounded up; two for --dry_run."""
-        steps = self.config.max_steps or stream.steps(self.config.epochs)
-        if steps < 1:
-            raise Refused(f"--epochs {self.config.epochs}: no step to make; train longer, or take --eval_only")
-        steps = min(2, steps) if self.config.dry_run else steps
-        profiling.check(steps_between(self.config.profile), steps)
-        return steps
-
     def prepare(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        ema: torch.nn.Module | None,
-        *,
-        plan: BatchPlan,
         schedule: Schedule,
         samples: Samples,
+        evaluated: Evaluated,
         losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
-        totals_of: Callable[[DeviceBatch], torch.Tensor] | None = None,
-        data: tuple[Sized, Sized],
-        export: Callable[..., None],
-        rows: dict[str, str],
     ) -> tuple:
         """All that comes before the first step; returns the wrapped model and the optimizers, as Accelerate prepares them.
 
-        1. Finds the largest micro-batches of `plan` that fit into the memory of every process, by a trial of a step.
-        2. Wraps the model, and warms DDP up.
-        3. Prints the start table: `rows` of the recipe, and what all recipes have.
+        1. Finds the largest micro-batches that fit into the memory of every process, by a trial of a step.
+        2. Wraps the model, and warms DDP up. With --ema_decay, makes the moving average of its weights.
+        3. Prints the start table.
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
-        Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list. `ema` is
-        the moving average of `model` (`optimizer.build_ema`), or None. `losses_of` and `totals_of` are explained at
-        `step.TrainingStep`. `data` is (training set, validation set). `export(model, results=..., folder=...)`
-        writes a folder of the model that is evaluated, which becomes `best/`.
+        Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
+        `samples` are trained on; `evaluated` says how images are evaluated, and exports the model accordingly.
+        `losses_of(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
+        profiling.check(steps_between(self.config.profile), schedule.total_steps)
         single = isinstance(optimizer, torch.optim.Optimizer)
         optimizers = [optimizer] if single else [*optimizer]
         if len(optimizers) > 1 and self.accelerator.scaler:
@@ -180,28 +178,41 @@ class Run:
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
-        self.model, self._ema = model, ema
-        freezing = Freezing(self.config, model, samples.stream)
-        self._training = TrainingStep(self.accelerator, model, samples, losses_of, totals_of, freezing)
-        inexact = self._fit(plan)
+        self.model, self._ema = model, optimization.build_ema(self.config, model)
+        determinism.search_fastest(samples.few_shapes)
+        freezing, data = Freezing(self.config, model, samples.stream), (samples.source, evaluated.source)
+        self._training = TrainingStep(self.accelerator, model, samples, losses_of, freezing)
+        inexact = self._fit(self._make_plan(samples))
         network, *wrapped = self.accelerator.prepare(model, *optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        rows = rows | freezing.describe() | self._rows(schedule, samples.stream) | inexact
+        counted = "boxes" if hasattr(samples.source, "boxes") else "images"
+        rows = data_rows(self.config.data, *data, counted) | self._rows(schedule, samples, freezing) | inexact
         if self.config.dry_run and self._folder:
             watchdog.note("looking for duplicates")
             rows |= duplicates.rows(*data)
         self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
-        state = TrainingState(model, optimizers, ema and ema.module, self.accelerator.scaler)
-        self._start(state, schedule, data, export)
+        state = TrainingState(model, optimizers, self._ema and self._ema.module, self.accelerator.scaler)
+        self._start(state, schedule, data, partial(evaluated.export, train=samples.source))
         self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
+        self._train, self._evaluated = samples.source, evaluated
+        self._loader = evaluation_loader(evaluated, self.plan.max_micro_batch_size, self.config.workers)
         model.train()
         if not self.step and not self.config.dry_run:
             parts = self._training.first_batch(self.plan, FIRST_SHOWN)
             batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
             self.draw("first_batch", plots.first_batch, parts, *batch)
         return network, wrapped[0] if single else wrapped
+
+    def _make_plan(self, samples: Samples) -> BatchPlan:
+        """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
+        limit = self.config.max_micro_batch_size
+        kept = micro_batch.kept(self.path, self._device) if self._folder else None  # if that was too much before
+        limit = broadcast_object(min(limit, kept or limit))
+        unit, undivided_for = batch_norm.unit(self.model), batch_norm.undivided_for(self.model)
+        whole_batch = self.config.global_batch_size, world_size()
+        return BatchPlan(*whole_batch, limit, math.lcm(samples.unit, unit), undivided_for)
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def _fit(self, plan: BatchPlan) -> dict[str, str]:
@@ -227,17 +238,19 @@ class Run:
         """Load the checkpoint to resume from, if there is one, and open the run folder's files."""
         stream = schedule.stream
         self._stream, self.total_steps = stream, schedule.total_steps
-        told, recipe = identity(self.config) | {"data": fingerprint(*data)}, recipe_source.read(self.config)
+        identity_of_run = identity(self.config) | {"data": fingerprint(*data)}
+        recipe = recipe_source.read(self.config)
         records = self._records
-        records.begin(state, stream, schedule, told, recipe)
+        records.begin(state, stream, schedule, identity_of_run, recipe)
         watchdog.note("choosing and loading a checkpoint")
-        self.last = self._saving.resume(state, export, told, recipe) or self.total_steps
+        self.last = self._saving.resume(state, export, identity_of_run, recipe) or self.total_steps
         records.share()
+        self.step, self.best_step = records.progress.step, records.progress.best.get("step", 0)
         if self._profile:
             self._profile.skip(self.step)
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
-        facts = environment(launch.precision(self.accelerator, self.config.dtype), self.accelerator.device, self.config)
+        facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
         facts["micro_steps"] = self.plan.micro_steps
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
@@ -258,7 +271,7 @@ class Run:
         for step in range(self.step, self.last):
             if self._profile:
                 self._profile.before(step + 1)
-            self._began, self._lap = time.perf_counter(), Lap(self.accelerator.device)
+            self._began, self._lap = time.perf_counter(), Lap(self._device)
             watchdog.note("training", step + 1)
             yield step
             if self._stopping or self.step >= self.last:
@@ -304,7 +317,7 @@ class Run:
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""
         outcome = self._training.end()
-        step = self.step + 1
+        self.step = step = self.step + 1
         if self._ema:
             self._ema.update(self.model, step)
         self._records.progress.step = step
@@ -331,33 +344,20 @@ class Run:
         """
         self._ended_by = self._ended_by or why or "the recipe"
 
-    def ends(self) -> bool:
-        """Whether the run ends with this step: by its length, or by `stop` on some rank. A collective, after evaluations."""
-        if self.step < self.last:
-            self._agreed = self._agreed or first_said(self._ended_by)
-            self._end(self.step)
-        return self.step == self.last
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self._records.progress.step
-
-    @property
-    def best_step(self) -> int:
-        """Step of the best evaluation so far, over all starts; 0 before the first."""
-        return self._records.progress.best.get("step", 0)
-
     def should_evaluate(self) -> bool:
-        """Whether an evaluation is due now: by the cadence, or because the run ends here."""
+        """True if an evaluation is due now: by the cadence, or because the run ends here."""
         return self._due(self.config.eval_every, self.step)
 
     def evaluate(
-        self, evaluate: Callable[[torch.nn.Module], tuple], leading: str, larger_is_better: bool | None = None
+        self,
+        evaluate: Callable[[torch.nn.Module, DataLoader], tuple],
+        leading: str,
+        larger_is_better: bool | None = None,
     ) -> list:
         """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
 
-        `evaluate(model)` returns (results, ...). They are logged as `eval/...` and `eval/ema_...`. The model with the best
+        `evaluate(model, loader)` returns (results, ...) of this rank's share of the loader's batches, over all ranks. They are
+        logged as `eval/...` and `eval/ema_...`. The model with the best
         `results[leading]` so far, of the average if there is one, goes to `best/`, at the next checkpoint. Whether larger is
         better is known of usual names, such as top1, AP and loss; for another, `larger_is_better` has to say it, else
         `Refused` is raised.
@@ -368,22 +368,23 @@ class Run:
             raise Refused(
                 f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
             )
-        results, *rest = evaluate(self.model)
+        results, *rest = evaluate(self.model, self._loader)
         if leading not in results:
             raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
         if self._ema:
-            of_ema, *rest = evaluate(self._ema.module)
+            of_ema, *rest = evaluate(self._ema.module, self._loader)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
         _check_alike(results)
         if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
+            self.best_step = self.step
         self._stop_by_flags()
         return rest
 
     def should_save(self) -> bool:
-        """Whether a checkpoint is due now: by the cadence, or because some rank was asked to stop."""
+        """True if a checkpoint is due now: by the cadence, or because some rank was asked to stop."""
         return self._due(self.config.checkpoint_every, self.step) or self._stopping
 
     def save(self) -> None:
@@ -393,21 +394,32 @@ class Run:
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
-    def audits(self, share: float) -> bool:
-        """Whether `suspicious.csv` is due: at the first evaluation after this share of the run, or the last one if none was.
-
-        A collective, after evaluations.
-        """
-        due = self.ends() or self.step >= share * self.total_steps
-        return broadcast_object(due and not self._suspicious.exists())
-
     def should_draw(self) -> bool:
-        """Whether pictures of an evaluation are due: after the last one, and while they take little of the run's time.
+        """True if pictures of an evaluation are due: after the last one, and while they take little of the run's time.
 
-        A collective, after evaluations, instead of `ends`.
+        A collective, after `evaluate` and whatever may call `stop`.
         """
-        ends = self.ends()
+        ends = self._ends()
         return broadcast_object(ends or self._records.has_time_to_draw())
+
+    def audit(self, judge: Callable[[torch.nn.Module, DataLoader], tuple], share: float = 1.0) -> None:
+        """Let the model look at training images once more, for `suspicious.csv` and a picture of what it contradicts.
+
+        That is due at the first evaluation after `share` of the run, or at its last one. `judge(model, loader)` returns
+        (draw, rows, ...): what `draw` and then the table is made of, by `draw(..., path)` and `rows(...)`. A collective, after
+        `evaluate` and whatever may call `stop`.
+        """
+        ends = self._ends()
+        is_due = ends or self.step >= share * self.total_steps
+        is_due &= share == 1 or not self._suspicious.exists()
+        if not getattr(self._train, "fresh", False) and broadcast_object(is_due):  # of fresh scenes, none is seen twice
+            rows = looked_at(len(self._train), self.total_steps * self.config.global_batch_size)
+            samples = dataclasses.replace(self._evaluated, source=self._train.select(rows))
+            loader = evaluation_loader(samples, self.plan.max_micro_batch_size, self.config.workers)
+            draw, rows_of, *judged = judge(self.model, loader)
+            self.draw("suspicious", draw, *judged)
+            watchdog.note("writing suspicious.csv")
+            self._records.table("suspicious", rows_of, *judged)  # last: it says that this is done
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
@@ -417,12 +429,14 @@ class Run:
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
 
-    def table(self, name: str, function: Callable, *arguments) -> None:
-        """Write the rows that `function(*arguments)` returns to `<name>.csv` on the main process; a failure is logged."""
-        watchdog.note(f"writing {name}.csv")
-        self._records.table(name, function, *arguments)
-
     # --- inside
+
+    def _ends(self) -> bool:
+        """True if the run ends with this step: by its length, or by `stop` on some rank. A collective."""
+        if self.step < self.last:
+            self._agreed = self._agreed or first_said(self._ended_by)
+            self._end(self.step)
+        return self.step == self.last
 
     def _stop_by_flags(self) -> None:
         """Let the run end if --patience or --max_hours says so: the main process decides, since clocks differ."""
@@ -434,11 +448,16 @@ class Run:
         watchdog.note("settling")
         self._take_in(self._step_reports.settle())
 
-    def _rows(self, schedule: Schedule, stream: Stream) -> dict[str, str]:
-        """What the start table of every recipe says."""
+    def _rows(self, schedule: Schedule, samples: Samples, freezing: Freezing) -> dict[str, str]:
+        """Rows of the start table about the model and its training."""
+        stream = samples.stream
         steps, least = schedule.total_steps, stream.min_epoch_steps
         longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
         return {
+            **timm_models.describe(self.config.model, self.model),
+            **samples.describe(),
+            "batch norm": batch_norm.describe(self.model),
+            **freezing.describe(),
             "layout": launch.describe(self.accelerator, self.config.dtype),
             "batch": str(self.plan),
             "learning rate": optimization.describe(self.config, self.model),
@@ -455,12 +474,6 @@ class Run:
                 self._shutdown.leave_no_trace()
                 raise Refused(text)
             self.say(f"{text}, or copy them before the next start")
-
-    def _most(self) -> int:
-        """The largest micro-batch of a process: less than asked for if that was too large before."""
-        most = self.config.max_micro_batch_size
-        kept = micro_batch.kept(self.path, self.accelerator.device) if self._folder else None
-        return broadcast_object(min(most, kept or most))
 
     def _on_signal(self, number: int, frame) -> None:
         if self._asked_by and number == signal.SIGINT:

@@ -38,11 +38,11 @@ class Shutdown:
                 micro_batch.keep(self._path, less, device)
         except Refused as refusal:
             return refusal
-        size, most = plan.micro_batch_sizes[0], less.max_micro_batch_size
+        size, limit = plan.micro_batch_sizes[0], less.max_micro_batch_size
         other = ", which with --batch_norm local is another result" * (
             getattr(self._config, "batch_norm", "") == "local"
         )
-        return RestartNeeded(f"out of memory with {size} samples at once, from now on at most {most}{other}")
+        return RestartNeeded(f"out of memory with {size} samples at once, from now on at most {limit}{other}")
 
     def leave_word(self, step: int, cause: str) -> None:
         """Write to status.json why the watchdog ends all processes at `step`. Called on the rank that reports it."""

@@ -226,8 +226,8 @@ class StepReports:
         logged = self._means(posted, sums, new > 0)
         mean = loss / self.global_batch_size
         wait /= world_size()
-        told = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
-        return StepReport(posted.step, mean, posted.grad_norm, wait, *told, logged, _of_update(posted), ready)
+        state = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
+        return StepReport(posted.step, mean, posted.grad_norm, wait, *state, logged, _of_update(posted), ready)
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
         """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""
@@ -285,6 +285,6 @@ def first_said(text: str) -> str:
     return next(filter(None, gather_objects(text)), "")
 
 
-def _listed(positions: list[int], most: int = 8) -> str:
-    more = f" and {len(positions) - most} more" if len(positions) > most else ""
-    return ", ".join(map(str, positions[:most])) + more
+def _listed(positions: list[int], limit: int = 8) -> str:
+    more = f" and {len(positions) - limit} more" if len(positions) > limit else ""
+    return ", ".join(map(str, positions[:limit])) + more

@@ -1,3 +1,14 @@
 """What happens in a step: models of timm, batch norm, optimizer and schedule, warm-up."""
 
-import common.imports  # noqa: F401 (before the modules of this package import timm)
+from typing import TYPE_CHECKING
+
+from common.imports import face, import_timm
+
+if TYPE_CHECKING:
+    from common.training import batch_norm, defaults, drop_path, timm_models
+    from common.training.freezing import freeze, prepare_layers
+    from common.training.optimizer import Schedule, build_ema, build_optimizer, build_schedule, set_learning_rate
+
+__all__, __getattr__ = face(__name__)
+
+import_timm()  # before the modules of this room do

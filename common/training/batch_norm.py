@@ -295,15 +295,28 @@ def freeze(*modules: nn.Module) -> None:
                 layer.mode = "frozen"
 
 
-def describe(mode: str, model: nn.Module) -> str:
+def unit(model: nn.Module) -> int:
+    """Consecutive samples that `model` normalises together, so that they stay on one rank: 1, or a group."""
+    return max((layer.group_size for layer in _collecting(model) if layer.mode == "group"), default=1)
+
+
+def undivided_for(model: nn.Module) -> str:
+    """The flag that needs the whole share of a process at once, if the layers of `model` do; else ""."""
+    modes = {layer.mode for layer in _collecting(model)} & {"node", "global"}
+    return f"--batch_norm {modes.pop()}" if modes else ""
+
+
+def describe(model: nn.Module) -> str:
     """The mode and what it means for a converted model, and how many layers are frozen or only half frozen, for people."""
     layers = model.step_batch_norms
     if not layers:
         return "none in this model: the same on every layout"
-    text, moving = f"{mode}: {DESCRIPTIONS[mode]}", [layer for layer in layers if layer.mode != "frozen"]
-    if mode != "frozen" and not moving:
+    moving = [layer for layer in layers if layer.mode != "frozen"]
+    if not moving and not any(layer.weight is not None and layer.weight.requires_grad for layer in layers):
         return "frozen: all layers are in frozen stages"
-    if mode != "frozen" and len(moving) < len(layers):
+    mode = moving[0].mode if moving else "frozen"
+    text = f"{mode}: {DESCRIPTIONS[mode]}"
+    if moving and len(moving) < len(layers):
         text += f"; {len(layers) - len(moving)} of {len(layers)} layers are frozen"
     if half := sum(layer.weight is not None and not layer.weight.requires_grad for layer in moving):
         text += f"; {half} layers whose weights are not trained have statistics that move: batch_norm.freeze(...) stops both"

@@ -12,6 +12,7 @@ from torch import nn
 
 from common.data.stream import Stream
 from common.errors import Refused
+from common.training import batch_norm, drop_path
 from common.training.batch_norm import StepBatchNorm
 from common.training.parts import stages
 
@@ -23,6 +24,16 @@ class Stage:
     name: str
     parameters: list[nn.Parameter]
     batch_norms: list[StepBatchNorm]
+
+
+def prepare_layers(config: Any, model: nn.Module) -> None:
+    """Batch norm, frozen stages and drop path as the flags say, so that each is the same on every layout.
+
+    In place, before the model is moved to its device and the optimizer is built.
+    """
+    batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
+    freeze(config, model)
+    drop_path.convert(model)
 
 
 def freeze(config: Any, model: nn.Module) -> None:

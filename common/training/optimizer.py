@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import timm.optim
 import torch
@@ -157,6 +158,14 @@ class Schedule:
         """How often the rate has been multiplied by the step factor before `step`."""
         at = [max(1, self.stream.steps(float(epochs))) for epochs in self.config.step_epochs.split(",")]
         return step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
+
+
+def build_schedule(config: Any, stream: Stream) -> Schedule:
+    """The schedule of a run of `--max_steps`, or else of `--epochs` in whole steps, rounded up; of two for `--dry_run`."""
+    steps = config.max_steps or stream.steps(config.epochs)
+    if steps < 1:
+        raise Refused(f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only")
+    return Schedule(config, stream, min(2, steps) if config.dry_run else steps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

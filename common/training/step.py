@@ -5,9 +5,11 @@ The trial before the first step, DDP's warm-up and training make the same passes
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 
 from common.data.batch_plan import BatchPlan
@@ -25,13 +27,31 @@ from common.training.warm_up import check_losses, warm_up
 class Samples(Protocol):
     """A recipe's training samples: positions of the stream -> a batch; see `torch.utils.data.Dataset.__getitems__`."""
 
+    source: Any  # of the images: `data.source.Source`, or `detection.data.annotated.Annotated`
     stream: Stream
+    unit: int  # consecutive positions that stay together on a rank
+    few_shapes: bool  # convolutions have few different shapes, so cuDNN may search for the fastest algorithm for each
+
+    def describe(self) -> dict[str, str]:
+        """Rows of the start table."""
 
     def blank(self, count: int) -> DeviceBatch:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
 
     def shown(self, batch: DeviceBatch) -> list[tuple[str, str, list]]:
         """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in pixels, class name)."""
+
+
+class Evaluated(Protocol):
+    """How a recipe's images are evaluated, and so what an exported model expects; a dataclass, see `data.loader`."""
+
+    source: Any
+
+    def batches(self, most: int) -> list:
+        """Indices of all images of the source, in batches of up to `most` that are the same on every layout."""
+
+    def export(self, model: torch.nn.Module, train: Any, results: dict, folder: Path) -> None:
+        """Write a folder of `model`, trained on the source `train`, and of how to prepare its images: it becomes `best/`."""
 
 
 class _Enough(Exception):
@@ -50,9 +70,10 @@ class StepOutcome(NamedTuple):
 class TrainingStep:
     """Makes the steps of `model` on batches of `samples`.
 
-    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. `totals_of(batch)`, if
-    given, counts what losses are divided by: all micro-batches of a step are fetched first, and the sum over the global batch
-    stands in `batch.totals` before the first forward pass. `freezing` says what does not train in a step.
+    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. If `model` has a method
+    `counts(targets, canvas)`, as detectors have, its losses are divided by what that counts: all micro-batches of a step are
+    fetched first, and before the first forward pass `batch.totals` int64[C + 1] has the sums over the global batch, and the
+    number of its samples. `freezing` says what does not train in a step.
     """
 
     def __init__(
@@ -61,12 +82,11 @@ class TrainingStep:
         model: torch.nn.Module,
         samples: Samples,
         losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
-        totals_of: Callable[[DeviceBatch], torch.Tensor] | None,
         freezing: Freezing,
     ):
         self.model, self.samples, self._freezing = model, samples, freezing
-        self._accelerator, self._losses_of, self._totals_of = accelerator, losses_of, totals_of
-        self._device = accelerator.device
+        self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
+        self._is_counted = hasattr(model, "counts")
 
     def attempt(self, network: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`, on noise: the same in every call.
@@ -74,11 +94,10 @@ class TrainingStep:
         Waits for no other rank. Losses of another shape than [B] are refused.
         """
         seed_model(0, self._device)
-        count = plan.micro_steps if self._totals_of else 1  # as many as are on the device at once
+        count = plan.micro_steps if self._is_counted else 1  # as many as are on the device at once
         feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
         batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
-        if self._totals_of:
-            batches[0].totals = self._totals_of(batches[0])
+        self._set_totals(batches[:1])
         drop_path.set_draws(self.model, batches[0].drop_path)
         losses = self._losses_of(network, batches[0])
         check_losses(losses, plan.micro_batch_sizes[0])
@@ -115,13 +134,13 @@ class TrainingStep:
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
-    def first_batch(self, plan: BatchPlan, most: int) -> Iterator[tuple[torch.Tensor, list[tuple[str, str, list]]]]:
-        """Up to `most` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
+    def first_batch(self, plan: BatchPlan, limit: int) -> Iterator[tuple[torch.Tensor, list[tuple[str, str, list]]]]:
+        """Up to `limit` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
 
         Made in parts no larger than a micro-batch. No communication: each process can make any sample.
         """
         size = plan.micro_batch_sizes[0]
-        end = min(plan.global_batch_size, -(-most // plan.unit) * plan.unit)
+        end = min(plan.global_batch_size, -(-limit // plan.unit) * plan.unit)
         for start in range(0, end, size):
             batch, images, _ = self._made(0, (start, min(start + size, end)), only_images=True)
             yield images, self.samples.shown(batch)
@@ -150,8 +169,7 @@ class TrainingStep:
         reseed(seed)
         batch = next(Prefetcher([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
         reseed(seed)  # reading images has left the generators in a state of its own
-        if self._totals_of:
-            batch.totals = self._totals_of(batch)
+        self._set_totals([batch])
         drop_path.set_draws(self.model, batch.drop_path)
         losses = batch.positions
         try:
@@ -183,11 +201,9 @@ class TrainingStep:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
         self._freezing.begin(step)
         batches = (next(self._feed) for _ in range(self.plan.micro_steps))
-        if self._totals_of:
+        if self._is_counted:
             batches = [*batches]
-            totals = all_sum(sum(map(self._totals_of, batches)))
-            for batch in batches:
-                batch.totals = totals
+            self._set_totals(batches, all_sum)
         for micro_step, batch in enumerate(batches):
             seed_model(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
             drop_path.set_draws(self.model, batch.drop_path)
@@ -195,6 +211,13 @@ class TrainingStep:
             is_last = micro_step == self.plan.micro_steps - 1
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._network):
                 yield batch
+
+    def _set_totals(self, batches: Sequence, over_ranks: Callable = lambda counts: counts) -> None:
+        """Set what the losses are divided by: the sum over these batches, and over ranks by `over_ranks`."""
+        if self._is_counted:
+            counts = over_ranks(sum(self.model.counts(batch.targets, batch.images.shape[2:]) for batch in batches))
+            for batch in batches:
+                batch.totals = F.pad(counts, (0, 1), value=self.samples.stream.global_batch_size)
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, [B]; in the end they are those of the mean over the global batch."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import json
 import math
 import re
@@ -245,24 +244,6 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
     return found
 
 
-def own_view(name: str) -> dict:
-    """A model's own `image_size` and `crop_pct`, without building it: {} if they are unknown, or its images are no squares.
-
-    `name` is as in `build_classifier`, which refuses a wrong one.
-    """
-    try:
-        if Path(name).is_dir():
-            text = read_text(Path(name) / "config.json", SMALL)
-            own = json.loads(text)["pretrained_cfg"]
-        else:
-            own = dataclasses.asdict(timm.get_pretrained_cfg(name, allow_unregistered=False))
-        found = resolve_data_config({}, pretrained_cfg=own)
-        _, height, width = found["input_size"]
-        return {"image_size": int(height), "crop_pct": float(found["crop_pct"])} if height == width else {}
-    except (RuntimeError, OSError, ValueError, TypeError, KeyError, RecursionError):
-        return {}
-
-
 def classifier(model: torch.nn.Module) -> torch.nn.Module:
     """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
     if not hasattr(model, "get_classifier"):
@@ -297,10 +278,11 @@ def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
 
 
 def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
-    """Rows of the start table. A module of one's own is called by its class."""
+    """Rows of the start table. A module of one's own is called by its `title`, else by its class."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    title = getattr(model, "title", "") or _title(name, model)
     return {
-        "model": f"{_title(name, model)}: {parameters:,} parameters",
+        "model": f"{title}: {parameters:,} parameters",
         "begins with": getattr(model, "begins_with", ""),
     }
 

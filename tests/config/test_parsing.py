@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,17 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.config.fields import AugmentationConfig, OptimizationConfig, RunConfig, option
+from common.config.fields import OptimizationConfig, RunConfig, option
 from common.config.parsing import identity, nearest, parse, save, short_hash
 from common.errors import Refused
+from recipes import cls, det
 
 
 @dataclass
-class Config(AugmentationConfig, OptimizationConfig, RunConfig):
+class Config(OptimizationConfig, RunConfig):
     """What a recipe's configuration is like."""
 
-    data: str = "digits"
+    data: str = option("digits", heading="data")
     """Text."""
     pretrained: bool = False
     """A switch that is off."""
@@ -36,6 +38,11 @@ class Config(AugmentationConfig, OptimizationConfig, RunConfig):
     """A number without limits."""
     loss: Literal["ce", "bce"] = "ce"
     """One of some."""
+    augment: str = ""
+    """Text that may be empty."""
+    init: str = option("", decides=lambda name: {"opt": name, "loss": "bce", "seed": 7})
+    """Text that decides on other fields."""
+    lr: float = 4e-3
 
 
 def refusal(*arguments: object) -> str:
@@ -172,7 +179,7 @@ def test_any_file_gives_a_configuration_or_one_line(text: str) -> None:
         (["--lr", "-1"], "--lr -1.0: must be between 0 and 1000000"),
         (["--temperature=-inf"], "--temperature -inf: must be a finite number"),
         (["--epochs", "-0.1"], "--epochs -0.1: must be between 0 and 1000000"),
-        (["--hflip", "1.01"], "--hflip 1.01: must be between 0 and 1"),
+        (["--val_share", "1.01"], "--val_share 1.01: must be between 0 and 1"),
         (["--global_batch_size", "0"], "--global_batch_size 0: must be between 1 and 1048576"),
         (["--workers", "-2"], "--workers -2: must be between -1 and 1024"),
         (["--seed", "1.5"], "1.5"),
@@ -182,6 +189,7 @@ def test_any_file_gives_a_configuration_or_one_line(text: str) -> None:
         (["--pretrained", "false"], "--pretrained takes no value"),
         (["--no_lr"], "no_lr"),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
+        (["--eval_flip"], "--eval_flip works only with --eval_only"),
         (["stray"], "stray"),
         (["-x"], "-x"),
         (["--config"], "--config needs the path of a YAML file"),
@@ -224,20 +232,44 @@ def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
         assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]  # the recipe's own come first
 
 
-def test_help_shows_every_flag_and_ends_well(capsys: pytest.CaptureFixture, preset) -> None:
+def shown_by(capsys: pytest.CaptureFixture, *words: str) -> tuple[str, list[str]]:
+    """The help text, and the flags that it explains."""
+    with pytest.raises(SystemExit) as end:
+        parse(Config, [*words], "cls.py")
+    assert not end.value.code
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)  # without colours
+    return text, re.findall(r"^\W --(\w+)", text, re.MULTILINE)
+
+
+def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys: pytest.CaptureFixture) -> None:
+    every = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
-        with pytest.raises(SystemExit) as end:
-            parse(Config, ["--lr", "1", flag], "cls.py")
-        assert not end.value.code
-        shown = capsys.readouterr().out
-        assert all(f"--{field.name}" in shown for field in dataclasses.fields(Config))
-        assert "--config" in shown and "A switch that is off." in shown and "cls.py" in shown
-        assert shown.index("--data") < shown.index("--global_batch_size")  # the recipe's own come first
+        text, few = shown_by(capsys, "--lr", "1", flag)
+        assert {"config", "data", "lr", "epochs", "name"} <= {*few} < {*every} and "temperature" not in few
+        assert f"These are {len(few)} of {len(every)} flags; --help all shows every one." in text and "cls.py" in text
+        text, flags = shown_by(capsys, flag, "all")
+        assert sorted(flags) == sorted(every) and "A switch that is off." in text and "These are" not in text
+        assert flags.index("data") < flags.index("val_share") < flags.index("global_batch_size")
+        groups = re.findall(r"(\w+) options\b", text)
+        assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index("optimization")
+
+
+@pytest.mark.parametrize("recipe", [cls, det])
+def test_help_of_a_recipe_shows_at_most_25_flags(capsys: pytest.CaptureFixture, monkeypatch, recipe) -> None:
+    monkeypatch.setitem(globals(), "Config", recipe.Config)
+    assert 20 <= len(shown_by(capsys, "--help")[1]) <= 25
+
+
+def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_override(preset) -> None:
+    assert parse(Config, ["--init", "lion"]) == Config(init="lion", opt="lion", loss="bce", seed=7)
+    given = parse(Config, [*preset("seed: 3"), "--init", "lion", "--loss", "ce"])
+    assert given == Config(init="lion", opt="lion", loss="ce", seed=3)
+    assert parse(Config, [*preset("init: lion")]).seed == 7
 
 
 def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture, preset) -> None:
     with pytest.raises(SystemExit):
-        parse(Config, [*preset("temperature: 0.4321"), "--help"])
+        parse(Config, [*preset("temperature: 0.4321"), "--help", "all"])
     assert "0.4321" in capsys.readouterr().out
 
 
@@ -257,10 +289,16 @@ def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     run = identity(Config())
     may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints bucket_cap_mb
         eval_every log_every workers tracker project tags group notes max_broken_share dry_run
-        collective_timeout profile allow_changed_source deterministic patience max_hours""".split()
+        collective_timeout profile allow_changed_source deterministic patience max_hours cache_folder""".split()
     assert {field.name for field in dataclasses.fields(Config)} - run.keys() == {*may_change}
     assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
-    for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1), Config(mixup=0.1), Config(data="x")):
+    for changed in (
+        Config(seed=1),
+        Config(global_batch_size=65),
+        Config(lr=0.1),
+        Config(augment="v0"),
+        Config(data="x"),
+    ):
         assert short_hash(identity(changed)) != short_hash(run)
     assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record
 

@@ -101,20 +101,6 @@ def test_files_are_replaced_whole(folder: RunFolder, monkeypatch: pytest.MonkeyP
     assert folder.read("summary.json") == {}
 
 
-def test_the_status_says_what_became_of_the_run(folder: RunFolder) -> None:
-    folder.status("resumable", 7, "SIGTERM")
-    status = folder.read("status.json")
-    assert status.pop("time")[:2] == "20" and status == {"status": "resumable", "step": 7, "cause": "SIGTERM"}
-
-
-def test_lines_are_in_the_log_with_the_time(folder: RunFolder) -> None:
-    folder.log("one\ntwo")
-    folder.log("drei: Füße")
-    lines = (folder.path / "log.txt").read_text().splitlines()
-    assert [line.split("  ", 1)[1] for line in lines] == ["one", "two", "drei: Füße"]
-    assert all(len(line.split("  ", 1)[0]) == len("2026-01-01 00:00:00") for line in lines)
-
-
 def test_rows_are_on_disk_at_once_and_nothing_is_not_json(folder: RunFolder) -> None:
     assert folder.rewind(0) == []
     folder.row({"step": 1, "train/loss": float("nan"), "train/grad_norm": float("inf"), "samples": 64, "ok": 0.5})

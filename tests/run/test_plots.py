@@ -30,14 +30,6 @@ def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
     assert shown == [rows > 0, rows == 4, rows == 4]
 
 
-def test_curves_of_a_detector_show_average_precision(tmp_path: Path) -> None:
-    rows = [{"step": step, "eval/AP": step / 9, "eval/AP50": step / 5, "eval/ema_AP50": 0.9} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    plots.curves(tmp_path)
-    pixels = drawn(tmp_path / "pictures" / "curves.png")
-    assert [has(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)] == [False, True, True]
-
-
 CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ -> title and lines
     "the weights lead": (
         {"top1": [0.5, 0.7, 0.7], "ema_top1": [0.4, 0.6, 0.9]},

@@ -122,7 +122,7 @@ def test_starts_and_their_ends_are_those_of_the_log(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_has_a_page_of_its_rows(tmp_path: Path) -> None:
-    facts = {"world_size": 2, "local_world_size": 2, "recipe": "recipes/cls.py"}  # older versions record no launch
+    facts = {"command": "recipes/cls.py --lr 1", "launch": "torchrun recipes/cls.py --lr 1", "recipe": "recipes/cls.py"}
     status = {"status": "running", "step": 10, "cause": ""}
     folder = made(tmp_path / "a", **{"status.json": status, "environment.json": facts})
     with (folder / "metrics.jsonl").open("a") as rows:
@@ -131,8 +131,7 @@ def test_a_killed_run_has_a_page_of_its_rows(tmp_path: Path) -> None:
     assert "running at step 10 (or killed)" in page.text
     assert "40.00 %" in page.text and "best top-1, step 40" in page.text
     assert page.source.count("<svg") == 4
-    launcher = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml --num_processes 2"
-    assert f"{launcher} recipes/cls.py --config {folder / 'config.yaml'} --name a-again" in page.text
+    assert f"torchrun recipes/cls.py --config {folder / 'config.yaml'} --name a-again" in page.text
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"])

@@ -49,18 +49,10 @@ def test_a_report_comes_one_step_late_in_order() -> None:
     came = []
     for step in range(1, 6):
         post(state, step, [step, step + 1], norm=step / 2, wait=0.25, broken=("a",) * (step == 3), stop=step == 4)
-        came.append([report.step for report in state.read()])
-    assert came == [[], [1], [2], [3], [4]]
+        came.append([(report.step, report.broken, report.stop) for report in state.read()])
+    assert came == [[], [(1, (), False)], [(2, (), False)], [(3, ("a",), False)], [(4, (), True)]]
     last, more = state.settle(), state.settle()
     assert last == [StepReport(5, 5.5, 2.5, 0.25, (), stop=False, skipped=False)] and more == []
-
-
-def test_a_report_has_broken_images_and_requests_to_stop() -> None:
-    state = StepReports(2)
-    post(state, 1, [1.0, 2.0], broken=("a: torn", "b: torn"))
-    post(state, 2, [1.0, 2.0], stop=True)
-    first, second = state.settle()
-    assert (first.broken, first.stop, second.broken, second.stop) == (("a: torn", "b: torn"), False, (), True)
 
 
 def refusal(state: StepReports) -> str:
@@ -70,38 +62,38 @@ def refusal(state: StepReports) -> str:
     return str(raised.value)
 
 
+def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+HALF = "or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite"
+NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
+    "two losses": ([1.0, NAN, 1.0, NAN], 1.0, False, "samples at positions 29, 31 is not finite; no checkpoint"),
+    "a positive loss": ([1.0, INF], 1.0, False, "the loss of the samples at positions 15 is not finite"),
+    "a negative loss": ([-INF], 1.0, False, "the loss of the samples at positions 7 is not finite"),
+    "the gradient": ([1.0, 1.0], INF, False, "the gradient norm is not finite"),
+    "the loss under fp16, which no smaller scale mends": ([NAN], 1.0, True, HALF),
+    "loss and gradient under fp16": ([NAN], NAN, True, HALF),
+    "the sum of squares under fp16": ([1.0], INF, True, "the gradient norm is not finite"),
+}
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_loss_that_is_not_finite_names_its_step_and_samples(value: float) -> None:
-    state = StepReports(4)
-    post(state, 8, [1.0, value, 1.0, value])
-    told = refusal(state)
-    assert told.startswith("step 8: the loss of the samples at positions 29, 31 is not finite; no checkpoint of it")
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_what_is_not_finite_stops_the_run_with_step_and_samples_once_the_next_step_is_made(case: str) -> None:
+    losses, norm, half, told = NOT_FINITE[case]
+    state = StepReports(len(losses), fp16() if half else None)
+    post(state, 8, losses, norm, unseen=math.isinf(norm))
+    assert state.read() == []
+    post(state, 9, [1.0] * len(losses))
+    said = refusal(state)
+    assert said.startswith("step 8: the ") and told in said
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_too() -> None:
-    state = StepReports(2)
-    post(state, 3, [1.0, 1.0], norm=INF)
-    assert refusal(state).startswith("step 3: the gradient norm is not finite")
-
-
-def test_of_many_samples_the_first_are_named() -> None:
+def test_of_many_samples_that_are_not_finite_the_first_are_named() -> None:
     state = StepReports(100)
     post(state, 1, [NAN] * 100, norm=NAN)
     assert "positions 0, 1, 2, 3, 4, 5, 6, 7 and 92 more is not" in refusal(state)
-
-
-def test_it_is_known_when_the_next_step_has_been_made() -> None:
-    state = StepReports(1)
-    post(state, 1, [NAN])
-    assert state.read() == []
-    post(state, 2, [1.0])
-    with pytest.raises(Refused, match="step 1: "):
-        state.read()
-
-
-def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=scale)
 
 
 def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_after_it() -> None:
@@ -119,22 +111,6 @@ def test_the_scale_is_known_without_asking_the_scaler_which_would_wait_for_the_d
     for step in (1, 2):
         post(state, step, [1.0])
     assert [report.loss_scale for report in [*state.read(), *state.settle()]] == [8.0, 8.0]
-
-
-@pytest.mark.parametrize("norm", [1.0, NAN])
-def test_under_fp16_a_loss_that_is_not_finite_stops_the_run_since_no_smaller_scale_mends_it(norm: float) -> None:
-    state = StepReports(1, fp16())
-    post(state, 1, [NAN], norm)
-    told = refusal(state)
-    assert told.startswith("step 1: the loss of the samples at positions 0 is not finite")
-    assert told.endswith("or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite")
-
-
-def test_under_fp16_a_gradient_norm_that_is_not_finite_in_a_step_that_was_made_stops_the_run() -> None:
-    """The sum of squares may be infinite where no gradient is."""
-    state = StepReports(1, fp16())
-    post(state, 1, [1.0], INF, unseen=True)
-    assert refusal(state).startswith("step 1: the gradient norm is not finite")
 
 
 @pytest.mark.parametrize("scale, skipped", [(2.0**16, 25), (2.0**20, 29)])

@@ -78,7 +78,7 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     assert frozen.startswith("stem to stage 2 of 4, ") and frozen.endswith(
         "% of the parameters, 8 batch norms with their statistics"
     )
-    text = batch_norm.describe("local", model)
+    text = batch_norm.describe(model)
     assert "; 8 of 15 layers are frozen" in text
 
 

@@ -31,6 +31,8 @@ from common.training.optimizer import (
 class Config(OptimizationConfig, RunConfig):
     """What every recipe has."""
 
+    warmup_epochs: float = 0.0
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() 
 
     def attempt(change: Callable) -> None:
         step = TrainingStep(
-            *(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]), None, freezing)
+            *(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]), freezing)
         )
         warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
 
