@@ -7,6 +7,7 @@ RUN := $(VENV)/bin/python
 TASK ?= cls
 PRESET_cls := digits
 PRESET_det := det_digits
+ROOM ?= ground
 ARGS ?=
 
 # A finished install leaves a stamp file, named after a checksum of the requirements and the folder's path. So a changed
@@ -44,15 +45,16 @@ demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls 
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
-test: $(DEV_STAMP) ## run all tests but the long ones
-	@echo "The tests usually take about 35 minutes on two cores."
-	@$(RUN) -m pytest $(PARALLEL) $(ARGS)
+test: $(DEV_STAMP) ## run the tests of common/ and recipes/; or of a room and those that import it (ROOM=data); or of neighbours (ROOM=tools,compat)
+	@echo "The tests of common/ and recipes/ usually take about 12 minutes on two cores, those of the neighbours about 10."
+	@$(RUN) -m pytest $(PARALLEL) $(if $(filter tests/%,$(ARGS)),,--room=$(ROOM)) $(ARGS)
 
 test-smoke: $(DEV_STAMP) ## run the tests that are quick enough to run after every change
 	@echo "The smoke tests usually take about a minute on two cores."
 	@$(RUN) -m pytest $(PARALLEL) -m smoke $(ARGS)
 
-test-all: $(DEV_STAMP) ## run all tests, including the long ones
+test-all: $(DEV_STAMP) ## run all tests: of neighbours, too, and the long ones
+	@echo "All tests usually take about two hours on two cores."
 	@$(RUN) -m pytest $(PARALLEL) -m "" $(ARGS)
 
 coverage: $(DEV_STAMP) ## run the tests and print how many lines of common/ and recipes/ they run
@@ -64,13 +66,16 @@ chaos: $(DEV_STAMP) ## kill runs at random, again and again, and compare their r
 	@$(RUN) -m tests.faults $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and types
-	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy && $(VENV)/bin/lint-imports --no-cache
 
 bench: $(RUN_STAMP) ## run the benchmarks and write benchmarks/results/; takes ten minutes (ARGS="--only loop")
 	@$(RUN) benchmarks/everything.py $(ARGS)
 
-gpu: $(DEV_STAMP) ## run the checks that need a GPU; takes twelve minutes (ARGS="--only resume")
-	@$(RUN) -m tests.gpu $(ARGS)
+gpu: $(DEV_STAMP) ## run the tests for GPUs on this machine's, print their figures, and measure its speed (ARGS="-k resume")
+	@$(RUN) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else \
+	"make gpu needs a GPU that torch sees: look at nvidia-smi and CUDA_VISIBLE_DEVICES")'
+	@$(RUN) -m pytest -m gpu $(ARGS)
+	@$(RUN) benchmarks/gpu.py
 
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \

@@ -2,8 +2,10 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,7 +16,7 @@ from hypothesis import settings
 
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Forks
-from tests.harness.launching import ROOT, Launcher, as_digits
+from tests.harness.launching import ROOT, Launcher, small, task_of
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.outcomes import Outcome
 from tests.harness.processes import Processes
@@ -23,22 +25,76 @@ from tests.harness.processes import Processes
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# The slowest modules, slowest first, then the other folders of slow tests.
-SLOW = (
-    *("tests/cluster/", "tests/launching/test_started_by", "tests/compat/", "tests/tools/test_doctor"),
-    *("tests/recipes/test_cls_resume", "tests/pretended_gpu/test_equal", "tests/recipes/test_cls_bad_input"),
-    *("tests/test_readme", "tests/faults/test_elastic", "tests/faults/test_campaign", "tests/recipes/test_cls_layout"),
-    *("tests/recipes/test_det", "tests/recipes/test_cls_signals", "tests/recipes/test_cls_evaluation"),
-    *("tests/pretended_gpu/", "tests/recipes/", "tests/faults/", "tests/test_"),
-)
+# The slowest modules, slowest first, then the other folders of slow tests: the neighbours', and those of the ground floor.
+SLOW = """
+tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor tests/faults/test_elastic
+tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_cls_layout
+tests/faults/test_campaign tests/faults/test_one_rank tests/recipes/test_det tests/recipes/test_cls_evaluation
+tests/recipes/test_refusals tests/recipes/test_cls_signals
+tests/pretended_gpu/ tests/test_readme tests/recipes/ tests/faults/ tests/test_
+""".split()
+NEIGHBOURS = ("tools", "compat", "cluster")
+# Whose tests they are, where the folder does not say it. Those of several machines need namespaces or packages of the system.
+ROOM_OF = {
+    "faults": "recipes",
+    "pretended_gpu": "recipes",
+    "test_accelerate_configs.py": "launching",
+    **dict.fromkeys(("test_benchmarks.py", "test_coming_from.py", "test_frameworks.py", "test_readme.py"), "tools"),
+    "pretended_gpu/test_doctor.py": "tools",
+    **dict.fromkeys(("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"), "cluster"),
+    **dict.fromkeys(("pretended_gpu/test_launchers.py", "pretended_gpu/test_two_machines.py"), "cluster"),
+    "launching/test_started_by.py": "cluster",
+}
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "only tests of these rooms, joined by commas, and of rooms that import them; ground: all but"
+    parser.addoption("--room", help=f"{said} {', '.join(NEIGHBOURS)}")
+
+
+@functools.cache
+def rooms_above(room: str) -> set[str]:
+    """The room and all that import it. Recipes are above all of `common`; neighbours are asked for by their own names."""
+    modules = [path for path in (ROOT / "common").iterdir() if not path.name.startswith("__")]
+    names = {path.stem for path in modules} | {"recipes", *NEIGHBOURS}
+    if room not in names:
+        raise pytest.UsageError(f"--room {room}: is none of ground, {', '.join(sorted(names))}")
+    if room in NEIGHBOURS:
+        return {room}
+    found, before = {room, "recipes"}, 0
+    while before < len(found):
+        before, asked = len(found), re.compile(rf"^ *(?:from|import) common\.(?:{'|'.join(found)})\b", re.M)
+        found |= {
+            path.stem
+            for path in modules
+            if any(asked.search(file.read_text()) for file in ([path] if path.is_file() else path.rglob("*.py")))
+        }
+    return found
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what `--room` does not name."""
+    wanted = config.getoption("--room")
+    if not wanted or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(Path(__file__).parent)
+    top = path.parts[0]
+    room = ROOM_OF.get(path.as_posix()) or ROOM_OF.get(top, top.removeprefix("test_").removesuffix(".py"))
+    left_out = (
+        room in NEIGHBOURS if wanted == "ground" else not any(room in rooms_above(each) for each in wanted.split(","))
+    )
+    return left_out or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What tests read in this process leaves no index behind; those of the index name a place.
 
     One thread per process: tests run two at a time, and threads that wait for each other on a busy core cost several times
     what they compute.
     """
+    for room in (config.getoption("--room") or "ground").split(","):
+        if room != "ground":
+            rooms_above(room)  # refuses one that is not there
     os.environ["VISION_RECIPES_CACHE"] = os.devnull
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
@@ -49,6 +105,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW))
     )
+
+
+def pytest_report_header() -> list[str]:
+    """The real GPUs, whose figures are worth nothing without."""
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    nccl = names and ".".join(map(str, torch.cuda.nccl.version()))
+    return [f"GPUs: {', '.join(names)}; torch {torch.__version__}, NCCL {nccl}"] if names else []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the figures that tests have recorded (`record_property`)."""
+    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
+        for name, figure in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {name} {figure:.4g}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,8 +156,8 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
     run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}.
     A case's run folder is <output_dir>/<its name>; without --output_dir, --tracker and --workers it is a new temporary
-    folder, none and 0. Pictures are drawn only if asked for. Own data have the defaults of digits, see `as_digits`, but
-    with `as_typed`. An unexpected error in any case fails the test.
+    folder, none and 0. Pictures are drawn only if asked for. A run is `small`, but with
+    `as_typed`. An unexpected error in any case fails the test.
     The ranks are forks, which start much sooner than a launch, unless a function that launches them is given.
     """
 
@@ -106,7 +176,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         commands, folders = [], []
         for name, words in cases.items():
             of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
-            words = [*map(str, words if as_typed else as_digits(words, Path(of_case).stem))]
+            words = [*map(str, words if as_typed else small(words, task_of(Path(ROOT, of_case).read_text())))]
             defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]

@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import leave_process_group
+from tests.harness.launching import small
 from tests.harness.several import load
 
 FIRST, STEPS = 3, 2  # steps that are made before, in which much happens once; and steps that are counted
@@ -140,7 +141,8 @@ def _place() -> str:
 
 def command(name: str, recipe: str | Path, precision: str, words: str, folder: Path) -> list[str]:
     """A case, whose run and JPEGs are in `folder`; `recipe` is a file cls.py or det.py, of this project or a copy."""
-    words = f"{_OF[Path(recipe).stem]} {words}".replace("JPEGS", str(folder / "jpegs")).split()
+    words = f"{_OF[Path(recipe).stem]} {words}".replace("JPEGS", str(folder / "jpegs"))
+    words = small(words.split(), Path(recipe).stem)
     return [precision, str(recipe), *words, "--output_dir", str(folder / "runs"), "--name", name]
 
 

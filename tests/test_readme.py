@@ -113,6 +113,7 @@ def test_what_is_linked_to_is_there() -> None:
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         ROOT / "cluster/README.md",
         *sorted((ROOT / "docs").glob("*.md")),
     ]

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Fork, Forks
-from tests.harness.launching import Launcher, Started, as_digits
+from tests.harness.launching import Launcher, Started, small
 from tests.harness.machines import Node, machines, why_not
 from tests.harness.outcomes import Outcome, best_files, distance, identical
 
@@ -94,7 +94,7 @@ class Campaign:
         else:
             self.data.mkdir()
             draw_scenes(self.data)
-        self.words = (*as_digits([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
+        self.words = (*small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
         self.words += ("--dtype", "float64") if self.moves else ()
         self.forks("--help")  # the server starts
         began = time.monotonic()

@@ -10,7 +10,7 @@ from tests.faults import campaign as faults
 from tests.faults.campaign import Campaign
 
 
-@pytest.mark.parametrize("processes, kills", [(1, 12), (2, 6), (4, 2)])
+@pytest.mark.parametrize("processes, kills", [(1, 12), (2, 6), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path, processes, kills):
     assert Campaign(forks, tmp_path / "campaign", (processes,)).run(kills).kills == kills
 

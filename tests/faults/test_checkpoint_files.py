@@ -1,6 +1,6 @@
 """Damage, a full disk or a forged file costs a run at most the steps since its last good checkpoint. No file executes code.
 
-More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_cls_bad_input.py.
+More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_refusals.py.
 """
 
 import functools
@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,10 +20,11 @@ import torch
 import yaml
 
 from common.checkpoints.state import TrainingState
-from common.checkpoints.store import Checkpoints, verify
+from common.checkpoints.store import Checkpoints, Damaged, verify
 from common.training.optimizer import build_optimizer
 from tests.harness.disks import disk, mount
 from tests.harness.outcomes import Outcome, identical, seal
+from tests.harness.resumed import after_step, kill_at_step
 
 STEPS = 12
 WORDS = (
@@ -33,26 +33,6 @@ WORDS = (
 )
 TENSORS = [f"{name}.safetensors" for name in ("model", "optimizer", "ema")]
 FILES = (*TENSORS, "record.json", "manifest.json")
-
-
-def at_step(step: int, act: Callable) -> None:
-    """In a fork: `act(run)` when `step` steps are done, and nothing is being written."""
-    from common.run.run import Run
-
-    end_step = Run.end_step
-
-    def end_and_act(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        done = run.step
-        if done == step:
-            run._writer.wait()
-            act(run)
-
-    Run.end_step = end_and_act
-
-
-def die(run) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(forks, data: Path, folder: Path, *words: object, before=None):
@@ -74,7 +54,7 @@ def whole(forks, data, tmp_path_factory) -> Path:
 def killed(forks, data, tmp_path_factory) -> Path:
     """The folder of a run that was killed after nine steps: it has the checkpoints of four and eight."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    ended = train(forks, data, folder, before=functools.partial(at_step, 9, die))
+    ended = train(forks, data, folder, before=functools.partial(kill_at_step, 9))
     assert ended.code == -signal.SIGKILL, ended
     return folder
 
@@ -97,12 +77,17 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_damage_to_any_file_costs_the_steps_since_the_checkpoint_before(forks, data, whole, killed, tmp_path, file):
-    for damage in (truncate, flip):
-        folder = tmp_path / damage.__name__
-        shutil.copytree(killed, folder)
-        damage(folder / "checkpoints/step_00000008" / file)
+def test_damage_to_any_file_costs_the_steps_since_the_checkpoint_before(forks, data, whole, killed, tmp_path):
+    """Each damage to each file is found; a run is started on one of each, which replaces what was damaged."""
+    damages = (truncate, flip, Path.unlink)
+    for number, file in enumerate(FILES):
+        for damage in damages:
+            folder = tmp_path / f"{damage.__name__} {file}"
+            shutil.copytree(killed, folder)
+            damage(folder / "checkpoints/step_00000008" / file)
+            with pytest.raises(Damaged):
+                verify(folder / "checkpoints/step_00000008")
+        folder = tmp_path / f"{damages[number % len(damages)].__name__} {file}"
         ended = train(forks, data, folder)
         assert ended.code == 0, ended
         assert "step_00000008 is damaged" in ended.stdout and "resuming from step 4 of 12" in ended.stdout, ended.stdout
@@ -147,7 +132,7 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
     flags = ("--checkpoint_every", 5, "--eval_every", STEPS)
     with disk(tmp_path / "disk", "24m") as root:
         folder = root / "run"
-        ended = train(forks, data, folder, *flags, before=functools.partial(at_step, 6, act))
+        ended = train(forks, data, folder, *flags, before=functools.partial(after_step, act, 6))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
         assert "make room, and the same command resumes" in ended.stderr
@@ -272,29 +257,27 @@ def run_files_with(payload: bytes, folder: Path) -> None:
     (folder / "log.txt").write_bytes(payload)
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(
-    forks, data, whole, killed, tmp_path, payload
-):
-    marker = tmp_path / "executed"
-    content = payload(marker)
-    folder = tmp_path / "run"
-    shutil.copytree(killed, folder)
-    run_files_with(content, folder)
-    ended = train(forks, data, folder)
-    assert ended.code == 0 and "resuming from step 8 of 12" in ended.stdout, ended
-    assert identical(*(Outcome("ok", "", "", 0.0, path).tensors() for path in (folder, whole)))
-    config = tmp_path / "config.yaml"
-    config.write_bytes(content)
-    ended = forks("--config", config)
-    assert ended.code == 2 and "Traceback" not in ended.stderr, ended.stderr
-    for file in ("config.json", "model.safetensors", "results.json"):
-        exported = tmp_path / f"best {file}"
-        shutil.copytree(whole / "best", exported)
-        (exported / file).write_bytes(content)
-        ended = forks("--data", data, "--image_size", 16, "--workers", 1, "--eval_only", exported)
-        assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) <= 1, ended.stderr
-        assert ended.code == (0 if file == "results.json" else 2), (file, ended)
+def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_several, data, whole, killed, tmp_path):
+    """The run goes on from its checkpoint; an exported model is refused, or read without what is forged."""
+    marker, cases = tmp_path / "executed", {}
+    small = ["--data", data, "--image_size", 16, "--workers", 1]
+    for payload in PAYLOADS:
+        name, content = payload.__name__, payload(marker)
+        shutil.copytree(killed, tmp_path / name)
+        run_files_with(content, tmp_path / name)
+        cases[name] = [*WORDS, "--data", data, "--output_dir", tmp_path, "--name", name]
+        for file in ("config.json", "model.safetensors", "results.json"):
+            exported = tmp_path / f"{name} {file}"
+            shutil.copytree(whole / "best", exported)
+            (exported / file).write_bytes(content)
+            cases[f"{name} {file}"] = [*small, "--eval_only", exported, "--output_dir", tmp_path / "reports"]
+    for name, outcome in run_several(1, cases).items():
+        if " " in name:
+            assert outcome.outcome == ("ok" if "results.json" in name else "refused"), (name, outcome)
+            assert "\n" not in outcome.text
+        else:
+            assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
+            assert identical(*(Outcome("ok", "", "", 0.0, path).tensors() for path in (outcome.folder, whole)))
     assert not marker.exists()
 
 

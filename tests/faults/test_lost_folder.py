@@ -11,7 +11,7 @@ import pytest
 
 from common.checkpoints.store import Checkpoints, verify
 from tests.harness.interrupted import Interrupted
-from tests.harness.launching import as_digits
+from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, identical
 
 STEPS = 12
@@ -25,7 +25,7 @@ SAID = "was removed, renamed or replaced while this run was at work in it: nothi
 
 def words(data: Path, folder: Path, *more: object) -> tuple:
     own = ("--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", "none", *more)
-    return (*as_digits([*WORDS, *own]),)
+    return (*small([*WORDS, *own]),)
 
 
 def delete(folder: Path) -> None:

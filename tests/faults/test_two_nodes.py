@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.debian import require_package
 from tests.harness.drawings import draw_stripes
-from tests.harness.launching import ROOT, Started, as_digits
+from tests.harness.launching import ROOT, Started, small
 from tests.harness.machines import Node, Watched
 from tests.harness.outcomes import Outcome
 
@@ -46,7 +46,7 @@ def start(
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", f"recipes/{recipe}.py", *as_digits(words, recipe), *line, flags=flags)
+        node.start("2node_cpu", f"recipes/{recipe}.py", *small(words, recipe), *line, flags=flags)
         for node, line in zip(nodes, lines, strict=True)
     ]
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageDraw
 
-from common.detection.data.annotated_files import AnnotatedFiles
+from common.detection.data.annotated import AnnotatedImages
 
 
-def check_same(part: AnnotatedFiles, other: AnnotatedFiles):
-    for field in dataclasses.fields(AnnotatedFiles):
+def check_same(part: AnnotatedImages, other: AnnotatedImages):
+    for field in dataclasses.fields(AnnotatedImages):
         mine, its = getattr(part, field.name), getattr(other, field.name)
         if isinstance(mine, np.ndarray):
             assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), field.name
-        elif field.name == "outlines" and mine:
+        elif field.name == "masks" and mine:
             assert mine.shapes.equals(its.shapes) and np.array_equal(mine.turns, its.turns)
         else:
             assert mine == its and type(mine) is type(its), field.name
     everything = np.arange(len(part))
-    assert part.fingerprint == other.fingerprint == other.part(everything).fingerprint
-    assert other.draws(7).tolist() == part.draws(7).tolist()
+    assert part.fingerprint == other.fingerprint == other.select(everything).fingerprint
+    assert other.random_numbers(7).tolist() == part.random_numbers(7).tolist()
 
 
 def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:

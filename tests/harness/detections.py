@@ -1,15 +1,44 @@
-"""Annotations and detections that are awkward to evaluate, and pycocotools' judgement of detections."""
+"""Annotations and detections as columns: given, or awkward to evaluate; and pycocotools' judgement of detections."""
 
 import contextlib
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation.matching import IN_CROWD, NONE
+from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 
 CLASSES = ("never there", "cat", "dog", "bird")
+A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
+
+
+def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")) -> dict:
+    """The arguments of `Annotations`: `images` has the objects of each image, (box, class, whether it is a crowd)."""
+    objects = [(*row, False)[:3] for of_image in images for row in of_image]
+    boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
+    return {
+        "classes": classes,
+        "category_ids": np.arange(len(classes)),
+        "image_ids": np.arange(len(images)),
+        "sizes": np.resize(np.array(sizes, np.int32), (len(images), 2)),
+        "offsets": np.cumsum([0, *map(len, images)]),
+        "boxes": boxes,
+        "labels": np.array([label for _, label, _ in objects], np.int64),
+        "crowd": np.array([crowd for *_, crowd in objects], bool),
+        "areas": (boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float64),
+    }
+
+
+def moved(box, x: float) -> tuple:
+    return box[0] + x, box[1], box[2] + x, box[3]
+
+
+def one_image(objects: list, found: list) -> Matches:
+    """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
+    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
+    return Matches(Annotations(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
 def awkward(seed: int) -> tuple[Annotations, list[dict]]:

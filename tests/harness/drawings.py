@@ -1,13 +1,14 @@
 """Small data sets that tests draw: striped stuffs, scenes of digits, images with several labels."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from common.detection.data import outlines, sources
+from common.detection.data import masks as mask_columns
+from common.detection.data import sources
 
 
 def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
@@ -43,7 +44,7 @@ def draw_scenes(folder: Path, kind: str = "png", enlarged: int = 1) -> None:
             Image.fromarray(pixels[:height, :width]).resize(size).save(folder / part / f"{number}.{kind}")
             images.append({"id": number, "file_name": f"{part}/{number}.{kind}", "width": size[0], "height": size[1]})
             shown = masks[inside, :height, :width].repeat(enlarged, 1).repeat(enlarged, 2)
-            runs = [rle | {"counts": rle["counts"].decode()} for rle in outlines.encode(shown)]
+            runs = [rle | {"counts": rle["counts"].decode()} for rle in mask_columns.encode(shown)]
             objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
             for (left, top, right, bottom), label, outline in objects:
                 annotation = {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1}
@@ -82,4 +83,17 @@ def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
     for name, count in (("cat", cats), ("dog", dogs)):
         for index in range(count):
             picture(root / name / f"{index}.png", index)
+    return root
+
+
+def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
+    """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., or nothing for None; of a text, a file."""
+    root.mkdir(exist_ok=True)
+    for name, there in content.items():
+        place = root / name
+        (place.parent if isinstance(there, str) else place).mkdir(parents=True, exist_ok=True)
+        if isinstance(there, str):
+            place.write_text(there)
+        for index in range(there if isinstance(there, int) else 0):
+            picture(place / f"{index}.png", index)
     return root

@@ -25,7 +25,7 @@ import pytest
 
 from common.detection.data.annotation_cache import PLACE
 from tests.harness import several
-from tests.harness.launching import as_digits, free_port, inherited
+from tests.harness.launching import free_port, inherited, small
 from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
@@ -96,14 +96,14 @@ class Forks:
         spared: Collection[str] = (),
         pictures: bool = False,
     ) -> Fork:
-        """Start the recipe with `words` on its command line; own data have the defaults of digits, see `as_digits`.
+        """Start the recipe with `words` on its command line; the run is `small`.
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
         that is not `spared`: operation, path with 0 for every number, and how often it has come before. Nothing is drawn
         but with `pictures`.
         """
-        command = [f"{recipe}.py", *map(str, as_digits(words, recipe))]
+        command = [f"{recipe}.py", *map(str, small(words, recipe))]
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
         return self._start(functools.partial(_be_recipe, command), before, watch, spared, pictures)
@@ -143,13 +143,24 @@ class Forks:
         ]
 
     def run_several(
-        self, processes: int, recipe: str | Path, cases: Path, *options: str, env: Mapping[str, str], timeout: float
+        self,
+        processes: int,
+        recipe: str | Path,
+        cases: Path,
+        *options: str,
+        env: Mapping[str, str],
+        timeout: float,
+        before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """What several.py does where it is launched, in forks that are the ranks of one world."""
+        """What several.py does where it is launched, in forks that are the ranks of one world; each calls `before` first."""
         main, port = functools.partial(several.main, Path(recipe), cases, *options), free_port()
         ranks = [
             self._start(
-                main, functools.partial(_be_rank, rank, processes, port, functools.partial(_with, env)), None, (), True
+                main,
+                functools.partial(_be_rank, rank, processes, port, functools.partial(_with, env, before)),
+                None,
+                (),
+                True,
             )
             for rank in range(processes)
         ]
@@ -177,9 +188,11 @@ def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None]
         before(rank)
 
 
-def _with(environment: Mapping[str, str], rank: int) -> None:
+def _with(environment: Mapping[str, str], before: Callable[[], None] | None, rank: int) -> None:
     os.environ.pop(PLACE, None)
     os.environ.update(environment)
+    if before:
+        before()
 
 
 def _be_recipe(command: list[str]) -> None:

@@ -11,23 +11,21 @@ import sys
 from pathlib import Path
 
 from common.run.run import Run
+from tests.harness.resumed import after_step
 from tests.harness.waiting import Limit
 
 
 def hold(step: int, sign: Path) -> None:
     """Let this process wait when it has done `step`, having written the file `sign`."""
-    end_step = Run.end_step
 
-    def end_and_wait(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        if run.step == step:
-            sign.touch()
-            for _ in Limit(150).turns():
-                if run._asked_by:
-                    return
-            raise AssertionError("nobody has asked this process to stop")
+    def wait(run: Run) -> None:
+        sign.touch()
+        for _ in Limit(150).turns():
+            if run._asked_by:
+                return
+        raise AssertionError("nobody has asked this process to stop")
 
-    Run.end_step = end_and_wait
+    after_step(wait, step, once_written=False)
 
 
 if __name__ == "__main__":

@@ -34,39 +34,48 @@ NOT_INHERITED = (
     "INIT_METHOD",
 )
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-# The defaults that data other than digits don't have (tests/training/test_defaults.py compares them).
-OF_DIGITS = {
-    "cls": {
-        "--model": "test_resnet",
-        "--image_size": 32,
-        "--crop_pct": 1.0,
-        "--crop_scale": 0.7,
-        "--hflip": 0.0,
-        "--lr": 4e-3,
-        "--warmup_epochs": 0.0,
-    },
-    "det": {
-        "--model": "test_resnet",
-        "--levels": "3-4",
-        "--width": 64,
-        "--short_sides": "128",
-        "--long_side": 128,
-        "--hflip": 0.0,
-        "--lr": 2e-3,
-        "--warmup_epochs": 0.0,
-    },
+# The recipes' defaults are for photographs, and such a run takes minutes on a CPU.
+SMALL = {
+    "cls": "--data digits --model test_resnet --image_size 32 --crop_pct 1 --crop_scale 0.7 --hflip 0 --lr 4e-3 "
+    "--warmup_epochs 0",
+    "det": "--data digits --model test_resnet --levels 3-4 --width 64 --short_sides 128 --long_side 128 --hflip 0 --lr 2e-3 "
+    "--warmup_epochs 0",
 }
+# Flags that a family of detectors refuses.
+NOT_OF_FAMILY = {name: {"--levels", "--long_side"} for name in ("rtdetr_v2", "dfine", "deimv2", "rf_detr")}
+NOT_OF_FAMILY["rf_detr"] |= {"--width"}
 
 
-def as_digits(words: Sequence[object], recipe: str = "cls") -> list[object]:
-    """A command line whose own data, which are drawn as small as digits, have the defaults of digits, not of photographs.
+def small(words: Sequence[object], recipe: str = "cls") -> list[object]:
+    """A recipe's command line with the settings of a small run where it has none: digits, and the smallest model.
 
-    What the words say themselves, also by a preset or a run to evaluate, stays.
+    A preset or the run of a model to evaluate has settings of its own.
     """
-    if "--data" not in words or {"--config", "--eval_only"} & set(words):
+    given = {str(word).partition("=")[0] for word in words}
+    if {"--config", "--eval_only"} & given:
         return [*words]
-    defaults = OF_DIGITS["det" if recipe.startswith("det") else "cls"]
-    return [*words, *(word for pair in defaults.items() if pair[0] not in words for word in pair)]
+    flags = SMALL["det" if recipe.startswith("det") else "cls"].split()
+    left_out = given.union(*(NOT_OF_FAMILY.get(word, ()) for word in given))
+    if "--init" in given and "--data" not in given:  # the weights decide
+        left_out |= {"--model", "--levels", "--width", "--short_sides", "--long_side"}
+    return [
+        *words,
+        *(word for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] not in left_out for word in pair),
+    ]
+
+
+def small_command(words: Sequence[object]) -> list[object]:
+    """The same for the words of any command in which a recipe, or a script that runs one, is started."""
+    for word in map(str, words):
+        text = (ROOT / word).read_text() if word.endswith(".py") and (ROOT / word).is_file() else ""
+        if "\nclass Config(" in text or 'sys.argv[0] = "recipes/' in text:
+            return small(words, task_of(text))
+    return [*words]
+
+
+def task_of(text: str) -> str:
+    """Which recipe the text of a script is, or runs."""
+    return "det" if "\n    detector: " in text or "recipes/det.py" in text else "cls"
 
 
 @dataclass
@@ -144,11 +153,11 @@ class Launcher:
     def start_command(
         self, *words: object, env: Mapping[str, str] | None = None, process_group: int | None = None, cwd: Path = ROOT
     ) -> Started:
-        """Any command, which finds the programs of this environment, such as accelerate."""
+        """Any command, which finds the programs of this environment, such as accelerate; a recipe's run is `small`."""
         outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
-                [*self.before, *map(str, words)],
+                [*self.before, *map(str, small_command(words))],
                 cwd=cwd,
                 env={
                     **inherited(),

@@ -3,33 +3,42 @@
 import json
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.harness.outcomes import Outcome, best_files, identical
+
+if TYPE_CHECKING:  # a fork imports it once its environment is made
+    from common.run.run import Run
 
 STEPS = 12
 
 
-def kill_at_step(step: int, once_tracked: bool = False, once_written: bool = True) -> None:
-    """SIGKILL to the process itself when `step` steps are done, before what follows on it.
-
-    By then the tracker has begun, and no checkpoint is being written any more, unless that does not matter.
-    """
+def after_step(act: Callable[["Run"], None], step: int = 0, once_written: bool = True) -> None:
+    """In a fork: `act(run)` when `step` is done (0: after each), by default once no checkpoint is being written."""
     from common.run.run import Run
 
     end_step = Run.end_step
 
-    def end_and_die(run: Run, grad_norm) -> None:
+    def end_and_act(run: Run, grad_norm) -> None:
         end_step(run, grad_norm)
-        if run.step == step:
-            while once_tracked and not run._log._tracker.where():  # it starts in a thread
-                time.sleep(0.01)
+        if step in (0, run.step):
             if once_written:
                 run._writer.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+            act(run)
 
-    Run.end_step = end_and_die
+    Run.end_step = end_and_act
+
+
+def die(run: "Run") -> None:
+    """SIGKILL to the process itself."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_step(step: int, once_written: bool = True) -> None:
+    """In a fork: SIGKILL when `step` steps are done, before what follows on it."""
+    after_step(die, step, once_written)
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:

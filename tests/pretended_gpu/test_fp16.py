@@ -7,45 +7,36 @@ import pytest
 import torch
 
 from tests.harness.drawings import draw_scenes, draw_stripes
-from tests.harness.launching import as_digits
 from tests.harness.outcomes import Outcome, identical
 
+pytestmark = pytest.mark.gpu
 LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
 SMALL = "--width 32 --short_sides 64 --long_side 64"
 CASES = {
-    "fused": "recipes/cls.py --opt sgd --clip 1",
-    "unfused": "recipes/cls.py --opt nesterov --clip 1",  # the same method as sgd in timm
-    "resumed": "recipes/cls.py --opt sgd --clip 1 --resume RUNS/fused/checkpoints/step_00000001",
-    "compressed": "recipes/cls.py --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
-    "diverged": "recipes/cls.py --opt sgd --lr 1e6",
-    "detected": f"recipes/det.py --opt momentum {SMALL}",
-    "detected_resumed": f"recipes/det.py --opt momentum {SMALL} --resume RUNS/detected/checkpoints/step_00000001",
+    "fused": "cls --opt sgd --clip 1",
+    "unfused": "cls --opt nesterov --clip 1",  # the same method as sgd in timm
+    "resumed": "cls --opt sgd --clip 1 --resume RUNS/fused/checkpoints/step_00000001",
+    "compressed": "cls --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
+    "diverged": "cls --opt sgd --lr 1e6",
+    "detected": f"det --opt momentum {SMALL}",
+    "detected_resumed": f"det --opt momentum {SMALL} --resume RUNS/detected/checkpoints/step_00000001",
 }
 
 
 @pytest.fixture(scope="module")
-def runs(gpus, tmp_path_factory) -> dict[str, Outcome]:
-    """One launch on two GPUs, in which only the second one's gradients overflow, in steps 1 and 3."""
-    folder, commands = tmp_path_factory.mktemp("fp16"), []
+def runs(gpus, run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
+    """One launch on two GPUs, if there are, in which only the last one's gradients overflow, in steps 1 and 3."""
+    folder, cases = tmp_path_factory.mktemp("fp16"), {}
     draw_stripes(folder / "cls" / "train", (6, 5, 4))
     draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
     (folder / "det").mkdir()
     draw_scenes(folder / "det")
     for name, case in CASES.items():
-        recipe, *words = f"{case} --name {name} --output_dir RUNS {LENGTH}".replace(
-            "RUNS", str(folder / "runs")
-        ).split()
-        task = recipe[len("recipes/") :].removesuffix(".py")
-        words += ["--data", folder / task, "--global_batch_size", {"cls": 8, "det": 2}[task]]
-        commands.append([recipe, *map(str, as_digits(words, task))])
-    file = folder / "CASES.json"
-    file.write_text(json.dumps(commands))
-    script = "tests/pretended_gpu/overflowing.py"
-    gpus("multi_gpu_fp16", script, "1,3", "recipes/cls.py", file, "without_pictures", devices=2)
-    outcomes = json.loads((folder / "OUTCOMES.json").read_text())
-    return {
-        name: Outcome(**outcome, folder=folder / "runs" / name) for name, outcome in zip(CASES, outcomes, strict=True)
-    }
+        recipe, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
+        size = {"cls": 8, "det": 2}[recipe]
+        cases[name] = [f"recipes/{recipe}.py", *words, "--data", folder / recipe, "--global_batch_size", size]
+    script = "tests/pretended_gpu/overflowing.py", "1,3"
+    return run_on_gpus(gpus.at_most(2), cases, precision="_fp16", script=script)
 
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "detected"])

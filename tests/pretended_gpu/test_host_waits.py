@@ -15,6 +15,7 @@ from PIL import Image
 from tests.host_waits import CLS, DET, command
 from tests.recipes.copied import copy
 
+pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
 
 WAITING = """A step that waits: torch sees the first line; the second it is told not to wait for, but memory is not pinned.
@@ -34,23 +35,21 @@ NVJPEG = {"cudaStreamSynchronize data/device_decoding.py, io/image.py": 2}
 
 
 @pytest.fixture(scope="module")
-def count(launch, request, tmp_path_factory):
-    """Runs cases by name, on real GPUs or if there are none on pretended ones."""
+def count(gpus, tmp_path_factory):
+    """Runs cases by name."""
     folder = tmp_path_factory.mktemp("waits")
     for place in range(20):
         file = folder / "jpegs" / f"class {place % 2}" / f"{place}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((80, 60), 40 + place % 2).convert("RGB").save(file)
-    start = launch.start if IS_REAL else request.getfixturevalue("gpus").start
 
     def run(cases, devices=1):
         """Returns for each case, by name, the counted steps of all ranks."""
         commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
         file = folder / "CASES.json"
         file.write_text(json.dumps(commands))
-        options = {"flags": ["--num_processes", devices]} if IS_REAL else {"devices": devices}
         config = "multi_gpu" if devices > 1 else "single_gpu"
-        done = start(config, "tests/host_waits.py", file, **options).finish(400)
+        done = gpus.start(config, "tests/host_waits.py", file, devices=devices).finish(400)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
         return {
@@ -106,15 +105,9 @@ def check_all(found):
 
 
 def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
-    check_all(
-        count(
-            of_cls("groups", "decoded on the device")
-            | of_det("fcos", "retinanet", "faster_rcnn", "rtdetr_v2", "rf_detr")
-        )
-    )
+    check_all(count(of_cls("groups", "decoded on the device") | of_det("fcos", "faster_rcnn")))
 
 
-@pytest.mark.skipif(IS_REAL and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
     """Also with numbers that a copied recipe logs. A wait is reported with its line."""
     cases = {

@@ -29,6 +29,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("how", ["stuck", pytest.param("stopped", marks=pytest.mark.long)])
 def test_the_process_that_hangs_is_named_where_the_others_wait_for_their_devices(gpus, tmp_path, how):
     """Over NCCL. The default group, the hosts' group and the machine's group would all give up much later."""

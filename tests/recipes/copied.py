@@ -13,9 +13,9 @@ PAGE = (ROOT / "docs/change_it.md").read_text()
 _SECTIONS = {
     title.replace(" ", "-").lower(): text for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M)
 }
-CHANGES = {
-    name: re.search("```diff\n(.*?)```", text, re.S)[1] for name, text in _SECTIONS.items()
-}  # by anchor of the page
+CHANGES = {  # by anchor of the page
+    name: diff[1] for name, text in _SECTIONS.items() if (diff := re.search("```diff\n(.*?)```", text, re.S))
+}
 
 
 def recipe_of(change: str) -> str:

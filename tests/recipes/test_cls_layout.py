@@ -4,7 +4,6 @@ A case is a command line; a layout is a number of processes and the most samples
 not matter either, a number of data workers). All cases of one world size run in one launch.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,12 +259,3 @@ def test_dropout_repeats_on_the_same_layout(runs: dict[str, Outcome]) -> None:
     first, second, without = (runs[f"dropout {time}"].tensors() for time in ("first", "second", "without"))
     assert identical(first, second)
     assert not identical(first, without)
-
-
-def test_only_the_last_micro_step_sends_gradients(run_several) -> None:
-    """Of three micro-steps a step, DDP sends the gradients of one; two more backward passes are the warm-up's."""
-    command = "--model test_vit --global_batch_size 48 --max_micro_batch_size 8 --max_steps 4".split()
-    run = run_several(2, {"counted": command}, recipe="tests/recipes/counted.py")["counted"]
-    counts = json.loads(run.stdout.splitlines()[-1])
-    assert "2 processes x 3 micro-steps" in run.stdout
-    assert sum(counts["sent"]) == (4 + 2) * counts["parameters"]

@@ -1,6 +1,7 @@
 """A restarted run resumes exactly from its newest good checkpoint, and refuses a checkpoint that is not its own.
 
-One process; what happens to several, and to launchers, is in test_cls_signals.py.
+One process; what happens to several, and to launchers, is in test_cls_signals.py. Damaged checkpoints are in
+tests/faults/test_checkpoint_files.py, dashboards in test_dashboards.py and tests/faults/test_tracker_faults.py.
 """
 
 import functools
@@ -8,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from common.checkpoints.store import Damaged, verify
 from tests.harness.forked import Ended
 from tests.harness.outcomes import Outcome, identical, keeps_best
-from tests.harness.resumed import STEPS, assert_same_run, kill_at_step, read
+from tests.harness.resumed import STEPS, after_step, assert_same_run, kill_at_step, read
 
 SMALL = (
     *("--image_size", 16, "--global_batch_size", 8, "--max_micro_batch_size", 4, "--workers", 0, "--tracker", "none"),
@@ -48,6 +48,14 @@ def images(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(forks, images, tmp_path_factory) -> Path:
+    """The folder of the undisturbed run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert forks("--data", images, "--output_dir", folder, "--name", "whole", *SMALL).code == 0
+    return folder / "whole"
+
+
 @pytest.fixture
 def train(forks, images, tmp_path):
     """`train("name", *flags)` runs the recipe on the images in the run folder tmp_path/name, a step a row."""
@@ -62,40 +70,26 @@ def train(forks, images, tmp_path):
 def _write_only_while_training_goes_on() -> None:
     """Each checkpoint but the last is held up until two more steps are done."""
     from common.checkpoints.store import Checkpoints
-    from common.run.run import Run
 
-    done, save, end_step = threading.Condition(), Checkpoints.save, Run.end_step
-    newest = 0
+    done, save, newest = threading.Condition(), Checkpoints.save, [0]
 
     def save_late(checkpoints: Checkpoints, record: dict, files: dict) -> Path:
         with done:
-            assert done.wait_for(lambda: newest >= min(STEPS, record["step"] + 2), timeout=60), "training waits"
+            assert done.wait_for(lambda: newest[-1] >= min(STEPS, record["step"] + 2), timeout=60), "training waits"
         return save(checkpoints, record, files)
 
-    def end_and_tell(run: Run, grad_norm) -> None:
-        nonlocal newest
-        end_step(run, grad_norm)
-        step = run.step
+    def tell(run) -> None:
         with done:
-            newest = step
+            newest.append(run.step)
             done.notify_all()
 
-    Checkpoints.save, Run.end_step = save_late, end_and_tell
+    Checkpoints.save = save_late
+    after_step(tell, once_written=False)
 
 
 def _signal_at_step(step: int, number: int, times: int = 1) -> None:
     """A signal to the process itself when `step` steps are done."""
-    from common.run.run import Run
-
-    end_step = Run.end_step
-
-    def end_and_signal(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        done = run.step
-        for _ in range(times if done == step else 0):
-            os.kill(os.getpid(), number)
-
-    Run.end_step = end_and_signal
+    after_step(lambda run: [os.kill(os.getpid(), number) for _ in range(times)], step, once_written=False)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -111,7 +105,13 @@ def content(folder: Path, but: tuple[str, ...] = ("log.txt", ".lock")) -> dict[s
 # --- killed
 
 
-@pytest.mark.parametrize("norm", [("--batch_norm", "local"), ("--batch_norm", "group", "--norm_batch_size", 4)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        pytest.param(("--batch_norm", "local"), marks=pytest.mark.long, id="local"),
+        pytest.param(("--batch_norm", "group", "--norm_batch_size", 4), id="group"),
+    ],
+)
 def test_run_killed_at_every_step_is_bit_equal_to_the_uninterrupted(train, tmp_path, norm):
     assert train("whole", *EVERYTHING, *norm).code == 0
     folder = tmp_path / "killed"
@@ -183,7 +183,7 @@ class _Spared(set):
         return _Spared, (set(self), self.times)
 
 
-@pytest.mark.parametrize("opt", ["sgd", "lamb", "lion"])
+@pytest.mark.parametrize("opt", ["sgd", pytest.param("lamb", marks=pytest.mark.long), "lion"])
 def test_optimizers_go_on_bit_equal(train, tmp_path, opt):
     assert train("whole", "--opt", opt, "--layer_decay", 0.9).code == 0
     train("killed", "--opt", opt, "--layer_decay", 0.9, before=functools.partial(kill_at_step, 7))
@@ -192,8 +192,7 @@ def test_optimizers_go_on_bit_equal(train, tmp_path, opt):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "Ctrl-C"])
-def test_signal_saves_within_two_steps(train, tmp_path, name):
-    assert train("whole").code == 0
+def test_signal_saves_within_two_steps(train, whole, tmp_path, name):
     stopped = train(
         "stopped",
         before=functools.partial(_signal_at_step, 6, signal.SIGINT if name == "Ctrl-C" else signal.Signals[name]),
@@ -205,18 +204,17 @@ def test_signal_saves_within_two_steps(train, tmp_path, name):
     assert f"step_{status['step']:08d}" in checkpoints(tmp_path / "stopped")
     assert f"stopped by {name}" in stopped.stdout
     assert train("stopped").code == 0
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    assert_same_run(tmp_path / "stopped", whole)
 
 
-def test_interrupt_sent_twice_ends_at_once_without_saving(train, tmp_path):
-    assert train("whole").code == 0
+def test_interrupt_sent_twice_ends_at_once_without_saving(train, whole, tmp_path):
     stopped = train("stopped", before=functools.partial(_signal_at_step, 6, signal.SIGINT, times=2))
     assert stopped.code != 0
     status = read(tmp_path / "stopped", "status.json")
     assert (status["status"], status["step"], status["cause"]) == ("resumable", 6, "Ctrl-C")
     assert checkpoints(tmp_path / "stopped") == ["step_00000004"]
     assert train("stopped").code == 0
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    assert_same_run(tmp_path / "stopped", whole)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train, tmp_path):
@@ -236,8 +234,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(train, tmp_path):
 # --- finished
 
 
-def test_finished_run_started_again_says_so_and_changes_nothing(train, tmp_path):
-    assert train("run").code == 0
+def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     before = content(tmp_path / "run", but=("log.txt", ".lock", "status.json", "report.html"))
     again = train("run", "--tracker", "wandb", "--checkpoint_every", 2, "--log_every", 5, "--keep_checkpoints", 1)
     assert again.code == 0, again.stderr
@@ -247,7 +245,7 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, tmp_path)
     assert (status["status"], status["step"]) == ("finished", STEPS)
 
 
-def test_finished_run_goes_on_when_it_is_to_be_longer(train, tmp_path):
+def test_finished_run_goes_on_when_it_is_to_be_longer(train, whole, tmp_path):
     """Under a constant rate exactly as if it had been longer from the start; another schedule is named."""
     constant = ("--schedule", "constant", "--warmup_epochs", 0)
     assert train("short", *constant).code == 0
@@ -258,7 +256,7 @@ def test_finished_run_goes_on_when_it_is_to_be_longer(train, tmp_path):
     assert [row["step"] for row in rows[0]] == list(range(1, 19))
     assert [row["train/loss"] for row in rows[0]] == [row["train/loss"] for row in rows[1]]
 
-    assert train("cosine").code == 0
+    shutil.copytree(whole, tmp_path / "cosine")
     longer = train("cosine", "--max_steps", 18)
     assert longer.code == 0, longer.stderr
     assert "its length was 12 steps: the schedule is now that of 18 from the start" in longer.stdout
@@ -304,8 +302,8 @@ def test_resume_never_and_resume_path(train, tmp_path):
     assert read(tmp_path / "run", "status.json")["step"] == 18
 
 
-def test_another_configuration_or_other_data_is_refused_with_what_differs(train, images, tmp_path):
-    assert train("run").code == 0
+def test_another_configuration_or_other_data_is_refused_with_what_differs(train, whole, images, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     before = content(tmp_path / "run")
     refused = train("run", "--lr", 0.001, "--opt", "sgd", "--max_steps", 18)
     assert refused.code == 2
@@ -342,93 +340,3 @@ def test_same_command_without_a_name_resumes_and_another_seed_does_not(forks, im
     assert second.code == 0 and "resuming from step 4 of 12" in second.stdout
     assert forks(*command, "--seed", 1).code == 0
     assert len(list(tmp_path.iterdir())) == 2
-
-
-# --- damage
-
-
-def _truncate(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "optimizer.safetensors", 1000)
-
-
-def _flip(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def _lose(checkpoint: Path) -> None:
-    (checkpoint / "record.json").unlink()
-
-
-def _lose_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").unlink()
-
-
-def test_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(train, tmp_path):
-    assert train("whole").code == 0
-    train("damaged", before=functools.partial(kill_at_step, 9))
-    for damage in (_truncate, _flip, _lose, _lose_manifest):  # the step that is made again replaces what was damaged
-        damage(tmp_path / "damaged/checkpoints/step_00000008")
-        again = train("damaged", before=functools.partial(kill_at_step, 9))
-        assert "step_00000008 is damaged" in again.stdout, again.stdout
-        assert "resuming from step 4 of 12" in again.stdout
-        assert {"step_00000004", "step_00000008"} < set(checkpoints(tmp_path / "damaged"))
-    assert "resuming from step 8 of 12" in train("damaged").stdout
-    assert_same_run(tmp_path / "damaged", tmp_path / "whole")
-
-
-def test_all_checkpoints_damaged_is_refused_and_nothing_is_lost(train, tmp_path):
-    train("run", before=functools.partial(kill_at_step, 9))
-    for checkpoint in (tmp_path / "run/checkpoints").iterdir():
-        _flip(checkpoint)
-    before = content(tmp_path / "run")
-    refused = train("run")
-    assert refused.code == 2 and "all 2 checkpoints are damaged" in refused.stderr
-    assert content(tmp_path / "run") == before
-
-
-# --- the dashboard
-
-
-def _kill_services_at_step(step: int) -> None:
-    """SIGKILL to what W&B has started, when `step` steps are done."""
-    import psutil
-
-    from common.run.run import Run
-
-    end_step = Run.end_step
-
-    def end_and_kill(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        done = run.step
-        if done == step:
-            while not run._log._tracker.where():  # it starts in a thread
-                time.sleep(0.01)
-            services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
-            assert services
-            for service in services:
-                service.kill()
-
-    Run.end_step = end_and_kill
-
-
-def test_dashboard_goes_on_as_one_run_and_its_failures_change_nothing(train, tmp_path):
-    wandb = ("--tracker", "wandb")
-    assert train("whole").code == 0
-    train("resumed", *wandb, before=functools.partial(kill_at_step, 7, once_tracked=True))
-    first = read(tmp_path / "resumed", "tracker.json")["id"]
-    assert train("resumed", *wandb).code == 0
-    assert read(tmp_path / "resumed", "tracker.json")["id"] == first
-    folders = sorted(path.name for path in (tmp_path / "resumed/wandb").glob("offline-run-*"))
-    assert len(folders) == 2 and all(name.endswith(first) for name in folders)
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-
-    (tmp_path / "nowhere").mkdir()
-    (tmp_path / "nowhere/wandb").write_text("where W&B wants a folder")
-    for name, before in (("nowhere", None), ("dead", functools.partial(_kill_services_at_step, 3))):
-        done = train(name, *wandb, before=before)
-        assert done.code == 0, done.stderr
-        assert done.stdout.count("wandb failed") == 1, "to be said once"
-        assert_same_run(tmp_path / name, tmp_path / "whole")

@@ -65,20 +65,6 @@ def main():
     Prefetcher.take = take_and_signal if "asked" in sys.argv else take
     cls.main()
 """
-# A recipe whose rank 1 alone fails, when it has made five steps.
-FAILING = """
-import os, runpy, sys
-from common.data.loader import Prefetcher
-take, taken = Prefetcher.take, []
-def fail(feed):
-    taken.append(feed)
-    if os.environ["RANK"] == "1" and len(taken) == 5:
-        raise ValueError("of rank 1 alone")
-    return take(feed)
-Prefetcher.take = fail
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -231,14 +217,3 @@ def test_asking_one_rank_stops_all_within_two_steps(of_two):
     assert 5 <= status["step"] <= 7
     assert outcome.checkpoint.name == f"step_{status['step']:08d}"
     assert steps_of(outcome) == list(range(1, status["step"] + 1))
-
-
-def test_a_rank_that_fails_alone_says_why(launch, tmp_path):
-    """The others see only that it is gone, which must not hide the cause."""
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    done = launch("multi_cpu", script, *WORDS[2], "--output_dir", tmp_path, "--name", "failing", "--workers", 0)
-    assert done.returncode != 0
-    status = status_of(tmp_path / "failing")
-    assert status["status"] == "failed"
-    assert "rank 1: ValueError: of rank 1 alone" in status["cause"]

@@ -1,7 +1,7 @@
 """Any value of any field of both recipes' configurations ends in a run that can be planned, or in a refusal of one line.
 
 In process, through the real parser and through what is made of a configuration before a model: thousands of cases in
-seconds. What needs the run itself is in test_cls_bad_input.py and test_det_bad_input.py.
+seconds. What needs the run itself is in test_refusals.py.
 """
 
 import dataclasses
@@ -9,10 +9,12 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,69 +28,23 @@ from common.classification.mixing import Mixing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.origin import read_origin
 from common.config.parsing import identity, parse, save, short_hash
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
 from common.detection.data import sources as detection
 from common.errors import Refused
 from common.run.folder import RunFolder
 from common.training import timm_models
-from common.training.optimizer import Schedule, build_optimizer
+from common.training.optimizer import build_optimizer, build_schedule
 from recipes import cls, det
 from tests.harness.odd_files import bounded
 
-NUMBERS = ["nan", "inf", "-inf", "-0.0", "0", "1", "-1", "2", "0.5", "1e-300", "5e-324", "1e-9", "1e300", "1e400"]
-NUMBERS += [
-    "9" * 20,
-    "9" * 5000,
-    str(2**63 - 1),
-    str(2**63),
-    str(-(2**63)),
-    "1_000",
-    "0x10",
-    " 1",
-    "",
-    "true",
-    "²",
-    "٣",
-]
-TEXTS = ["~nosuchuser", "~nosuchuser/x", "a" * 300, f"a/{'b' * 256}", "x/" * 3000, "x/" * 1500, "\udcff", "\0", "a\nb"]
-TEXTS += [
-    "\x1b[2J",
-    "\u202e",
-    "..",
-    ".",
-    "/",
-    "-x",
-    "--help",
-    "*",
-    "[.parquet",
-    "?.parquet",
-    "hf-hub:a/b",
-    "hf-hub:",
-    "auto",
-]
-TEXTS += [
-    "never",
-    "rand-m9",
-    "rand-m99999",
-    "rand-m9-n0",
-    "rand-m9-mstdx",
-    "augmix-m3-w0",
-    "original",
-    "lion",
-    "resnet50.x",
-]
-TEXTS += [
-    "1-2",
-    "3-4",
-    "5-3",
-    "²-³",
-    "3-99",
-    "64,²",
-    "640,0",
-    "1" * 30,
-    f"{'1' * 5000}-{'2' * 5000}",
-    "1e-320-1",
-    "1e-308,1",
-]
+NUMBERS = "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
+NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
+TEXTS = "~nosuchuser ~nosuchuser/x .. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
+TEXTS += "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
+TEXTS += "1-2 3-4 5-3 ²-³ 3-99 64,² 640,0 1e-320-1 1e-308,1".split()
+TEXTS += ["a" * 300, f"a/{'b' * 256}", "x/" * 3000, "x/" * 1500, "1" * 30, f"{'1' * 5000}-{'2' * 5000}"]
+TEXTS += ["\udcff", "\0", "a\nb", "\x1b[2J", "\u202e"]
 WORDS = st.one_of(st.sampled_from(NUMBERS + TEXTS), st.text(max_size=9), st.floats().map(repr), st.integers().map(str))
 CONFIGS = {"cls": cls.Config, "det": det.Config}
 LABELS = np.arange(90) % 3
@@ -106,6 +62,11 @@ def model():
     return timm.create_model("test_vit", num_classes=3)
 
 
+def parsed_by(config_class: type, *words: str):
+    """The configuration of a command line, whose data are x if it names none."""
+    return parse(config_class, ["--data", "x", *words], "x.py")
+
+
 def one_line(call: Callable, *arguments):
     """What it returns, or None where it is refused, which is said in one line."""
     try:
@@ -118,15 +79,18 @@ def one_line(call: Callable, *arguments):
 def plan(config, model) -> None:
     """Everything that is cheap to make of a configuration."""
     recipe, images = (det if isinstance(config, det.Config) else cls), Images(range(len(LABELS)))
-    if cut := one_line(recipe.build_plan, config, config.max_micro_batch_size):
+    unit = config.norm_batch_size if config.batch_norm == "group" else 1
+    if cut := one_line(BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)):
         assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
-    if stream := one_line(recipe.build_stream, config, images):
-        steps = config.max_steps or stream.steps(config.epochs)
+    stream = one_line(det.build_stream, config, images) if recipe is det else one_line(Stream.of, config, len(images))
+    if stream and (schedule := one_line(build_schedule, config, stream)):
+        steps = schedule.total_steps
         assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
-        if schedule := one_line(Schedule, config, stream, steps):
-            assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
-    if recipe is det and stream:
-        for augmentation in one_line(det.build_augmentation, config, stream, 32) or ():
+        assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
+    if recipe is det:
+        detector = SimpleNamespace(stride=32, pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3})
+        *augmentations, _ = one_line(det.build_augmentation, config, detector, torch.device("cpu")) or (None,)
+        for augmentation in augmentations:
             sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is cls:
@@ -136,8 +100,8 @@ def plan(config, model) -> None:
             one_line(training_transform, config, shown)
             one_line(evaluation_transform, shown)
             if config.mixup or config.cutmix:
-                assert np.isfinite(Mixing(config.seed, config.mixup, config.cutmix, sizes).draw(np.arange(4))).all()
-            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).draw(np.arange(4))).all()
+                assert np.isfinite(Mixing(config.seed, config.mixup, config.cutmix, sizes).sample(np.arange(4))).all()
+            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))).all()
         one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
     one_line(build_optimizer, config, model)
     assert len(short_hash(identity(config))) == 6
@@ -152,15 +116,10 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
     shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
     own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
     for place, field in enumerate(own):
-        means_much = field.type is str and field.name not in (
-            "project",
-            "image_column",
-            "label_column",
-            "objects_column",
-        )
+        means_much = field.type is str and field.name != "project" and not field.name.endswith("_column")
         words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
         for word in words[place % 2 :: 2]:  # a half for each field, for the time that it takes
-            config = one_line(parse, CONFIGS[recipe], [flag(field, word)], "x.py")
+            config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
                 plan(config, model)
@@ -174,7 +133,7 @@ def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: st
     @settings(max_examples=100, deadline=None, database=None)
     @given(st.lists(st.tuples(st.sampled_from(fields), WORDS), max_size=3))
     def end_well(given_words) -> None:
-        if config := one_line(parse, CONFIGS[recipe], [flag(*given_word) for given_word in given_words], "x.py"):
+        if config := one_line(parsed_by, CONFIGS[recipe], *(flag(*given_word) for given_word in given_words)):
             plan(config, model)
             with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
                 save(config, Path(file.name))
@@ -210,20 +169,16 @@ DOCUMENTS = st.one_of(
 def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_line(text: str) -> None:
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         Path(file.name).write_text(text, errors="surrogatepass")
-        one_line(parse, cls.Config, ["--config", file.name], "x.py")
+        one_line(parsed_by, cls.Config, "--config", file.name)
 
 
 PATHS = [word for word in NUMBERS + TEXTS if (word and not word.startswith("x/")) or len(word) < 999]
 PATHS += [
-    "/dev/zero",
-    "/proc/self/fd",
-    "~root",
     "x/" * 250,
     "hf-hub:" + "z" * 200,
-    "local-dir:x",
-    "a:b",
     "digits\n",
     "?" * 99,
+    *"/dev/zero /proc/self/fd ~root local-dir:x a:b".split(),
 ]
 LOOKUPS = {
     "--data": lambda text: sources.load(sources.Spec(text, seed=0, val_share=0.2)),
@@ -245,7 +200,7 @@ def test_what_a_path_leads_to_is_used_or_refused_in_one_line(tmp_path: Path, mon
     tried = 0
     for text in PATHS:
         field = name.split()[0]
-        if one_line(parse, cls.Config, [f"{field}={text}"], "x.py"):
+        if one_line(parsed_by, cls.Config, f"{field}={text}"):
             tried += 1
             with bounded(megabytes=4096):
                 one_line(LOOKUPS[name], text)
@@ -269,12 +224,12 @@ REFUSED = {
 def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> None:
     word, told = REFUSED[what]
     with pytest.raises(Refused, match=told) as raised:
-        parse(cls.Config, [word.format(field=field)], "x.py")
+        parsed_by(cls.Config, word.format(field=field))
     assert str(raised.value).startswith(f"--{field} ") and len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize("crop_pct", ["1e-9", "1e-300", "5e-324", "0.003"])
 def test_a_crop_that_would_enlarge_images_without_bound_is_refused(model, crop_pct: str) -> None:
-    config = parse(cls.Config, ["--crop_pct", crop_pct, "--image_size", "32"], "x.py")
+    config = parsed_by(cls.Config, "--crop_pct", crop_pct, "--image_size", "32")
     with pytest.raises(Refused, match="at most 89478485 pixels; look at --image_size and --crop_pct"):
         timm_models.data_config(model, config.image_size, config.crop_pct)

@@ -4,7 +4,10 @@ A copy never resumes a run of another source, ends well when it stops itself, an
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +42,7 @@ DAYS = {
 }
 STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 @@
-+            if run.step == 3 and accelerator.process_index == world_size() - 1:
++            if run.step == 3 and run.accelerator.is_last_process:
 +                run.stop("enough")
              if run.should_save():
 """
@@ -61,19 +64,16 @@ MEAN = """A mean as loss, of shape [1] or [].
 """
 MEAN_OF_BOXES = """A mean as loss, of shape [].
 @@
--            return config.global_batch_size * losses  # their mean over the global batch is the step's loss
+-            return losses
 +            return losses.mean()
 """
 COMMENTS = """Words, and no other code.
 @@
--def batch_norm_of(config: Config) -> str:
--    \"\"\"The mode of batch norm: a frozen backbone keeps its statistics, too.\"\"\"
--    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm
-+# Other words.
-+def batch_norm_of(
-+    config: Config,
-+) -> str:
-+    return "frozen" if config.freeze_stages == "all" and not config.unfreeze_epochs else config.batch_norm  # and more
+-    weights = sample_weights(config.sampling, train.labels, len(train.classes))
++    # Other words.
++    weights = sample_weights(
++        config.sampling, train.labels, len(train.classes)
++    )  # and more
 """
 
 
@@ -92,10 +92,22 @@ def test_every_change_of_the_page_is_trained() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("diff", ["@@\n-no such line\n", "@@ build_plan\n-    return train\n"])
+@pytest.mark.parametrize("diff", ["@@\n-no such line\n", "@@ build_samples\n-    return train\n"])
 def test_a_change_that_no_longer_applies_fails(diff: str) -> None:
     with pytest.raises(AssertionError, match="0 times"):
         apply(diff, (ROOT / "recipes/cls.py").read_text())
+
+
+@pytest.mark.smoke
+def test_a_copy_from_before_version_020_is_refused_in_one_line_that_names_the_page(tmp_path: Path) -> None:
+    lines = "from common.config.fields import AugmentationConfig", "with Run(config, accelerator) as run:", "    ..."
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    for local_rank in (0, 1):
+        environment = os.environ | {"LOCAL_RANK": str(local_rank), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, tmp_path / "mine.py"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == (local_rank == 0)
+        assert local_rank or "in docs/change_it.md#copies-from-before-020" in done.stderr
+    assert "\n## Copies from before 0.2.0\n" in PAGE
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +241,7 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     boxes, coloured, best = (runs[1][name] for name in ("detector", "coloured boxes", "best boxes"))
     parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
-    np.testing.assert_allclose(boxes.column("train/loss"), 2 * parts["box"] + parts["class"] + parts["centerness"])
+    np.testing.assert_allclose(boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"])
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
     change = coloured.column("train/loss")[0] - boxes.column("train/loss")[0]
     assert abs(change) > 1e-9, "in float64; scenes of digits are nearly grey"

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from tests.harness.dashboard import logged, records, results
-from tests.harness.resumed import read
+from tests.harness.resumed import after_step, die, read
 from tests.harness.wandb_server import wandb_server
 
 FLAGS = {
@@ -35,23 +34,25 @@ def draw_at_every_evaluation(rank: int) -> None:
 
 def die_once_sent(folder: Path, tracker: str, rank: int) -> None:
     """SIGKILL after step `LAST`, when the dashboard's files have the rows of all steps but this one."""
-    from common.run.run import Run
-
     draw_at_every_evaluation(rank)
-    end_step = Run.end_step
 
-    def end_and_die(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        if run.step == LAST and rank == 0:
-            run._writer.wait()
-            while not {*range(1, LAST - 1)} <= logged(folder, tracker).keys():
-                time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die_then(run) -> None:
+        while not {*range(1, LAST - 1)} <= logged(folder, tracker).keys():
+            time.sleep(0.1)
+        die(run)
 
-    Run.end_step = end_and_die
+    if rank == 0:
+        after_step(die_then, LAST)
 
 
-@pytest.mark.parametrize("recipe, tracker", [("cls", "wandb"), ("det", "wandb"), ("cls", "tensorboard")])
+@pytest.mark.parametrize(
+    "recipe, tracker",
+    [
+        pytest.param("cls", "wandb", marks=pytest.mark.long),
+        ("det", "wandb"),
+        ("cls", "tensorboard"),
+    ],  # see the next test
+)
 def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
     forks, scenes, tmp_path, recipe: str, tracker: str
 ) -> None:
@@ -103,20 +104,15 @@ def with_environment(environment: dict[str, str], rank: int) -> None:
 def die_with_the_service(environment: dict[str, str], rows: Path, rank: int) -> None:
     """SIGKILL of the rank and of W&B's service after step `LAST`, as when the machine is lost."""
     with_environment(environment, rank)
-    from common.run.run import Run
 
-    end_step = Run.end_step
+    def die_with_all(run) -> None:
+        while not list(rows.parent.glob("wandb/*run-*/*.wandb")):
+            time.sleep(0.01)
+        for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+            process.kill()
 
-    def end_and_die(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        if run.step == LAST and rank == 0:
-            run._writer.wait()
-            while not list(rows.parent.glob("wandb/*run-*/*.wandb")):
-                time.sleep(0.01)
-            for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
-                process.kill()
-
-    Run.end_step = end_and_die
+    if rank == 0:
+        after_step(die_with_all, LAST)
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])

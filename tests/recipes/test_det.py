@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.config.parsing import parse
+from tests.harness.launching import small
 from tests.harness.outcomes import distance, parameters, statistics
 from tests.harness.resumed import STEPS as KILLED_STEPS
 from tests.harness.resumed import assert_same_run, kill_at_step
@@ -32,10 +33,10 @@ CASES = {
     "faster_rcnn": "--detector faster_rcnn --batch_norm group --norm_batch_size 2 --global_batch_size 8 --sync_short_sides",
     "thawing": "--detector fcos --batch_norm group --norm_batch_size 2 --global_batch_size 8 --freeze_stages 2 "
     "--unfreeze_epochs 2,4 --backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
-    "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96",
-    "deimv2": "--detector deimv2 --batch_norm frozen --global_batch_size 7 --lr 1e-3 --short_sides 64,96",
-    "rf_detr": "--detector rf_detr --model RF_DETR --width 64 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
-    "--short_sides 64,96,128",
+    "rtdetr_v2": "--detector rtdetr_v2 --batch_norm frozen --global_batch_size 7 --lr 2e-4 --short_sides 64,96 --long_side 800",
+    "deimv2": "--detector deimv2 --batch_norm frozen --global_batch_size 7 --lr 1e-3 --short_sides 64,96 --long_side 800",
+    "rf_detr": "--detector rf_detr --model RF_DETR --width 128 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
+    "--short_sides 64,96,128 --long_side 800",
 }
 CLASSES = tuple("0123456789")
 LONG = {"retinanet", "rtdetr_v2", "deimv2"}  # left to the long tests, as all but FCOS on two processes
@@ -84,7 +85,8 @@ def start(rf_detr):
 
     def build(name: str):
         words = f"{EXACT} {CASES[name]}".replace("RF_DETR", str(rf_detr)).split()
-        return recipe.build_model(parse(recipe.Config, words), CLASSES, torch.device("cpu"))[0].state_dict()
+        config = parse(recipe.Config, small(words, "det"))
+        return recipe.build_model(config, CLASSES, torch.device("cpu")).state_dict()
 
     return build
 

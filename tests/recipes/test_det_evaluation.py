@@ -20,10 +20,12 @@ import torch
 from PIL import Image
 
 from common.config.parsing import parse
+from common.data.loader import evaluation_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
 from common.detection.models.detectors import OF_TRANSFORMERS
+from tests.harness.launching import small
 from tests.harness.processes import Processes
 from tests.harness.several import load
 
@@ -35,7 +37,7 @@ FAMILIES = {
     "rtdetr_v2": "--short_sides 96",
     "dfine": "--short_sides 96",
     "deimv2": "--short_sides 96",
-    "rf_detr": "--short_sides 128 --model RF_DETR",
+    "rf_detr": "--short_sides 128 --model RF_DETR --width 128",
 }
 FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
 COUNT = 14
@@ -82,9 +84,9 @@ class Case:
 
     def __post_init__(self) -> None:
         words = f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} --data {self.data}"
-        self.config = parse(recipe.Config, words.replace("RF_DETR", f"{self.data}/rf_detr").split())
+        self.config = parse(recipe.Config, small(words.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det"))
         train, self.val = recipe.build_data(self.config)
-        self.model, _ = recipe.build_model(self.config, train.classes, torch.device("cpu"))
+        self.model = recipe.build_model(self.config, train.classes, torch.device("cpu"))
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -95,16 +97,13 @@ class Case:
                     parameter.fill_(-7.0)
                 if name.endswith("bbox_reg.bias") and self.family == "fcos":  # boxes with an area
                     parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
-        _, self.plain = recipe.build_augmentation(
-            self.config, recipe.build_stream(self.config, train), self.model.stride
-        )
+        _, self.plain, self.normalize = recipe.build_augmentation(self.config, self.model, torch.device("cpu"))
 
     def evaluate(self, most: int) -> tuple[dict, Detections]:
-        device = torch.device("cpu")
-        normalize, fill = recipe.build_normalize(self.config, self.model, device)
-        loader = recipe.build_val_loader(self.config, self.val, self.plain, self.model, fill, most)
-        accelerator = SimpleNamespace(device=device, autocast=contextlib.nullcontext)
-        return recipe.evaluate(self.model, loader, accelerator, normalize, self.val)
+        scenes = recipe.EvaluationScenes.of(self.config, self.val, self.plain, self.model)
+        loader = evaluation_loader(scenes, most, self.config.workers)
+        accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+        return recipe.evaluate(self.model, loader, accelerator, self.normalize, self.val)
 
     def with_objects(self):
         """The images with objects where the detector finds some: every third detection of each, moved a little."""

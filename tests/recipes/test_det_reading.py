@@ -11,6 +11,7 @@ import torch
 
 from common.config.parsing import parse
 from tests.harness.drawings import draw_scenes
+from tests.harness.launching import small
 from tests.harness.outcomes import distance, parameters
 from tests.harness.several import load
 
@@ -49,8 +50,8 @@ def test_losses_and_weights_do_not_depend_on_the_layout(way, outcomes) -> None:
     assert len(losses) == STEPS
     np.testing.assert_allclose(other.column("train/loss"), losses, rtol=1e-8)
     recipe = load(Path("recipes/det.py"))
-    config = parse(recipe.Config, FLAGS.split())
-    start = recipe.build_model(config, tuple("0123456789"), torch.device("cpu"))[0].state_dict()
+    config = parse(recipe.Config, small(FLAGS.split(), "det"))
+    start = recipe.build_model(config, tuple("0123456789"), torch.device("cpu")).state_dict()
     assert distance(parameters(one.tensors()), parameters(other.tensors()), start) < 1e-8
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from common.config.parsing import parse
-from tests.harness.launching import OF_DIGITS
+from tests.harness.launching import small
 from tests.harness.several import load
 
 SHAPES = ((320, 240), (240, 320), (300, 300), (427, 200))
@@ -62,9 +62,9 @@ def table(stdout: str) -> dict[str, str]:
 
 
 def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_several, flowers, tmp_path) -> None:
-    """With an odd batch; and a run that began with the defaults of digits is not gone on with."""
+    """With an odd batch; and a run that began with a preset for digits is not gone on with without it."""
     command = ["--data", flowers, "--max_steps", 2, "--global_batch_size", 7, "--log_every", 1]
-    before = [*command, *(word for pair in OF_DIGITS["cls"].items() for word in pair)]
+    before = small(command)
     old = ["--output_dir", tmp_path, "--name", "old"]
     runs = run_several(1, {"one": command, "before": [*before, *old], "now": [*command, *old]}, as_typed=True)
     one = runs["one"]
@@ -73,15 +73,11 @@ def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_
     for run in (one, two):
         assert run.outcome == "ok", run.text
         said = table(run.stdout)
-        assert said["defaults"] == (
-            "for photographs: model convnext_atto, image_size 224, crop_pct 0.875, "
-            "lr 0.001, warmup_epochs 1.0, crop_scale 0.35, hflip 0.5"
-        )
         assert said["pretrained"].startswith("no; --pretrained ")
         assert said["input"] == "3 x 224 x 224"
         assert said["batch norm"].startswith("none in this model")
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
-        assert (config["image_size"], config["hflip"], config["model"]) == (224, 0.5, "convnext_atto")
+        assert (config["image_size"], config["hflip"], config["model"]) == (0, 0.5, "convnext_atto")
         exported = json.loads((run.folder / "best" / "config.json").read_text())
         assert exported["pretrained_cfg"]["input_size"] == [3, 224, 224]
     assert len(one.column("train/loss")) == 2
@@ -89,7 +85,7 @@ def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_
 
     assert runs["before"].outcome == "ok", runs["before"].text
     assert runs["now"].outcome == "refused"
-    assert "image_size 32 there, 224 here; " in runs["now"].text
+    assert "image_size 32 there, 0 here; " in runs["now"].text
     assert "model test_resnet there, convnext_atto here; " in runs["now"].text
     assert runs["now"].text.endswith("give this run another --name") and "\n" not in runs["now"].text
 
@@ -99,10 +95,6 @@ def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, boxes
     run = run_several(1, {"one": command}, recipe="recipes/det.py", as_typed=True)["one"]
     assert run.outcome == "ok", run.text
     said = table(run.stdout)
-    assert said["defaults"] == (
-        "for photographs: model convnext_atto, levels 3-7, width 128, short_sides 480, long_side 800, "
-        "lr 0.0002, warmup_epochs 1.0, hflip 0.5"
-    )
     assert said["batch norm"].startswith("none in this model")
     assert said["pretrained"].startswith("no; --pretrained ")
     exported = json.loads((run.folder / "best" / "config.json").read_text())

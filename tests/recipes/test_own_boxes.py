@@ -22,7 +22,7 @@ SMALL = "--short_sides 112,128 --long_side 128 --levels 3-4 --width 64 --lr 2e-3
 
 def draw_boxes(folder: Path) -> Path:
     """20 photographs of 128 x 128 pixels with one to three digits each, undivided, in COCO's format."""
-    generator, photographs, digits = np.random.default_rng(0), load_sample_images().images, read_digits().images
+    generator, photographs, digits = np.random.default_rng(0), load_sample_images().images, read_digits()[0]
     images, annotations = [], []
     folder.mkdir()
     for number in range(IMAGES):
@@ -65,6 +65,7 @@ def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
     return run_several(2, {"base": base, "own": [*own, *output]}, recipe="recipes/det.py", timeout=600)
 
 
+@pytest.mark.long
 def test_twenty_images_of_one_class_are_learnt(runs: dict[str, Outcome]) -> None:
     run = runs["own"]
     assert {each.outcome for each in runs.values()} == {"ok"}

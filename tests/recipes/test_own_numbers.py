@@ -27,17 +27,17 @@ CHANGES = {
             run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 """,
-    "                if run.should_draw():\n": "                if run.ends() or True:\n",  # pictures at each evaluation
+    "                if run.should_draw():\n": "                if run.should_draw() or True:\n",  # pictures at each evaluation
 }
 FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
 NOISE = """Random numbers of each place that a copy may draw them in.
 @@
 +class Noise(Normalize):
-+    def draw(self, positions):
++    def sample(self, positions):
 +        return DRAW
 +
-+    def apply(self, images, targets, draws):
-+        return images + draws.to(images)[:, None, None, None], targets
++    def apply(self, images, targets, sampled):
++        return images + sampled.to(images)[:, None, None, None], targets
 +
 +
  def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
@@ -53,11 +53,11 @@ OF_LOSS = """Noise in the targets.
 MISTAKES = {
     "a worker's generator": NOISE.replace("DRAW", "torch.rand(len(positions)).numpy()"),
     "the generator of the last image": NOISE.replace("DRAW", "torch.rand(len(positions)).numpy() + 0 * positions"),
-    "the device's generator": NOISE.replace("DRAW", "positions").replace("draws.to", "torch.rand(len(images)).to"),
+    "the device's generator": NOISE.replace("DRAW", "positions").replace("sampled.to", "torch.rand(len(images)).to"),
     "the loss": OF_LOSS,
     "another parameter": """A parameter beside the model.
 @@ main
-         optimizer, ema = build_optimizer(config, model), build_ema(config, model)
+         optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
 +        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 """,
     "no direction": """A result of one's own that leads.
@@ -96,7 +96,9 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     cases["dropout is none"] = "--drop 0.5 --drop_path 0.2 --mixup 0.2 --random_erasing 0.3 --dry_run".split()
     three = {"three": f"{FLAGS} --max_micro_batch_size 9".split()}
     three["of one rank"] = [copy(folder / "of_one_rank.py", OF_ONE_RANK), *"--max_steps 2 --model test_vit".split()]
-    return run_several(1, cases, recipe=mine, pictures=True) | run_several(3, three, recipe=mine)
+    one = {"one": cases.pop("one")}
+    ones = run_several(1, one, recipe=mine, pictures=True) | run_several(1, cases, recipe=mine)
+    return ones | run_several(3, three, recipe=mine)
 
 
 def test_numbers_of_ones_own_stand_in_the_rows_and_are_the_same_on_any_layout(outcomes) -> None:

@@ -111,14 +111,21 @@ def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_i
     assert said[0][0] in (tmp_path / "a" / "log.txt").read_text()
 
 
-def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_several) -> None:
+def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_several, tmp_path: Path) -> None:
+    """And a profile that can't be written ends no run."""
+    (tmp_path / "obstructed").mkdir()
+    (tmp_path / "obstructed/profile").write_text("in the way")
     cases = {
         "beyond": ["--max_steps", 12, "--profile", "5-13"],
         "beyond the epochs": ["--epochs", 0.1, "--profile", "2-5"],
         "one": ["--max_steps", 2, "--profile", 1],
         "later": ["--max_steps", 3, "--profile", "1-2", "--name", "one", "--resume", "auto"],
+        "obstructed": ["--max_steps", 3, "--profile", "2-3", "--output_dir", tmp_path],
     }
     outcomes = run_several(1, cases)
+    assert outcomes["obstructed"].outcome == "ok"
+    said = outcomes["obstructed"].stdout
+    assert re.search(r"^the profile is incomplete: rank 0: FileExistsError: ", said, re.MULTILINE)
     for name in ("beyond", "beyond the epochs"):
         assert outcomes[name].outcome == "refused" and "\n" not in outcomes[name].text
         assert not outcomes[name].folder.exists()
@@ -128,15 +135,6 @@ def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_sev
         r"^profile: [0-9.]+ ms a step; within a step .*/steps_1-1_rank0", outcomes["one"].stdout, re.MULTILINE
     )
     assert "--profile 1-2: 2 steps were made before this start; name later ones\n" in outcomes["later"].stdout
-
-
-def test_a_profile_that_can_not_be_written_ends_no_run(launch: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "profile").write_text("in the way")
-    flags = [*FLAGS, "--max_steps", 3, "--profile", "2-3", "--output_dir", tmp_path, "--name", "a"]
-    done = launch("cpu", "recipes/cls.py", *flags)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^the profile is incomplete: rank 0: FileExistsError: ", done.stdout, re.MULTILINE)
 
 
 def test_who_listens_hears_what_is_noted_until_the_end() -> None:
