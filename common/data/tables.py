@@ -38,7 +38,7 @@ class Split:
         self.data, self.name, self.rows = data, name, rows  # `data`: as `--data` names the table
         self.title, path = f"{data} {name}", Path(data).expanduser()
         self.folder = os.path.abspath(path if path.is_dir() else path.parent)  # relative paths start here
-        self.features = rows.features  # asked for once: `datasets` makes all of them anew each time
+        self.features = rows.features  # asked for once: `datasets` makes all of them each time
         self.kinds = {field.name: field.type for field in self.features.arrow_schema}
         inner = {name: getattr(feature, "feature", feature) for name, feature in self.features.items()}
         self.class_names = {name: getattr(feature, "names", None) for name, feature in inner.items()}

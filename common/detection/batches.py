@@ -108,7 +108,7 @@ class TrainingImages(Dataset):
     def __post_init__(self) -> None:
         if self.cache and self.source.fresh:
             raise Refused(
-                "--cache: every image is drawn anew for its position, so a cache would never be read; leave it out"
+                "--cache: every position has an image of its own, so a cache would never be read; leave it out"
             )
         if self.augmentation.decode == "device":
             refuse_cache(self.cache is not None)

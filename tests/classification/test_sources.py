@@ -721,7 +721,7 @@ def test_offline_mode_asks_nobody(monkeypatch):
 
 
 def test_thousands_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
-    """`datasets` makes all features anew each time: 200 columns took 15 s, 2,000 for ever."""
+    """`datasets` makes all features each time: 200 columns took 15 s, 2,000 for ever."""
     images = [{"bytes": png(7), "path": None}] * 8
     bits = {f"c{number}": [0, 1] * 4 for number in range(2_000)}
     for name, columns in {"bits": bits, "texts": {key: ["x"] * 8 for key in bits}}.items():

@@ -227,7 +227,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             samples_of(data, ways={name: 0.1}, decode="device")
     with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
         samples_of(data, decode="device", cache=open_cache(len(data), 32, ""))
-    with pytest.raises(Refused, match="--cache: every image is drawn anew"):
+    with pytest.raises(Refused, match="--cache: every position has an image of its own"):
         samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))
 
 

@@ -258,7 +258,7 @@ def run_files_with(payload: bytes, folder: Path) -> None:
 
 
 def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_several, data, whole, killed, tmp_path):
-    """The run goes on from its checkpoint; an exported model is refused, or read without what is forged."""
+    """The run resumes from its checkpoint; an exported model is refused, or read without what is forged."""
     marker, cases = tmp_path / "executed", {}
     small = ["--data", data, "--image_size", 16, "--workers", 1]
     for payload in PAYLOADS:

@@ -422,7 +422,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 def refused(forks, desk: Path, commands: list[list[str]], **env: str) -> list[dict]:
-    """What became of command lines on two ranks of one world, in that folder. Nothing but the refusals is said."""
+    """What became of command lines on two ranks of one world, in that folder. They print nothing but the refusals."""
     file = desk.parent / "CASES.json"
     file.write_text(json.dumps(commands))
     ended = forks.run_several(
