@@ -192,9 +192,10 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         for (left, top, right, bottom), text, colour in cell.boxes:
             place = (left - 0.5, top - 0.5), right - left, bottom - top
             axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=1.2))
-            axes.text(
-                left, top, short(text, 14), fontsize=5.5, color=colour, va="bottom", parse_math=False, clip_on=True
-            )
+            ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
+            above = "bottom" if top - down + half > 0.14 * half else "top"  # inside its box at the upper edge
+            style = {"fontsize": 5.5, "color": "white", "va": above, "bbox": ground, "clip_on": True}
+            axes.text(left, top, short(text, 14), parse_math=False, **style)
         axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
         footnote(axes, cell.footnote, 32)
     title(figure.suptitle, headline)
