@@ -109,7 +109,7 @@ def reading(data: str) -> Iterator[None]:
 
     A collective. Data that can't be read are `Refused`.
     """
-    # Imported late: the separate process that reads large annotations does without torch.
+    # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
     with main_process_first("reading the data", local=True):
