@@ -1,7 +1,6 @@
 """Each row of the doctor tells good from bad by its threshold, and names the odd one; no process is started."""
 
 import resource
-import shlex
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.errors import Refused
 from tools.doctor import bandwidth, data, gpus, interfaces, limits, plan, trial
 from tools.doctor.finding import Finding, differing
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
@@ -17,15 +17,12 @@ from tools.doctor.world import World
 
 TWO = World(world_size=2, hosts=["a", "b"])
 FOUR = World(world_size=4, hosts=["a", "a", "b", "b"], device=torch.device("cuda", 0))
-RECIPE = Path("recipes/cls.py")
-
-# --- the table
 
 
 def test_equal_rows_are_one_and_others_name_ranks_or_hosts() -> None:
     def folded(values: str, where: str = HERE, *more: tuple[int, Finding]) -> list[tuple[str, str]]:
         rows = [(rank, Finding("cores", "ok", one, place=where)) for rank, one in enumerate(values) if one != "-"]
-        return [(finding.place, finding.measured) for finding in fold([*rows, *more], ["a", "a", "b", "b"])]
+        return [(finding.place, finding.measured) for finding in fold([*rows, *more], FOUR.hosts)]
 
     assert folded("8888") == folded("8-8-", ON_MACHINE) == folded("8---", "all") == [("all", "8")]
     assert folded("8844") == folded("8-4-", ON_MACHINE) == [("a", "8"), ("b", "4")]
@@ -38,16 +35,12 @@ def test_the_table_is_in_one_order_coloured_on_request_and_short() -> None:
     found = fold([(0, row) for row in rows], ["a"], ["limits", "speed"])
     lines = show(found, coloured=False).splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["ok", "warning"] and max(map(len, lines)) <= 100
-    assert lines[-1] == "a run will work here: 1 ok, 1 warning"
-    assert "\033[33mwarning" in show(found, coloured=True)
+    assert lines[-1] == "a run will work here: 1 ok, 1 warning" and "\033[33mwarning" in show(found, coloured=True)
     many = [Finding("net", "ok", f"10.0.0.{number}", place=f"node{number}") for number in range(60)]
     assert len(show(many, coloured=False).splitlines()) < 10
     assert show([Finding("limits", "ok", "8")], False, partly=True).endswith("what was checked is well: 1 ok")
     idle = show([Finding(name, "not run", "needs a process group") for name in ("speed", "clock")], coloured=False)
     assert idle.count("needs a process group: speed, clock") == 1 and "not everything was checked: " in idle
-
-
-# --- the machine
 
 
 def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
@@ -64,7 +57,6 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
     given.update({resource.RLIMIT_NOFILE: 1000, resource.RLIMIT_NPROC: 50, resource.RLIMIT_CPU: 3600})
     assert found()["open files"][0] == found()["processes"][0] == found()["CPU seconds"][0] == "warning"
     assert found(World(world_size=1000, local_world_size=1))["open files"] == ("warning", "1000, less than 8000")
-    assert found()["/dev/shm"][0] == "ok"
     gpus_here = World(world_size=2, local_world_size=2, device=torch.device("cuda", 0))
     for size, alone, joined in ((64, "ok", "warning"), (1, "failed", "failed"), (8192, "ok", "ok")):
         disk = SimpleNamespace(f_blocks=size, f_bavail=size, f_frsize=2**20)
@@ -85,15 +77,14 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
     assert found()["processes"][1].startswith("100 more")
     monkeypatch.setattr(limits, "cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert found()["cores"][0] == "ok"
-    assert found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
+    assert found()["cores"][0] == "ok" and found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
     for share, status in ((0.03, "ok"), (0.97, "warning")):
         monkeypatch.setattr(limits, "used_by_others", lambda share=share: share)
         (row,) = limits.other_work(World())
         assert row.status == status and f" {share:.0%} of the cores" in row.measured
 
 
-def test_gpus_that_do_not_reach_each_other_are_not_seen_or_of_another_kind_are_named(monkeypatch, tmp_path) -> None:
+def test_gpus_that_do_not_reach_each_other_or_are_not_seen_are_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
     row = gpus._peers(3)
     assert row.status == "warning" and row.measured == "not between 0-2, 1-2 of 3" and gpus._peers(2).status == "ok"
@@ -106,22 +97,12 @@ def test_gpus_that_do_not_reach_each_other_are_not_seen_or_of_another_kind_are_n
     (row,) = gpus.gpus(World())
     assert (row.status, row.measured) == ("failed", "nvidia-smi shows 1 x NVIDIA H100, torch none")
 
-    here = SimpleNamespace(name="H100", total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
-    monkeypatch.setattr(World, "exchange", lambda _, value: [value] * 4)
-    assert gpus.same_gpus(FOUR) == []
-    other = {"GPU": "A100 40 GiB"}
-    monkeypatch.setattr(World, "exchange", lambda _, value: [value, value, other, other])
-    (row,) = gpus.same_gpus(FOUR)
-    assert (row.status, row.place, row.measured) == ("warning", "b", "GPU A100 40 GiB instead of H100 80 GiB")
-
 
 def test_the_odd_rank_is_named_by_what_most_have(monkeypatch) -> None:
     usual = {"timm": "1", "a.py": "x"}
     for odd, text in (
         ({"timm": "2", "extra": "3", "a.py": "x"}, "extra 3 instead of (absent), timm 2 instead of 1"),
         ({"timm": "1", "a.py": "y"}, "a.py is another file"),
-        ({"timm": "1"}, "a.py is missing"),
         (usual, ""),
     ):
         monkeypatch.setattr(World, "exchange", lambda _, value, odd=odd: [value, value, value, odd])
@@ -129,46 +110,30 @@ def test_the_odd_rank_is_named_by_what_most_have(monkeypatch) -> None:
         assert [(row.place, row.measured) for row in rows] == ([("rank 3 (b)", text)] if text else [])
 
 
-# --- the network
-
-
-@pytest.mark.parametrize(
-    "gbit, ms, link, backend, ways_out",
-    [
-        (5, 0.1, 10, "gloo", []),
-        (5, 0.1, 100, "gloo", []),
-        (0.1, 0.1, None, "gloo", []),
-        (60, 0.1, 100, "nccl", []),
-        (1, 0.1, 10, "gloo", ["less than 2 Gbi"]),
-        (40, 0.1, 100, "nccl", ["less than 50 Gb"]),
-        (1, 20, 10, "gloo", ["less than 2 Gbi", "latency above 5"]),
-    ],
-)
-def test_slow_links_and_long_ways_are_told_from_good_ones(gbit, ms, link, backend, ways_out) -> None:
-    calls = [{"bytes": 4096, "ms": ms, "gbit": 0.1}, {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit}]
-    rows = bandwidth.judged("network: between", backend, {"all-reduce": calls, "broadcast": calls}, link)
-    assert [row.way_out[:15] for row in rows if row.status == "warning"] == ways_out
-
-
-@pytest.mark.parametrize(
-    "variable, value, taken",
-    [
-        ("NCCL_SOCKET_IFNAME", "eth", "eth0"),
-        ("NCCL_SOCKET_IFNAME", "=eth", None),
-        ("NCCL_SOCKET_IFNAME", "=eth1", "eth1"),
-        ("NCCL_SOCKET_IFNAME", "^eth", "ib0"),
-        ("GLOO_SOCKET_IFNAME", "eth", None),
-        ("GLOO_SOCKET_IFNAME", "ib0", "ib0"),
-    ],
-)
-def test_interfaces_are_chosen_as_the_libraries_do(variable, value, taken, monkeypatch) -> None:
-    monkeypatch.setenv(variable, value)
-    assert interfaces.chosen(variable, {"lo": [], "eth0": [], "eth1": [], "ib0": []}) == taken
+def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
+    for backend, gbit, link, ms, ways_out in (
+        ("gloo", 5, 100, 0.1, []),  # of which gloo's one connection uses a part
+        ("gloo", 0.1, None, 0.1, []),
+        ("nccl", 60, 100, 0.1, []),
+        ("nccl", 40, 100, 0.1, ["less than 50 Gb"]),
+        ("gloo", 1, 10, 20, ["less than 2 Gbi", "latency above 5"]),
+    ):
+        calls = [{"bytes": 4096, "ms": ms, "gbit": 0.1}, {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit}]
+        rows = bandwidth.judged("network: between", backend, {"all-reduce": calls, "broadcast": calls}, link)
+        assert [row.way_out[:15] for row in rows if row.status == "warning"] == ways_out
 
 
 def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowhere_are_named(
     monkeypatch, tmp_path
 ) -> None:
+    for variable, value, taken in (
+        ("NCCL_SOCKET_IFNAME", "eth", "eth0"),
+        ("NCCL_SOCKET_IFNAME", "=eth1", "eth1"),
+        ("NCCL_SOCKET_IFNAME", "^eth", "ib0"),
+        ("GLOO_SOCKET_IFNAME", "eth", None),
+    ):
+        monkeypatch.setenv(variable, value)
+        assert interfaces.chosen(variable, {"lo": [], "eth0": [], "eth1": [], "ib0": []}) == taken
     links = {"eth0": (True, 1000), "ib0": (True, 100000), "eth1": (False, 1000)}
     monkeypatch.setattr(interfaces, "addresses", lambda: {name: ["10.0.0.1"] for name in links})
     monkeypatch.setattr(interfaces, "link_speed", lambda name: links[name][1])
@@ -181,7 +146,6 @@ def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowher
         (row,) = interfaces.interfaces(TWO)
         return f"{row.status}: {row.measured} {row.way_out}"
 
-    assert found("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500) "
     assert "export GLOO_SOCKET_IFNAME=ib0" in found("eth0") and found("eth0").startswith("warning: eth0")
     assert found("eth1") == "failed: eth1 is down ip link set eth1 up"
     for name, (state, rate) in {"mlx5_0": ("4: ACTIVE", 200), "mlx5_1": ("1: DOWN", 400)}.items():
@@ -191,11 +155,9 @@ def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowher
         (port / "rate").write_text(f"{rate} Gb/sec (4X HDR)\n")
     monkeypatch.setattr(interfaces, "_INFINIBAND", tmp_path)
     assert found("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500); InfiniBand mlx5_0 200 Gbit/s "
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert interfaces.infiniband() == {}
     assert found("eth9").startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0 10.0.0.1, ib0 ")
 
-    def resolved(answer: str, world: World = TWO) -> tuple[str, str]:
+    def resolved(answer: str, world: World = TWO) -> str:
         def look_up(_: str) -> str:
             if not answer:
                 raise OSError
@@ -203,39 +165,37 @@ def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowher
 
         monkeypatch.setattr(interfaces.socket, "gethostbyname", look_up)
         (row,) = interfaces.host_name(world)
-        return row.status, row.measured
+        return row.status
 
-    assert resolved("127.0.1.1")[1].endswith("is 127.0.1.1; the recipes take eth9 instead")
-    assert resolved("127.0.1.1", World())[0] == "ok"  # one machine talks to itself
+    assert resolved("127.0.1.1") == resolved("127.0.1.1", World()) == "ok"  # eth9 is taken; one machine talks to itself
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert [resolved(answer)[0] for answer in ("127.0.1.1", "10.0.0.1", "")] == ["failed", "ok", "warning"]
-
-
-# --- disks and data
+    assert [resolved(answer) for answer in ("127.0.1.1", "10.0.0.1", "")] == ["failed", "ok", "warning"]
 
 
 def test_a_run_folder_is_measured_left_as_it_was_and_its_troubles_are_named(tmp_path) -> None:
-    row = data.run_folder(World(), tmp_path / "new" / "runs")
+    def in_folder(folder: Path) -> World:
+        return World(recipe=Path("recipes/cls.py"), words=["--output_dir", str(folder), "--data", str(folder)])
+
+    (row,) = data.run_folder(in_folder(tmp_path / "new" / "runs"))
     assert row.status == "ok" and all(part in row.measured for part in ("MB/s written", "ms per fsync", "GiB free"))
     assert not any(tmp_path.iterdir())
-    file = tmp_path / "file"
-    file.write_text("")
-    row = data.run_folder(World(), file / "runs")
-    assert row.way_out == "name an --output_dir that you may write to" and "Not a directory" in row.measured
-    if data.kind_of(Path("/dev/shm")) == "tmpfs":
-        row = data.run_folder(World(), Path("/dev/shm/doctor-test"))
-        assert (row.status, row.way_out[:17]) == ("warning", "it lies in memory") and "(tmpfs)" in row.measured
-    slow = {"kind": "nfs4", "bytes_per_s": 5e6, "sync_s": 0.01, "free": 1e12}
-    row = data.judged_run_folder(tmp_path, [("rank 0 (a)", slow)])
-    assert (row.status, row.way_out.split(":")[0]) == ("warning", "slow")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="Not a directory: name an --output_dir that you may write to"):
+        data.run_folder(in_folder(tmp_path / "file" / "runs"))
+    well = {"kind": "nfs4", "bytes_per_s": 5e8, "sync_s": 0.01, "free": 1e12}
+    for change, blind, said in (
+        ({}, [], ""),
+        ({"bytes_per_s": 5e6}, [], "slow: "),
+        ({"kind": "tmpfs"}, [], "it lies in memory"),
+        ({}, ["rank 1 (b)"], "rank 1 (b): the files of rank 0 (a) are not there"),
+    ):
+        row = data.judged_run_folder(tmp_path, well | change, blind, "rank 0 (a)")
+        assert row.way_out.startswith(said) and (row.status == "warning") == bool(said)
 
-    row = data.data_folder(World(host="a"), str(tmp_path / "flowers"))
-    assert (row.status, row.measured) == ("failed", f"{tmp_path}/flowers: rank 0 (a): nothing is there")
-    assert data.data_folder(World(), "owner/name").status == "ok"
-    assert data.data_folder(World(), str(tmp_path)).measured.endswith(": 1 files")
-
-
-# --- rehearsal and plan
+    with pytest.raises(Refused, match="flowers: nothing is there: put the data there"):
+        data.data_folder(in_folder(tmp_path / "flowers"))
+    assert data.data_folder(World(words=["--data", "owner/name"]))[0].status == "ok"
+    assert data.data_folder(in_folder(tmp_path))[0].measured.endswith(": 1 files")
 
 
 def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
@@ -257,8 +217,8 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
 
 
 def test_layouts_that_are_tried_and_what_starts_them(monkeypatch) -> None:
-    for count, tried in ((3, [1, 2, 3]), (8, [1, 2, 3, 4, 8]), (12, [1, 2, 3, 4, 8, 12])):
-        world = World(world_size=count, local_world_size=count, hosts=["a"] * count)
+    for count, tried in ((3, [1, 2, 3]), (12, [1, 2, 3, 4, 8, 12])):
+        world = World(world_size=count, local_world_size=count)
         assert [layout.processes for layout in plan.layouts_of(world)] == tried
     world = World(rank=5, world_size=6, local_rank=2, local_world_size=3, node=1)
     found = [(layout.processes, layout.machines) for layout in plan.layouts_of(world)]
@@ -266,55 +226,39 @@ def test_layouts_that_are_tried_and_what_starts_them(monkeypatch) -> None:
 
     given = {"OMP_NUM_THREADS": "3", "RANK": "7", "SLURM_PROCID": "7", "MASTER_ADDR": "far", "HOME": "/home"}
     one = trial.launch_variables(Layout(1), 0, True, given)
-    added = {"ACCELERATE_MIXED_PRECISION": "no", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONUNBUFFERED": "1"}
-    assert one == {"OMP_NUM_THREADS": "3", "HOME": "/home", "PYTHONPATH": str(trial.ROOT)} | added
+    added = {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(trial.ROOT)}
+    assert one == {"OMP_NUM_THREADS": "3", "HOME": "/home"} | added
     last = trial.launch_variables(Layout(6, 2, 1, "10.0.0.1", 2000), 2, False, given)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
     assert [last[name] for name in names] == ["5", "2", "6", "3", "1", "2", "10.0.0.1", "2000"]
 
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    cases = [
+    of_two = "--num_machines 2 --num_processes 8 --main_process_ip 10.0.0.1"
+    for device, kind, layout, words in (
         ("cpu", "no", Layout(1), "cpu.yaml"),
-        ("cpu", "no", Layout(2), "multi_cpu.yaml"),
         ("cpu", "bf16", Layout(3), "multi_cpu.yaml --mixed_precision bf16 --num_processes 3"),
         ("cuda", "bf16", Layout(1), "single_gpu_bf16.yaml"),
-        ("cuda", "bf16", Layout(4), "multi_gpu_bf16.yaml --num_processes 4"),
-        (
-            *("cuda", "bf16", Layout(8, 2)),
-            "2node_bf16.yaml --num_machines 2 --num_processes 8 --main_process_ip 10.0.0.1",
-        ),
-    ]
-    for device, kind, layout, words in cases:
+        ("cuda", "bf16", Layout(8, 2), f"2node_bf16.yaml {of_two}"),
+    ):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
-        world = World(recipe=RECIPE, words=["--lr", "1"], device=torch.device(device))
+        world = World(recipe=Path("recipes/cls.py"), words=["--lr", "1"], device=torch.device(device))
         whole = f"accelerate launch --config_file accelerate_configs/{words} recipes/cls.py --lr 1"
-        assert plan.command(world, layout) == whole == shlex.join(shlex.split(whole))
+        assert plan.command(world, layout) == whole
 
 
-@pytest.mark.parametrize(
-    "code, output, cause",
-    [
-        (1, 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n', "RuntimeError: no kernel"),
-        (2, "warning: x\ncls.py: --lr 7: too much\n", "cls.py: --lr 7: too much"),
-        (-signal.SIGKILL, "", "killed by SIGKILL: was it killed for want of memory?"),
-        (3, "", "exit code 3"),
-    ],
-)
-def test_the_cause_of_a_failed_layout_is_one_line(code, output, cause) -> None:
-    assert trial.cause_of(code, output) == cause
-
-
-@pytest.mark.parametrize(
-    "speeds, others, said",
-    [
+def test_the_fastest_layout_is_named_from_figures_that_can_be_true() -> None:
+    for speeds, others, said in (
         ({1: 100, 2: 180}, 0.0, "2 processes, 180 images/s, 1.8 times as many as 1 process"),
         ({1: 178, 2: 180}, 0.1, "1 process, 178 images/s"),
         ({1: 10, 2: 130}, 0.0, "none is named: 2 processes made 13 times the images of 1 process, which is impossible"),
         ({1: 100, 2: 180}, 0.9, "none is named: other programs use 90% of the cores"),
-    ],
-)
-def test_the_fastest_layout_is_named_from_figures_that_can_be_true(speeds: dict, others: float, said: str) -> None:
-    tried = [(Layout(count), {"images_per_second": speed, "others": others}) for count, speed in speeds.items()]
-    row = plan.fastest(World(recipe=RECIPE), tried)
-    assert row.measured.startswith(said)
-    assert (row.status, "command" in row.figures) == (("warning", False) if "none" in said else ("ok", True))
+    ):
+        tried = [(Layout(count), {"images_per_second": speed, "others": others}) for count, speed in speeds.items()]
+        row = plan.fastest(World(recipe=Path("recipes/cls.py")), tried)
+        assert row.measured.startswith(said)
+        assert (row.status, "command" in row.figures) == (("warning", False) if "none" in said else ("ok", True))
+    for code, output, cause in (
+        (1, 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n', "RuntimeError: no kernel"),
+        (-signal.SIGKILL, "", "killed by SIGKILL: was it killed for want of memory?"),
+    ):
+        assert trial.cause_of(code, output) == cause

@@ -13,8 +13,7 @@ from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
 from tools.doctor.world import World
 
-SIZES = (4 << 10, 256 << 10, 4 << 20, 25 << 20)  # bytes; DDP sums gradients in buckets of 25 MiB
-BUDGET_S = 0.3  # for one size
+SIZES = {4 << 10: 20, 256 << 10: 10, 4 << 20: 5, 25 << 20: 3}  # bytes: calls; DDP's buckets of gradients have 25 MiB
 LONGEST_S = 1.0  # a size that would take longer for one call is left out
 SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20
@@ -36,9 +35,8 @@ def bandwidth(world: World) -> list[Finding]:
         # All machines measure at the same time; the slowest one is reported.
         within = [ranks for ranks in world.machines if len(ranks) > 1]
         rows = _compare(world, "within", within) if within else []
-        if len(world.machines) > 1:
-            rows += _compare(world, "between", [[ranks[0] for ranks in world.machines]])
-        return rows
+        between = [ranks[0] for ranks in world.machines]
+        return rows + (_compare(world, "between", [between]) if len(between) > 1 else [])
     finally:
         leave_process_group()
 
@@ -47,12 +45,11 @@ def _compare(world: World, where: str, groups: list[list[int]]) -> list[Finding]
     """Measure in each of these groups of ranks, and report the slowest."""
     joined = [(ranks, subgroup(ranks)) for ranks in groups]
     times = next((_measure(world, ranks, group) for ranks, group in joined if world.rank in ranks), None)
-    of_ranks = world.exchange([times, _link(world) if where == "between" else None])
-    found = [(rank, times, link) for rank, (times, link) in enumerate(of_ranks) if times]
-    rank, slowest, _ = min(found, key=lambda each: each[1]["all-reduce"][-1]["gbit"])
-    nominal = min((link for *_, link in found if link), default=None)
-    host = f" on {world.host_of(rank)}" if where == "within" and len(world.machines) > 1 else ""
-    return judged(f"network: {where}", dist.get_backend(), slowest, nominal, host)
+    of_ranks = world.exchange([times, _link(world) if where == "between" and times else None])
+    found = [(times["all-reduce"][-1]["gbit"], rank) for rank, (times, _) in enumerate(of_ranks) if times]
+    rank, nominal = min(found)[1], min((link for _, link in of_ranks if link), default=None)
+    host = f" on {world.hosts[rank]}" if where == "within" and len(world.machines) > 1 else ""
+    return judged(f"network: {where}", dist.get_backend(), of_ranks[rank][0], nominal, host)
 
 
 def judged(check: str, backend: str, slowest: dict, nominal: float | None, host: str = "") -> list[Finding]:
@@ -89,34 +86,26 @@ def _measure(world: World, ranks: list[int], group) -> dict[str, list[dict]]:
         "all-reduce": (lambda tensor: dist.all_reduce(tensor, group=group), 2 * (len(ranks) - 1) / len(ranks)),
         "broadcast": (lambda tensor: dist.broadcast(tensor, ranks[0], group=group), 1.0),
     }
-    found: dict[str, list[dict]] = {}
+    found: dict[str, list[dict]] = {name: [] for name in calls}
     for name, (call, traffic) in calls.items():
-        rows = found.setdefault(name, [])
         per_byte = 0.0
-        for size in SIZES:
+        for size, repeats in SIZES.items():
             if per_byte * size > LONGEST_S:  # the same on all ranks: `seconds` is agreed
                 break
-            tensor = torch.ones(size // 4, device=world.device)
-            seconds = _seconds(world, call, tensor, 2, group)
-            repeats = int(min(20, max(3, BUDGET_S / max(seconds, 1e-6))))
-            seconds = _seconds(world, call, tensor, repeats, group)
+            times, tensor = [], torch.ones(size // 4, device=world.device)
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                call(tensor)
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize(world.device)
+                times.append(time.perf_counter() - began)
+            # Of the slowest rank; the first call, which connects, does not count.
+            agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+            seconds = float(agreed)
             per_byte = seconds / size
-            rows.append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
+            found[name].append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
     return found
-
-
-def _seconds(world: World, call, tensor: torch.Tensor, repeats: int, group) -> float:
-    """Median time of a call, the longest of any rank; the first one, which connects, does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        call(tensor)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        times.append(time.perf_counter() - began)
-    agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-    return float(agreed)
 
 
 def _link(world: World) -> float | None:

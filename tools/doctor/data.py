@@ -5,18 +5,19 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from common.errors import Refused
 from common.files import walk
 from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.trial import config_of
 from tools.doctor.world import World
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0  # of each check
 MOST_FILES, LISTED_S = 200_000, 5.0  # what is compared of a data folder
 WRITTEN = 16 * 2**20  # bytes
 SLOW_WRITE = 20e6  # bytes per second
@@ -24,35 +25,27 @@ SLOW_SYNC_S = 0.2
 ASIDE_S = 5.0  # how long a network file system may take to show a new file
 
 
-def folders(world: World) -> list[Finding]:
-    """Rows for the run folder and the data folder of the recipe, as all machines see them."""
-    config = config_of(world)
-    data = getattr(config, "data", "")
-    return [run_folder(world, Path(config.output_dir)), *([data_folder(world, data)] if data else [])]
-
-
-# --- the run folder
-
-
-def run_folder(world: World, folder: Path) -> Finding:
-    """One machine writes there, and the others look."""
+def run_folder(world: World) -> list[Finding]:
+    """The row of the run folder: one machine writes there, and the others look. Raises `Refused` if it can't be written."""
+    folder = Path(config_of(world).output_dir)
     token = folder / f".doctor-{os.getpid()}-{time.time_ns()}"
     made = [path for path in [folder, *folder.parents] if not path.exists()] if world.is_main else []
-    mine: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     try:
         if world.is_main:
-            mine = _attempt(_written, folder, token)
+            written = _written(folder, token)
         path = Path(world.exchange(str(token))[0])
-        if world.is_local_main and not world.is_main:
-            mine = {"seen": _is_seen(path)}
-        found = [(world.name(rank), one) for rank, one in enumerate(world.exchange(mine)) if one]
+        is_blind = world.is_local_main and not _is_seen(path)
+        blind = [world.name(rank) for rank, one in enumerate(world.exchange(is_blind)) if one]
+    except OSError as error:
+        raise Refused(f"{folder}: {error.strerror}: name an --output_dir that you may write to") from None
     finally:
         if world.is_main:
             with contextlib.suppress(OSError):
                 token.unlink(missing_ok=True)
                 for path in made:  # deepest first
                     path.rmdir()
-    return judged_run_folder(folder, found)
+    return [judged_run_folder(folder, written, blind, world.name(0))] if world.is_main else []
 
 
 def _written(folder: Path, token: Path) -> dict:
@@ -83,42 +76,49 @@ def _is_seen(path: Path) -> bool:
     return False
 
 
-def judged_run_folder(folder: Path, found: Sequence[tuple[str, dict]]) -> Finding:
-    """The row of the run folder: what each machine has found, the main one first."""
-    check, (main, first) = "data: run folder", found[0]
-    if "error" in first:
-        return Finding(check, "failed", f"{folder}: {first['error']}", "name an --output_dir that you may write to")
-    blind = [name for name, one in found[1:] if not one["seen"]]
-    is_slow = first["bytes_per_s"] < SLOW_WRITE or first["sync_s"] > SLOW_SYNC_S
+def judged_run_folder(folder: Path, written: dict, blind: list[str], main: str) -> Finding:
+    """The row of the run folder: how the rank `main` has written it, and the machines that do not see that."""
+    is_slow = written["bytes_per_s"] < SLOW_WRITE or written["sync_s"] > SLOW_SYNC_S
     elsewhere = "name an --output_dir that all machines see, or copy its checkpoints before a start elsewhere"
     return judged(
-        check,
-        f"{folder} ({first['kind']}): {first['bytes_per_s'] / 1e6:,.0f} MB/s written, {1000 * first['sync_s']:.2g} ms per "
-        f"fsync, {first['free'] / GIB:,.1f} GiB free",
+        "data: run folder",
+        f"{folder} ({written['kind']}): {written['bytes_per_s'] / 1e6:,.0f} MB/s written, {1000 * written['sync_s']:.2g} "
+        f"ms per fsync, {written['free'] / GIB:,.1f} GiB free",
         (blind != [], "warning", f"{', '.join(blind)}: the files of {main} are not there; {elsewhere}"),
-        (first["kind"] in ("tmpfs", "ramfs"), "warning", "it lies in memory, and is lost with the machine"),
+        (written["kind"] in ("tmpfs", "ramfs"), "warning", "it lies in memory, and is lost with the machine"),
         (is_slow, "warning", "slow: checkpoints wait for it; take a faster disk, or a larger --checkpoint_every"),
     )
 
 
-# --- the data
-
-
-def data_folder(world: World, data: str) -> Finding:
-    """Compare the folder on all machines."""
-    path = Path(data)
-    mine = _attempt(_listed, path) if world.is_local_main else {}
-    found = [(world.name(rank), one) for rank, one in enumerate(world.exchange(mine)) if one]
-    if all("missing" in one for _, one in found) and not path.is_absolute():
-        return Finding("data: files", "ok", f"{data}: no folder, the recipe finds it by its name")
-    return _judged_files(path, found)
+def data_folder(world: World) -> list[Finding]:
+    """The row of the data folder, compared on all machines. Raises `Refused` on a machine where it can't be read."""
+    data = getattr(config_of(world), "data", "")
+    if not data:
+        return []
+    path, check = Path(data), "data: files"
+    try:
+        listed = _listed(path) if world.is_local_main else {}
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror or error}: put the data there, or name them by --data") from None
+    found = {world.name(rank): one for rank, one in enumerate(world.exchange(listed)) if one}
+    first = next(iter(found.values()))
+    if not any(one["kind"] for one in found.values()):
+        return [Finding(check, "ok", f"{data}: no folder, the recipe finds it by its name")]
+    text = f"{path} ({first['kind']}): {first['files']:,} files"
+    if not all(one["whole"] for one in found.values()):
+        return [Finding(check, "ok", f"{text} listed in {LISTED_S:.0f} s" + ", not compared" * (len(found) > 1))]
+    counts = ", ".join(f"{one['files']:,} files on {name}" for name, one in found.items())
+    differ = len({one["digest"] for one in found.values()}) > 1
+    way_out = "names or sizes differ: copy the data again (rsync), or name a folder that all machines see"
+    measured = f"{path}: {counts}" if differ else text + f", the same on {len(found)} machines" * (len(found) > 1)
+    return [judged(check, measured, (differ, "failed", way_out))]
 
 
 def _listed(path: Path) -> dict:
     """The files of a data folder: how many, and a digest of their names and of some of their sizes."""
-    if not path.exists():
-        return {"missing": True}
-    digest, count, until, is_whole = hashlib.blake2b(digest_size=8), 0, time.monotonic() + LISTED_S, True
+    if path.is_absolute() and not path.exists():  # else it may be the name of a data set
+        raise FileNotFoundError("nothing is there")
+    digest, count, is_whole, until = hashlib.blake2b(digest_size=8), 0, True, time.monotonic() + LISTED_S
     for entry in _files_of(path):
         digest.update(os.fsencode(os.path.relpath(entry, path)))
         if count % 64 == 0:
@@ -127,38 +127,17 @@ def _listed(path: Path) -> dict:
         is_whole = time.monotonic() < until
         if count == MOST_FILES or not is_whole:
             break
-    return {"files": count, "digest": digest.hexdigest(), "whole": is_whole, "kind": kind_of(path)}
+    kind = kind_of(path) if path.exists() else ""
+    return {"files": count, "digest": digest.hexdigest(), "whole": is_whole, "kind": kind}
 
 
 def _files_of(path: Path) -> Iterator[str]:
     """Paths of the files below `path`, in an order that is the same on all machines; a file itself."""
     if path.is_file():
         yield str(path)
-        return
-    for _, entries in walk(path):
-        yield from (entry.path for entry in entries if entry.is_file())
-
-
-def _judged_files(path: Path, found: Sequence[tuple[str, dict]]) -> Finding:
-    check, first = "data: files", found[0][1]
-    if bad := [f"{name}: {one.get('error', 'nothing is there')}" for name, one in found if "digest" not in one]:
-        return Finding(check, "failed", f"{path}: {', '.join(bad)}", "put the data there, or name them by --data")
-    text = f"{path} ({first['kind']}): {first['files']:,} files"
-    if not all(one["whole"] for _, one in found):
-        return Finding(check, "ok", f"{text} listed in {LISTED_S:.0f} s" + ", not compared" * (len(found) > 1))
-    counts = ", ".join(f"{one['files']:,} files on {name}" for name, one in found)
-    differ = len({one["digest"] for _, one in found}) > 1
-    way_out = "names or sizes differ: copy the data again (rsync), or name a folder that all machines see"
-    measured = f"{path}: {counts}" if differ else text + f", the same on {len(found)} machines" * (len(found) > 1)
-    return judged(check, measured, (differ, "failed", way_out))
-
-
-def _attempt(function, *arguments: Any) -> dict:
-    """What `function` returns, or the error of a disk."""
-    try:
-        return function(*arguments)
-    except OSError as error:
-        return {"error": error.strerror or str(error)}
+    elif path.exists():
+        for _, entries in walk(path):
+            yield from (entry.path for entry in entries if entry.is_file())
 
 
 def kind_of(path: Path) -> str:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tools.doctor.world import NAMED, World
+from tools.doctor.world import NAMED, World, places
 
 Status = Literal["ok", "warning", "failed", "not run"]
 GIB = 2**30
@@ -31,10 +31,8 @@ def judged(
     check: str, measured: str, *troubles: tuple[bool, Status, str], place: str = "all", figures: dict | None = None
 ) -> Finding:
     """A row with the first trouble, of (whether it is there, status, way out); ok if there is none."""
-    for is_there, status, way_out in troubles:
-        if is_there:
-            return Finding(check, status, measured, way_out, place, figures or {})
-    return Finding(check, "ok", measured, "", place, figures or {})
+    status, way_out = next(((status, way) for is_there, status, way in troubles if is_there), ("ok", ""))
+    return Finding(check, status, measured, way_out, place, figures or {})
 
 
 def differing(world: World, check: str, status: Status, way_out: str, value: dict[str, Any]) -> list[Finding]:
@@ -49,8 +47,10 @@ def differing(world: World, check: str, status: Status, way_out: str, value: dic
             texts = [_difference(name, theirs.get(name), usual[name]) for name in odd[:NAMED]]
             rest = f" and {len(odd) - NAMED} more" if len(odd) > NAMED else ""
             by_texts.setdefault(", ".join(texts) + rest, []).append(rank)
-    places = {text: world.places(ranks) for text, ranks in by_texts.items()}
-    return [Finding(check, status, text, way_out, place) for text, place in places.items()]
+    return [
+        Finding(check, status, text, way_out, places(ranks, range(world.world_size), world.hosts))
+        for text, ranks in by_texts.items()
+    ]
 
 
 def _difference(name: str, theirs: Any, usual: Any) -> str:

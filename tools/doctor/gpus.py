@@ -40,8 +40,7 @@ def gpus(world: World) -> list[Finding]:
     rows = [Finding("gpu", "ok", f"{here.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")]
     if state:
         others = [row for row in taken if row["gpu_uuid"] == state["uuid"] and row["pid"] != str(os.getpid())]
-        rows += [row for row in _state(state, others, total, world.world_size) if row.status != "ok"]
-        rows.append(_clocks(state))
+        rows += _state(state, others, total, world.world_size)
     count = min(torch.cuda.device_count(), world.local_world_size)
     return rows + ([_peers(count)] if world.is_local_main and torch.cuda.device_count() > 1 else [])
 
@@ -85,37 +84,35 @@ def _state_under_load(world: World, uuid: str) -> dict[str, str]:
 
 
 def _state(state: dict[str, str], others: list[dict[str, str]], total: int, processes: int) -> list[Finding]:
-    """Rows for what nvidia-smi says: neighbours, errors, slices and lanes."""
+    """Rows for what nvidia-smi says: clocks, and where they are a trouble neighbours, errors, slices and lanes."""
     held = sum(_figure(row["used_memory"]) for row in others) * 2**20
     named = ", ".join(f"process {row['pid']} ({row['process_name']})" for row in others[:3])
-    errors = _figure(state["ecc.errors.uncorrected.volatile.total"])
-    width, widest = (_figure(state[f"pcie.link.width.{which}"]) for which in ("current", "max"))
+    taken = f"{named} holds {held / GIB:.1f} of {total / GIB:.1f} GiB"
     leave = "end it, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+    errors = _figure(state["ecc.errors.uncorrected.volatile.total"])
     drain = "its memory returns wrong values: drain this machine, reset the GPU, replace it if they come back"
     slices = "NCCL can't join slices of a GPU: train in one process, or turn it off with nvidia-smi -mig 0"
     is_sliced = state["mig.mode.current"] == "Enabled" and processes > 1
+    width, widest = (_figure(state[f"pcie.link.width.{which}"]) for which in ("current", "max"))
     reseat = "images and, without NVLink, gradients travel over it: reseat the card or check the slot"
-    taken = f"{named} holds {held / GIB:.1f} of {total / GIB:.1f} GiB"
-    return [
+    rows = [
         judged("gpu: memory", taken, (held >= TAKEN * total, "warning", leave)),
         judged("gpu: ECC", f"{errors:.0f} uncorrected errors", (errors > 0, "failed", drain)),
         judged("gpu: MIG", "enabled", (is_sliced, "failed", slices)),
         judged("gpu: PCIe", f"{width:.0f} of {widest:.0f} lanes", (0 < width < widest, "warning", reseat)),
     ]
-
-
-def _clocks(state: dict[str, str]) -> Finding:
-    reasons = int(_figure(state["clocks_throttle_reasons.active"]))
     clock, highest = _figure(state["clocks.sm"]), _figure(state["clocks.max.sm"])
-    hot = f"{state['temperature.gpu']} C, {state['power.draw']} of {state['power.limit']} W"
-    named = ", ".join(text for bit, text in THROTTLED.items() if reasons & bit)
+    reasons = int(_figure(state["clocks_throttle_reasons.active"]))
+    throttled = ", ".join(text for bit, text in THROTTLED.items() if reasons & bit)
     cause = "a power cap" if reasons & POWER_CAP else "locked clocks (nvidia-smi -rgc undoes them)"
-    return judged(
+    hot = f"{state['temperature.gpu']} C, {state['power.draw']} of {state['power.limit']} W"
+    clocks = judged(
         "gpu: clocks",
         f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz under load, {hot}",
-        (named != "", "warning", f"{named}: check cooling and power supply; this GPU slows down all others"),
+        (throttled != "", "warning", f"{throttled}: check cooling and power supply; this GPU slows down all others"),
         (0 < clock < SLOW_CLOCK * highest, "warning", f"{cause} holds it below {SLOW_CLOCK:.0%}"),
     )
+    return [*(row for row in rows if row.status != "ok"), clocks]
 
 
 def _peers(count: int) -> Finding:

@@ -100,7 +100,7 @@ def ports(world: World) -> list[Finding]:
         for other in dict.fromkeys(to for to, *_ in failed):
             tried = [(port, why) for to, port, why in failed if to == other]
             whys = ", ".join(dict.fromkeys(why for _, why in tried))
-            way = f"{world.host_of(rank)} -> {world.host_of(other)} ({offers[other][0]})"
+            way = f"{world.hosts[rank]} -> {world.hosts[other]} ({offers[other][0]})"
             measured = f"{way}: {len(tried)} of {PORTS} ports {whys}, such as {tried[0][0]}"
             rows.append(Finding("network: ports", "failed", measured, way_out))
     measured = f"{PORTS} system-chosen ports open between all machines, both ways"

@@ -1,6 +1,7 @@
 """Limits of this machine or container: cores, other work, memory, ulimits and /dev/shm."""
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -35,11 +36,10 @@ def limits(world: World) -> list[Finding]:
 def other_work(world: World) -> list[Finding]:
     """A row for each machine on which other programs keep the cores busy, while the ranks wait here."""
     world.exchange(None)
-    of_ranks = world.exchange(used_by_others() if world.is_local_main else None)
-    shares = {world.host_of(rank): share for rank, share in enumerate(of_ranks) if share is not None}
+    shares = world.exchange(used_by_others() if world.is_local_main else 0.0)
     way_out = "what is measured here, and each step, is slower by that: end them, or take another machine"
-    busy = {host: share for host, share in shares.items() if share > BUSY}
-    check, measured = "limits: other work", f"other programs use at most {max(shares.values()):.0%} of the cores"
+    busy = {world.hosts[rank]: share for rank, share in enumerate(shares) if share > BUSY}
+    check, measured = "limits: other work", f"other programs use at most {max(shares):.0%} of the cores"
     rows = [Finding(check, "warning", said_busy(share), way_out, host) for host, share in busy.items()]
     return rows or [Finding(check, "ok", measured)]
 
@@ -77,12 +77,10 @@ def _memory(world: World) -> Finding:
     total, free, holder = machine.total, machine.available, "this machine"
     allotted = _number("memory.max")
     if allotted is not None and allotted < total:
-        cached = 0  # pages of files that were read count as used, but are given back
-        if (statistics := _CGROUP / "memory.stat").is_file():
-            fields = dict(line.split() for line in statistics.read_text().splitlines())
-            cached = int(fields.get("inactive_file", 0))
-        total, free = allotted, min(free, allotted - (_number("memory.current") or 0) + cached)
-        holder = "the container"
+        # Pages of files that were read count as used, but are given back.
+        cached = re.search(r"^inactive_file (\d+)", _content("memory.stat"), re.MULTILINE)
+        used = (_number("memory.current") or 0) - int(cached[1] if cached else 0)
+        total, free, holder = allotted, min(free, allotted - used), "the container"
     measured = f"{free / GIB:.1f} of {total / GIB:.1f} GiB memory free ({holder})"
     count, needed = world.local_world_size, world.local_world_size * MEMORY_PER_PROCESS
     way_out = f"{count} processes take about {needed / GIB:.0f} GiB: the kernel may kill them; free memory"
@@ -90,25 +88,28 @@ def _memory(world: World) -> Finding:
 
 
 def _ulimits(world: World) -> list[Finding]:
-    rows = []
-    files, locked = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_MEMLOCK)
-    few = max(FEW_FILES, 8 * world.world_size)
-    if 0 <= files < few:
-        way_out = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"
-        rows.append(Finding("limits: open files", "warning", f"{files}, less than {few}", way_out))
-    processes, needed = _free_processes(), THREADS_PER_PROCESS * world.local_world_size
-    if 0 <= processes < needed:
-        way_out = "threads count too: raise ulimit -u, or pids.max of the container"
-        measured = f"{processes} more threads or processes, less than {needed}"
-        rows.append(Finding("limits: processes", "warning", measured, way_out))
-    if locked >= 0 and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
-        way_out = "InfiniBand locks the memory that it sends: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
-        rows.append(Finding("limits: locked memory", "failed", f"{locked / 2**20:.0f} MiB", way_out))
-    set_ones = [(name, _limit(what), effect) for what, name, effect in RARE if _limit(what) >= 0]
-    rows += [Finding(f"limits: {name}", "warning", f"{limit}", effect) for name, limit, effect in set_ones]
+    """A row for each limit that is too low, or one that shows them."""
+    files, locked, processes = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_MEMLOCK), _free_processes()
+    few, needed = max(FEW_FILES, 8 * world.world_size), THREADS_PER_PROCESS * world.local_world_size
+    has_infiniband = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    more_files = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"
+    more_threads = "threads count too: raise ulimit -u, or pids.max of the container"
+    unlock = "InfiniBand locks the memory that it sends: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+    free = f"{processes} more threads or processes, less than {needed}"
+    rows = [
+        judged("limits: open files", f"{files}, less than {few}", (0 <= files < few, "warning", more_files)),
+        judged("limits: processes", free, (0 <= processes < needed, "warning", more_threads)),
+        judged(
+            "limits: locked memory", f"{locked / 2**20:.0f} MiB", (has_infiniband and locked >= 0, "failed", unlock)
+        ),
+        *(
+            judged(f"limits: {name}", f"{_limit(what)}", (_limit(what) >= 0, "warning", way))
+            for what, name, way in RARE
+        ),
+    ]
     amounts = {"open files": files, "more processes": processes, "bytes of locked memory": locked}
     shown = ", ".join(f"{'unlimited' if amount < 0 else amount} {name}" for name, amount in amounts.items())
-    return rows or [Finding("limits: ulimits", "ok", shown)]
+    return [row for row in rows if row.status != "ok"] or [Finding("limits: ulimits", "ok", shown)]
 
 
 def _shm(world: World) -> Finding:
@@ -145,9 +146,12 @@ def _limit(what: int) -> int:
     return resource.getrlimit(what)[0]
 
 
+def _content(name: str) -> str:
+    """A file of the control group; "" if there is none."""
+    return (_CGROUP / name).read_text() if (_CGROUP / name).is_file() else ""
+
+
 def _number(name: str) -> int | None:
     """The number in a file of the control group; None for "max" or if there is no such file."""
-    try:
-        return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):
-        return None
+    text = _content(name).strip()
+    return int(text) if text.isdigit() else None

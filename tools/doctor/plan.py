@@ -14,7 +14,7 @@ from common.distributed.environment import cores
 from common.errors import Refused
 from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.limits import BUSY, said_busy
-from tools.doctor.trial import Layout, config_of, precision, try_layout
+from tools.doctor.trial import Layout, config_of, try_layout
 from tools.doctor.world import World
 
 REHEARSAL_S, PLAN_S = 150.0, 3600.0  # limits
@@ -37,9 +37,11 @@ def rehearse(world: World) -> list[Finding]:
         return [Finding("rehearsal", "failed", "the recipe made no step", found["failed"])]
     there = Path(config_of(world).output_dir).resolve()
     free = shutil.disk_usage(next(path for path in [there, *there.parents] if path.exists())).free
-    if world.device.type == "cuda":
-        return rehearsed(found, world, torch.cuda.mem_get_info(world.device)[1], free)
-    return rehearsed(found, world, psutil.virtual_memory().total / world.local_world_size, free)
+    on_gpu = world.device.type == "cuda"
+    room = (
+        torch.cuda.mem_get_info(world.device)[1] if on_gpu else psutil.virtual_memory().total / world.local_world_size
+    )
+    return rehearsed(found, world, room, free)
 
 
 def rehearsed(found: dict, world: World, room: float, free: float) -> list[Finding]:
@@ -62,13 +64,6 @@ def rehearsed(found: dict, world: World, room: float, free: float) -> list[Findi
     needed = _CHECKPOINTS * size
     way_out = f"a run keeps up to {_CHECKPOINTS} of them: free {needed / GIB:.1f} GiB, or take another --output_dir"
     return [*rows, judged(check, text, (free < needed, "failed", way_out))]
-
-
-def _described(found: dict) -> str:
-    return f"{found['images_per_second']:,.0f} images/s, {found['data_wait']:.0%} of the time waiting for data"
-
-
-# --- --plan
 
 
 def plan(world: World) -> list[Finding]:
@@ -130,7 +125,7 @@ def fastest(world: World, tried: Sequence[tuple[Layout, dict]]) -> Finding:
 
 def command(world: World, layout: Layout) -> str:
     """What starts the recipe in this layout."""
-    kind, on_cpu = precision(os.environ), world.device.type == "cpu"
+    kind, on_cpu = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), world.device.type == "cpu"
     flags: list[object] = []
     suffix = f"_{kind}" if kind != "no" and world.device.type == "cuda" else ""
     if kind != "no" and not suffix:
@@ -146,6 +141,10 @@ def command(world: World, layout: Layout) -> str:
         flags += ["--num_processes", layout.processes]
     file = f"accelerate_configs/{name}{suffix}.yaml"
     return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *world.words]))
+
+
+def _described(found: dict) -> str:
+    return f"{found['images_per_second']:,.0f} images/s, {found['data_wait']:.0%} of the time waiting for data"
 
 
 def _say(world: World, text: str) -> None:

@@ -17,8 +17,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import psutil
 from torch.distributed import Store
 
 from common.distributed.collectives import is_lost_peer
@@ -31,13 +32,12 @@ from common.launching.meeting import choose_interface
 from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
 from tools.doctor.finding import Finding
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
-from tools.doctor.trial import end_trials
 from tools.doctor.world import LostPeer, World, this_process
 
 LAST_ROWS_S = 10.0  # how long rank 0 waits for the rows of a rank that is late
 PRINTED_S = 15.0  # how long the other ranks wait until rank 0 has printed the table
 _WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # files in which a rank waits for others
-_STOPPED = (signal.SIGTERM, signal.SIGINT)
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,20 @@ CHECKS = [
     Check("network: MTU", interfaces.same_mtu),
     Check("network: clock", meeting.clock, limit=30.0),
     Check("network: ports", interfaces.ports),
-    Check("data", data.folders, limit=data.LIMIT_S),
+    Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
+    Check("data: files", data.data_folder, limit=data.LIMIT_S),
     Check("rehearsal", plan.rehearse, limit=plan.REHEARSAL_S),
     Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
 ]
 PLAN = [CHECKS[0], Check("plan", plan.plan, limit=plan.PLAN_S)]
+
+
+class Stopped(BaseException):
+    """A person, or the launcher after a death, ends the doctor."""
+
+
+def _stop(number: int, _frame: Any) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name}")
 
 
 def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
@@ -90,14 +99,20 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
     if world.world_size > 1 and not meeting_file(environ):
         with contextlib.suppress(Refused):  # `meet` reports it
             choose_interface(environ)
-    for check in checks:
-        if not check.exchanges:
-            session.run(check)
-    world.enter("network: meeting")
-    session.add(meeting.meet(world, environ, options.wait))
-    for check in checks:
-        if check.exchanges:
-            session.run(check)
+    for number in _STOPPING:
+        signal.signal(number, _stop)
+    try:
+        for check in checks:
+            if not check.exchanges:
+                session.run(check)
+        world.enter("network: meeting")
+        session.add(meeting.meet(world, environ, options.wait))
+        for check in checks:
+            if check.exchanges:
+                session.run(check)
+    except Stopped as stopped:
+        session.rows.append(Finding(world.check, "not run", str(stopped), place=HERE))
+        return session.end(stopped=True)
     return session.end()
 
 
@@ -108,7 +123,6 @@ class Session:
         self.world, self.options, self.words, self.began = world, options, words, time.monotonic()
         self.rows: list[Finding] = []
         self._ending = threading.Lock()
-        threading.Thread(target=self._await_signal, args=(_signalled(),), daemon=True).start()
 
     def add(self, findings: list[Finding]) -> None:
         """Add rows, and put all into the store, where rank 0 finds them even if this process dies."""
@@ -121,9 +135,10 @@ class Session:
         """Run a check. One that exchanges with processes that are not there becomes a row "not run"."""
         world = self.world
         if check.once_per_machine and not world.is_local_main:
-            return None
+            return
         if check.exchanges and not world.is_met:
-            return self.add([Finding(check.name, "not run", "needs processes that meet")])
+            self.add([Finding(check.name, "not run", "needs processes that meet")])
+            return
         world.enter(check.name)
         self.add([])
         timer = threading.Timer(check.limit, self._overrun, (check, threading.get_ident()))
@@ -142,51 +157,40 @@ class Session:
             timer.cancel()
         self.add(findings)
 
-    def end(self, stopped: str = "") -> int:
+    def end(self, stopped: bool = False) -> int:
         """Print the table, and return the exit code. A second call waits for ever: the process ends."""
         self._ending.acquire()
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOPPING:
+                signal.signal(number, signal.SIG_IGN)
         world, store = self.world, self.world.store
-        if stopped:
-            self.rows.append(Finding(world.check, "not run", stopped, place=HERE))
         self.add([])
         if store is None:  # a rank that can't reach the others speaks for its machine
-            rows = [(world.rank, finding) for finding in self.rows]
-            code = self._print(rows) if world.is_local_main else 0
+            code = self._print([(world.rank, finding) for finding in self.rows]) if world.is_local_main else 0
             code = code or int(world.world_size > 1)
         else:
             store.set(f"done/{world.rank}", "")
-            code = self._end_together(store)
-        if code := code or int(bool(stopped)):
+            code = self._collect(store) if world.is_main else _printed(store)
+        if code := code or int(stopped):
             announce_exit(code)
         return code
 
-    def _end_together(self, store: Store) -> int:
-        """Rank 0 prints the rows of all; the others wait for the exit code, while the store is there."""
-        world, until = self.world, time.monotonic() + LAST_ROWS_S
-        if not world.is_main:
-            with contextlib.suppress(RuntimeError, ValueError):
-                store.wait(["printed"], timedelta(seconds=PRINTED_S))
-                code = int(store.get("printed"))
-                store.add("read", 1)
-                return code
-            return 1
+    def _collect(self, store: Store) -> int:
+        """Rank 0 prints the rows of all, and waits until the others have read the exit code from its store."""
         rows: list[tuple[int, Finding]] = []
-        answered = -1  # but for rank 0 itself
-        for rank, host in enumerate(world.hosts or [world.host]):
-            if not host:  # `meet` has named it
-                continue
+        until, answered = time.monotonic() + LAST_ROWS_S, -1  # but for rank 0 itself
+        for rank in (rank for rank, host in enumerate(self.world.hosts) if host):  # `meet` has named the others
             with contextlib.suppress(RuntimeError):
                 store.wait([f"done/{rank}"], timedelta(seconds=max(0.02, until - time.monotonic())))
-            has_posted, is_done = store.check([f"rows/{rank}"]), store.check([f"done/{rank}"])
-            post: dict[str, Any] = (
-                json.loads(store.get(f"rows/{rank}")) if has_posted else {"check": "start", "rows": []}
-            )
+            post: dict[str, Any] = {"check": "start", "rows": []}
+            if store.check([f"rows/{rank}"]):
+                post = json.loads(store.get(f"rows/{rank}"))
             rows += [(rank, Finding(**row)) for row in post["rows"]]
+            is_done = store.check([f"done/{rank}"])
             answered += is_done
             if not is_done:
                 cause = "it has died or is stuck: see its own message"
-                lost = Finding(post["check"], "failed", "no answer", cause, world.name(rank))
-                rows.append((rank, lost))
+                rows.append((rank, Finding(post["check"], "failed", "no answer", cause, self.world.name(rank))))
         code = self._print(rows)
         store.set("printed", str(code))
         until = time.monotonic() + PRINTED_S
@@ -208,24 +212,27 @@ class Session:
         return [Finding(check.name, "failed", measured, text, HERE)]
 
     def _overrun(self, check: Check, thread: int) -> None:
-        """Called by a thread when the check takes too long: add a row that says where, and end."""
+        """Called by a thread when the check takes too long: add a row that says where, and end the process."""
         stack = traceback.extract_stack(sys._current_frames()[thread])
         place = next((frame for frame in reversed(stack) if "/torch/" not in frame.filename), stack[-1])
-        where = f"in {place.name} ({place.filename}:{place.lineno})"
-        if any(part in frame.filename for frame in stack[-3:] for part in _WAITING):
-            measured = f"waited {check.limit:.0f} s for other ranks"
-            self.rows.append(Finding(check.name, "not run", measured, f"waits {where}", HERE))
-        else:
-            measured = f"no end within {check.limit:.0f} s"
-            self.rows.append(Finding(check.name, "failed", measured, f"stuck {where}", HERE))
-        self._leave()
+        waits = any(part in frame.filename for frame in stack[-3:] for part in _WAITING)
+        measured = f"waited {check.limit:.0f} s for other ranks" if waits else f"no end within {check.limit:.0f} s"
+        where = f"{'waits' if waits else 'stuck'} in {place.name} ({place.filename}:{place.lineno})"
+        self.rows.append(Finding(check.name, "not run" if waits else "failed", measured, where, HERE))
+        code = 1
+        try:
+            code = self.end()
+        finally:
+            sys.stdout.flush()
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+            os._exit(code or 1)
 
     def _print(self, rows: list[tuple[int, Finding]]) -> int:
         world, file = self.world, self.options.json
-        hosts = world.hosts or [world.host] * world.world_size
-        findings = fold(rows, hosts, self.words)
+        findings = fold(rows, world.hosts, self.words)
         seconds = round(time.monotonic() - self.began, 1)
-        about = {"processes": world.world_size, "hosts": hosts, "seconds": seconds}
+        about = {"processes": world.world_size, "hosts": world.hosts, "seconds": seconds}
         text = json.dumps(about | {"findings": [asdict(finding) for finding in findings]}, indent=2)
         if file == "-":
             print(text, flush=True)
@@ -233,34 +240,16 @@ class Session:
             if file:
                 replace_file(Path(file), f"{text}\n".encode())
             table = show(findings, sys.stdout.isatty(), bool(self.options.only))
-            print(f"{table} ({seconds:.0f} s)", flush=True)
-            for finding in findings:
-                if "command" in finding.figures:
-                    print(f"\n{finding.figures['command']}", flush=True)
+            commands = [f"\n{one.figures['command']}" for one in findings if "command" in one.figures]
+            print("\n".join([f"{table} ({seconds:.0f} s)", *commands]), flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
-    def _await_signal(self, pipe: int) -> None:
-        """A person, or the launcher after a death, ends the doctor: show what was found so far."""
-        while (number := os.read(pipe, 1)[0]) not in _STOPPED:
-            pass
-        self._leave(f"stopped by {signal.Signals(number).name}")
 
-    def _leave(self, stopped: str = "") -> NoReturn:
-        """End the process, and those that it has started, from another thread than the one that is stuck."""
-        code = 1
-        try:
-            code = self.end(stopped)
-        finally:
-            sys.stdout.flush()
-            end_trials()
-            os._exit(code or 1)
-
-
-def _signalled() -> int:
-    """A pipe with a byte for each signal, also while the main thread waits in a collective."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    for number in _STOPPED:
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writing)
-    return reading
+def _printed(store: Store) -> int:
+    """The exit code, once rank 0 has printed the table."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store.wait(["printed"], timedelta(seconds=PRINTED_S))
+        code = int(store.get("printed"))
+        store.add("read", 1)
+        return code
+    return 1

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -27,6 +26,7 @@ from common.checkpoints import Checkpoints, verify
 from common.config import parse
 from common.errors import printable
 from common.launching.exit_codes import RESUMABLE
+from common.launching.launchers import Launch
 from tools.doctor.limits import used_by_others
 from tools.doctor.world import World
 from tools.trained import RECIPES, load_recipe
@@ -86,43 +86,48 @@ def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_e
     (bytes, of the process that took the most), `others`, the largest share of a machine's cores that other programs used at
     the start, and `inexact`, lines of the start table on what depends on the layout.
     """
-    folder, port = "", 0
-    if world.is_main:
-        folder = _folder(Path(config_of(world).output_dir))
-        with socket.create_server(("", 0)) as listener:
-            port = listener.getsockname()[1]
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.machines > 1 else "127.0.0.1"
-    folder, port = world.exchange([folder, port])[0]
-    layout = dataclasses.replace(layout, address=address, port=port)
-    try:
+    with contextlib.ExitStack() as stack:
+        folder, port = "", 0
+        if world.is_main:
+            runs = config_of(world).output_dir
+            place = runs if os.access(runs, os.W_OK) else None  # on the disk where runs are kept if one can write there
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=".doctor-", dir=place, ignore_cleanup_errors=True)
+            )
+            with socket.create_server(("", 0)) as listener:
+                port = listener.getsockname()[1]
+        folder, port = world.exchange([folder, port])[0]
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.machines > 1 else "127.0.0.1"
+        layout = dataclasses.replace(layout, address=address, port=port)
         found: dict = {}
         if world.is_local_main and world.node < layout.machines:
             found = {"others": used_by_others()}
             found |= _run_here(world, layout, Path(folder), seconds, limit, log_every)
         of_ranks = [one for one in world.exchange(found, limit + 60) if one]
-        failed = sorted((one for one in of_ranks if "failed" in one), key=lambda one: one["lost"])
-        largest = {name: max(one.get(name, 0) for one in of_ranks) for name in ("memory", "others")}
-        return failed[0] if failed else of_ranks[0] | largest
-    finally:
-        end_trials()
+    failed = sorted((one for one in of_ranks if "failed" in one), key=lambda one: one["lost"])
+    largest = {name: max(one.get(name, 0) for one in of_ranks) for name in ("memory", "others")}
+    return failed[0] if failed else of_ranks[0] | largest
 
 
 def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: float, log_every: int) -> dict:
+    """Start this machine's processes of the layout, and return what they have measured or why they failed."""
     run, command = runs / "trial", [sys.executable, *command_of(world), *QUIET]
     command += ["--output_dir", str(runs), "--log_every", str(log_every)]
+    rows: dict[int, dict] = {}  # of metrics.jsonl, by step
+    began, memory, asked = time.monotonic(), 0, False
+    until = began + limit
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(layout.here)]
+        started = []
         for number, file in enumerate(said):
             variables = launch_variables(layout, number, world.device.type == "cpu", os.environ)
             process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-            _started.append(process)
-        started = [*_started]
-        began, memory, asked = time.monotonic(), 0, False
-        rows: dict[int, dict] = {}  # of metrics.jsonl, by step
-        until = began + limit
+            started.append(stack.enter_context(process))  # at the end it is waited for,
+            stack.callback(process.kill)  # once it is killed
         while any(process.poll() is None for process in started) and time.monotonic() < until:
             if world.device.type == "cpu":  # rank 0's rows have that of a GPU
-                memory = max([memory, *(_peak(process.pid) for process in started)])
+                with contextlib.suppress(psutil.Error):
+                    memory = max([memory, *(psutil.Process(one.pid).memory_info().rss for one in started)])
             times = _read(run, rows) if world.is_main else []
             if not asked and len(times) >= FEWEST_ROWS and times[-1] - times[0] >= seconds:
                 asked = True
@@ -131,15 +136,13 @@ def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: f
             if any(process.poll() not in (None, 0, RESUMABLE) for process in started):
                 until = min(until, time.monotonic() + 3.0)  # the others have lost a peer
             time.sleep(0.05)
-        codes = [process.poll() for process in started]
+        codes, texts = [process.poll() for process in started], []
         for file in said:
             file.seek(0)
-        texts = [file.read().decode(errors="replace") for file in said]
+            texts.append(file.read().decode(errors="replace"))
     if wrong := [number for number, code in enumerate(codes) if code not in (0, RESUMABLE)]:
         # Who has refused or was killed knows the cause, the others have only lost a peer.
-        knows = [number for number in wrong if codes[number] in (2, -signal.SIGKILL)]
-        ended = [number for number in wrong if codes[number] is not None]
-        first = [*knows, *ended, *wrong][0]
+        first = min(wrong, key=lambda number: (codes[number] not in (2, -signal.SIGKILL), codes[number] is None))
         code = codes[first]
         cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, texts[first])
         return {"failed": cause, "lost": code != 2, "late": code is None}
@@ -178,31 +181,19 @@ def launch_variables(layout: Layout, local_rank: int, on_cpu: bool, environ: Map
     OMP_NUM_THREADS is left out unless a person has set it: the run then divides the cores itself.
     """
     found = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}
-    found |= {"ACCELERATE_MIXED_PRECISION": precision(environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    found |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     found |= {"CUDA_VISIBLE_DEVICES": "-1"} if on_cpu else {}
     if "LOCAL_RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:  # a launcher has set its layout's threads
         found.pop("OMP_NUM_THREADS", None)
         with contextlib.suppress(psutil.Error):  # what a person has set stands in the launcher's own environment
             said = psutil.Process(os.getppid()).environ()
             found |= {name: said[name] for name in ("OMP_NUM_THREADS",) if name in said}
-    if layout.processes == 1:
-        return found
-    world = {
-        "RANK": layout.node * layout.here + local_rank,
-        "WORLD_SIZE": layout.processes,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": layout.here,
-        "GROUP_RANK": layout.node,
-        "GROUP_WORLD_SIZE": layout.machines,
-        "MASTER_ADDR": layout.address,
-        "MASTER_PORT": layout.port,
-    }
-    return found | {name: str(value) for name, value in world.items()}
-
-
-def precision(environ: Mapping[str, str]) -> str:
-    """no, bf16 or fp16, as launched."""
-    return environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if layout.processes > 1:
+        rank, address = layout.node * layout.here + local_rank, {"MASTER_ADDR": layout.address}
+        sizes = (rank, local_rank, layout.processes, layout.here, layout.node, layout.machines)
+        world = Launch("doctor", *sizes).numbers | address | {"MASTER_PORT": layout.port}
+        found |= {name: str(value) for name, value in world.items()}
+    return found
 
 
 def cause_of(code: int, output: str) -> str:
@@ -215,20 +206,6 @@ def cause_of(code: int, output: str) -> str:
     return printable((named or lines)[-1])[:400]
 
 
-_started: list[subprocess.Popen] = []
-_folders: list[str] = []
-
-
-def end_trials() -> None:
-    """End a trial's processes and remove its folders, also from another thread."""
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
-    while _folders:
-        shutil.rmtree(_folders.pop(), ignore_errors=True)
-
-
 def _read(run: Path, rows: dict[int, dict]) -> list[float]:
     """Add new whole rows of the run's metrics.jsonl with the time of reading. Returns these times."""
     with contextlib.suppress(OSError, ValueError):
@@ -236,20 +213,3 @@ def _read(run: Path, rows: dict[int, dict]) -> list[float]:
             if "perf/images_per_second" in row:
                 rows.setdefault(row["step"], row | {"read_at": time.monotonic()})
     return [row["read_at"] for row in rows.values()]
-
-
-def _peak(process: int) -> int:
-    """Bytes of main memory that a process has had at most; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-    return 0
-
-
-def _folder(output_dir: Path) -> str:
-    """A new folder for the runs of trials, on the disk where runs are kept if one can write there."""
-    for place in (output_dir, None):
-        with contextlib.suppress(OSError):
-            _folders.append(tempfile.mkdtemp(prefix=".doctor-", dir=place))
-            return _folders[-1]
-    raise OSError(f"no folder can be made in {output_dir} or {tempfile.gettempdir()}")

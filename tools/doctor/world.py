@@ -38,12 +38,15 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # "cuda:1": what this process computes on
     recipe: Path | None = None  # for checks that need a model and data
     words: list[str] = field(default_factory=list)  # flags of the recipe
-    hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
+    hosts: list[str] = field(default_factory=list)  # of each rank; this one's own until they have met
     store: Store | None = None  # None for one process, and until they have met
     is_met: bool = False  # all processes have reached the store
     is_cut: bool = False  # this process knows why no process group can be formed, such as a firewall
     check: str = ""  # the one that runs
     exchanges: int = 0  # in this check so far
+
+    def __post_init__(self) -> None:
+        self.hosts = self.hosts or [self.host] * self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -63,20 +66,13 @@ class World:
     def machines(self) -> list[list[int]]:
         """The ranks of each machine. One process: [[0]]; two machines: [[0, 1], [2, 3]]."""
         ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts or [self.host]):
+        for rank, host in enumerate(self.hosts):
             ranks.setdefault(host, []).append(rank)
         return [*ranks.values()]
 
-    def host_of(self, rank: int) -> str:
-        return self.hosts[rank] if self.hosts else self.host
-
     def name(self, rank: int) -> str:
         """How the table names a rank: "rank 3 (node1)"."""
-        return f"rank {rank} ({self.host_of(rank)})"
-
-    def places(self, ranks: Collection[int]) -> str:
-        """How the table names several ranks."""
-        return places(ranks, range(self.world_size), self.hosts or [self.host] * self.world_size)
+        return f"rank {rank} ({self.hosts[rank]})"
 
     def exchange(self, value: Any, patience: float = ANSWER_S) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. It needs no process group.
@@ -92,12 +88,12 @@ class World:
         store = PrefixStore(f"exchange/{self.check}/{self.exchanges}", self.store)
         store.set(str(self.rank), json.dumps(value))
         if self.is_main:
-            found = [self._await(store, str(rank), rank, patience) for rank in range(self.world_size)]
-            store.set("all", json.dumps([json.loads(one) for one in found]))
-        return json.loads(self._await(store, "all", 0, patience))
+            found = [json.loads(self.take(store, str(rank), rank, patience)) for rank in range(self.world_size)]
+            store.set("all", json.dumps(found))
+        return json.loads(self.take(store, "all", 0, patience))
 
-    def _await(self, store: Store, key: str, rank: int, patience: float) -> bytes:
-        """The value of `key`, which `rank` sets."""
+    def take(self, store: Store, key: str, rank: int, patience: float = ANSWER_S) -> bytes:
+        """Wait for the value of `key`, which `rank` sets; raises `LostPeer` as `exchange` does."""
         until = time.monotonic() + patience
         while True:
             try:
