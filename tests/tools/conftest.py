@@ -1,10 +1,11 @@
-"""Finished runs that tests of tools look at: made once per session, as a user makes them. Copy what a test changes."""
+"""Finished runs that tests of tools look at: made once per session. Copy what a test changes."""
 
 import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,38 +13,37 @@ import pytest
 from tests.harness.launching import Launcher
 
 
-@pytest.fixture(scope="session")
-def shared_run(launch: Launcher, tmp_path_factory) -> Callable[..., Path]:
-    """`shared_run("cls", [flags], name="cls")` -> the run folder; one of the parallel test processes trains it."""
+@contextmanager
+def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
+    """The folder of a run, and True if it is to be trained, by one of the parallel test processes while the others wait."""
     base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = base / "runs_for_tools"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs_for_tools"
     folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / name, not (folder / name / "summary.json").exists()
 
-    def run(recipe: str, flags: list, name: str = "") -> Path:
-        name = name or recipe
-        with (folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / f"{name}.done").exists():
-                words = [*flags, "--name", name, "--output_dir", folder]
-                done = launch("multi_cpu", f"recipes/{recipe}.py", *words, timeout=300)
-                assert done.returncode == 0, done.stderr
-                (folder / f"{name}.done").touch()
-        return folder / name
 
+@pytest.fixture(scope="session")
+def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
+    """The run of the digits preset, 5 epochs, launched on two processes with data workers and W&B offline: top-1 98 %."""
+    with made_once(tmp_path_factory, "cls") as (run, is_to_be_made):
+        if is_to_be_made:
+            words = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
+            done = launch("multi_cpu", "recipes/cls.py", *words, "--output_dir", run.parent, timeout=300)
+            assert done.returncode == 0, done.stderr
     return run
 
 
 @pytest.fixture(scope="session")
-def trained_classifier(shared_run) -> Path:
-    """The run folder of the digits preset, 5 epochs, on two processes with data workers and W&B offline: top-1 about 98 %."""
-    return shared_run("cls", ["--config", "recipes/presets/digits.yaml", "--epochs", 5])
-
-
-@pytest.fixture(scope="session")
-def trained_detector(shared_run) -> Path:
-    """The run folder of the det_digits preset, 80 steps, on two processes with data workers and W&B offline."""
-    return shared_run("det", ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 80])
+def trained_detector(run_several, tmp_path_factory) -> Path:
+    """The run of the det_digits preset, 80 steps, on two processes with data workers."""
+    with made_once(tmp_path_factory, "det") as (run, is_to_be_made):
+        if is_to_be_made:
+            words = ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 80, "--workers", 1]
+            words += ["--output_dir", run.parent]
+            run_several(2, {run.name: words}, recipe="recipes/det.py", pictures=True)
+    return run
 
 
 @pytest.fixture(scope="session")

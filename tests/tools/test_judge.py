@@ -21,8 +21,6 @@ from common.config.parsing import parse
 from common.errors import Refused
 from recipes import cls, det
 from tests.harness.drawings import draw_stripes
-from tests.harness.forked import Ended
-from tests.harness.outcomes import Outcome
 from tests.harness.runs import copied, read, refusal
 from tools.trained import load
 
@@ -31,7 +29,7 @@ def report_in(folder: Path) -> dict:
     return read(folder / "results.json")
 
 
-def printed(ended: Ended | Outcome) -> dict:
+def printed(ended) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -42,10 +40,10 @@ def run(trained_classifier, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reported(run, launch) -> Path:
-    """The report that two ranks with data workers leave, launched as a user would."""
-    done = launch("multi_cpu", "recipes/cls.py", "--eval_only", run / "best")
-    assert done.returncode == 0, done.stderr
+def reported(run, run_several) -> Path:
+    """The report that two ranks with data workers leave."""
+    words = ["--eval_only", run / "best", "--workers", 1, "--output_dir", run.parent]
+    done = run_several(2, {"two": words}, pictures=True)["two"]
     assert f"report: {run}/evaluation/best-held_out\n" in done.stdout
     return shutil.copytree(run / "evaluation/best-held_out", run.parent / "report of two ranks")
 
@@ -216,22 +214,17 @@ PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors", 
 VIEWS = ("--eval_flip", "--eval_sizes", "96,128")
 
 
-def test_a_report_of_several_views_is_the_same_on_two_ranks(
-    trained_detector, scenes, launch, run_several, tmp_path
-) -> None:
+def test_a_report_of_several_views_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
     run = copied(trained_detector, tmp_path / "run")
-    words = ("--eval_only", run / "best", "--data", scenes, "--split", "train")
-    two = launch("multi_cpu", "recipes/det.py", *words, "--workers", 1, *VIEWS)
-    assert two.returncode == 0, two.stderr
+    words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
+    two = run_several(2, {"two": [*words, *VIEWS]}, pictures=True)["two"]
     said = "each image is shown at 96, 128 pixels, each also mirrored; boxes are merged by NMS at IoU 0.6\n"
     assert two.stdout.count(said) == 1
     (folder,) = (run / "evaluation").iterdir()
-    report, of_two = report_in(folder), json.loads(two.stdout.splitlines()[-1])
+    report, of_two = report_in(folder), printed(two)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
     assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
-    one = run_several(
-        1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]}, recipe="recipes/det.py"
-    )
+    one = run_several(1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]})
     assert printed(one["views"]) == of_two and printed(one["plain"])["AP50"] != report["AP50"]
 
     assert report["AP50"] > 0, "numbers worth comparing"

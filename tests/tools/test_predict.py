@@ -9,9 +9,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from common.launching import launch as launching
 from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited
-from tests.harness.runs import read, refusal, rows_of
+from tests.harness.runs import read, refusal, rows_of, start_tool
 from tools.predict.__main__ import main
 from tools.predict.images import images
 from tools.predict.listing import listing
@@ -99,12 +99,11 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
     launch, trained_classifier, digits, tmp_path
 ) -> None:
     files = [str(path) for path in sorted(digits.rglob("*.png"))]
-    words = [trained_classifier, digits, "-o", tmp_path / "three.jsonl", "--max_micro_batch_size", 16]
-    done = launch("multi_cpu", "-m", "tools.predict", *words, flags=["--num_processes", 3])
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout and done.stderr.count("359 images") == 1
+    words = [trained_classifier, digits, "-o", tmp_path / "two.jsonl", "--max_micro_batch_size", 16]
+    done = launch("multi_cpu", "-m", "tools.predict", *words, "--workers", 1)
+    assert done.returncode == 0 and not done.stdout and done.stderr.count("359 images") == 1, done.stderr
     rows = found_in(trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path)
-    assert (tmp_path / "rows.jsonl").read_text() == (tmp_path / "three.jsonl").read_text()
+    assert (tmp_path / "rows.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
     assert [row["file"] for row in rows] == files and len(files) == 359
     right = [row["predictions"][0]["class"] == Path(row["file"]).parent.name for row in rows]
     assert np.mean(right) == read(trained_classifier / "best" / "results.json")["top1"]
@@ -119,11 +118,11 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
     assert np.array([float(score) for *_, score in theirs]) == pytest.approx(ours, abs=1e-4)
 
 
-def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(launch, trained_detector, of_boxes, tmp_path) -> None:
+def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(forks, trained_detector, of_boxes, tmp_path) -> None:
     found, truth = tmp_path / "found.json", of_boxes / "instances.json"
     words = [trained_detector, of_boxes / "val", "--format", "coco", "--images_of", truth, "-o", found]
-    done = launch("multi_cpu", "-m", "tools.predict", *words)
-    assert done.returncode == 0, done.stderr
+    ended = [rank.end() for rank in start_tool(forks, 3, "predict", *words, "--workers", 0)]
+    assert [rank.code for rank in ended] == [0, 0, 0], ended
     main([*map(str, words[:-1]), str(tmp_path / "one.json"), "--workers", "0"])
     assert found.read_text() == (tmp_path / "one.json").read_text()
     recorded = read(trained_detector / "best" / "results.json")
@@ -136,6 +135,11 @@ def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(launch, trained_de
     best = found_in(trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
     for many, few in zip(rows, best, strict=True):
         assert few["predictions"] == [one for one in many["predictions"] if one["score"] >= 0.2][:2]
+    files = [of_boxes / "val" / "1.png", of_boxes / "val" / "0.png"]  # fewer than ranks
+    two, *_ = [rank.end() for rank in start_tool(forks, 3, "predict", trained_detector, *files, "--workers", 0)]
+    assert [json.loads(line) for line in two.stdout.splitlines()] == found_in(
+        trained_detector, *files, tmp_path=tmp_path
+    )
 
 
 @pytest.fixture
@@ -251,13 +255,9 @@ def test_texts_are_written_in_order_and_the_file_appears_when_it_is_complete(tmp
     with pytest.raises(Refused, match="--overwrite"):
         Output(str(path), False)
     (tmp_path / ".out.tmp").write_text("what a killed process has left, which is long")
-    failing = Output(str(path), True)
-    failing.begin(form)
-    failing.__exit__(KeyError)
-    assert path.read_text() == "[a,b,d]" and os.listdir(tmp_path) == ["out"]
     with Output(str(path), True) as output:
         output.begin(form)
-    assert path.read_text() == "[]"
+    assert path.read_text() == "[]" and os.listdir(tmp_path) == ["out"]
     full = Output("/dev/full", False)
     full.begin(form)
     with pytest.raises(Refused, match="No space left"):
@@ -277,13 +277,11 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
         (trained_classifier, [], "no images are named"),
         (trained_classifier, [tmp_path / "gone*"], "no file matches"),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
-        (trained_classifier, [image, "--threshold", 1.5], "--threshold 1.5: must be between 0 and 1"),
         (trained_classifier, [image, "--format", "coco"], "for detectors"),
         (trained_classifier, [image, "--data", "digits"], "--data: is not read here"),
         (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),
         (trained_classifier, [image, "-o", old], "old: exists; name another, or add --overwrite"),
         (trained_classifier, [image, "-o", tmp_path / "no" / "x"], "No such file or directory"),
-        (trained_classifier, [image, "-o", tmp_path], "is a folder"),
         (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),
         (trained_detector, [image, "--images_of", "x.json"], "--images_of x.json: gives ids to --format coco"),
         (trained_detector, [image, *coco, old], "not COCO's annotations"),
@@ -297,40 +295,27 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
     assert old.read_text() == "old"
 
 
-def test_two_files_on_three_processes_and_a_refusal_that_is_said_once(
-    launch, trained_detector, of_boxes, tmp_path
-) -> None:
-    files, three = [of_boxes / "val" / "1.png", of_boxes / "val" / "0.png"], ["--num_processes", 3]
-    done = launch("multi_cpu", "-m", "tools.predict", trained_detector, *files, flags=three)
-    assert done.returncode == 0, done.stderr
-    expected = found_in(trained_detector, *files, tmp_path=tmp_path)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
-    refused = launch("multi_cpu", "-m", "tools.predict", trained_detector, tmp_path)
-    assert refused.returncode == 2 and refused.stderr.count(f"predict: {tmp_path}: no image is there") == 1
-
-
-def test_rows_stream_to_a_reader_who_may_leave_and_a_kill_leaves_no_file(launch, trained_classifier, digits, tmp_path):
+def test_rows_stream_to_a_reader_who_may_leave_and_a_kill_leaves_no_file(forks, trained_classifier, digits, tmp_path):
     """Of a pipe that nobody has read to its end: its first rows are there although the last image is not computed."""
     os.mkfifo(tmp_path / "pipe")
     many = tmp_path / "list.txt"
     for number in range(60):  # more than a pipe holds
         (tmp_path / f"{number}").symlink_to(digits)
     many.write_text("".join(f"{tmp_path / str(number)}\n" for number in range(60)))
-    words = ["-m", "tools.predict", trained_classifier, f"@{many}", "--workers", 1, "--max_micro_batch_size", 16, "-o"]
-    leaver = launch.start_python(*words, tmp_path / "pipe")
+    words = [trained_classifier, f"@{many}", "--workers", 1, "--max_micro_batch_size", 16, "-o"]
+    (leaver,) = start_tool(forks, 1, "predict", *words, tmp_path / "pipe")
     with (tmp_path / "pipe").open() as reader:
         assert json.loads(reader.readline())["file"] == str(tmp_path / "0" / "0" / min(os.listdir(digits / "0")))
-        assert leaver.process.poll() is None
-    done = leaver.finish()
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert leaver.process.is_alive()
+    done = leaver.end()
+    assert done.code == 0 and "Traceback" not in done.stderr, done.stderr
 
-    killed = launch.start_python(*words, tmp_path / "rows.jsonl")
-    while killed.process.poll() is None:
-        draft = tmp_path / ".rows.jsonl.tmp"
-        if draft.exists() and draft.stat().st_size:
-            killed.process.send_signal(signal.SIGKILL)
-            break
-    assert killed.finish().returncode == -signal.SIGKILL and not (tmp_path / "rows.jsonl").exists()
+    (killed,) = start_tool(forks, 1, "predict", *words, tmp_path / "rows.jsonl")
+    draft = tmp_path / ".rows.jsonl.tmp"
+    while killed.process.is_alive() and not (draft.exists() and draft.stat().st_size):
+        time.sleep(0.01)
+    killed.process.kill()
+    assert killed.end().code == -9 and not (tmp_path / "rows.jsonl").exists()
     assert len(found_in(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
 
 
@@ -361,19 +346,8 @@ def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
     words = ["--detector", "mask_rcnn", "--data", scenes, "--max_steps", 30, "--output_dir", tmp_path]
     run_several(1, {"masks": words}, recipe="recipes/det.py")
     truth, found = read(scenes / "val.json"), tmp_path / "found.json"
-    words = [
-        "--format",
-        "coco",
-        "--images_of",
-        scenes / "val.json",
-        "-o",
-        found,
-        "--workers",
-        0,
-        "--draw",
-        tmp_path / "drawn",
-    ]
-    main([*map(str, [tmp_path / "masks", scenes / "val", *words])])
+    coco = ["--format", "coco", "--images_of", scenes / "val.json", "-o", found, "--draw", tmp_path / "drawn"]
+    main([*map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])])
     for annotation in truth["annotations"]:
         annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
     (tmp_path / "truth.json").write_text(json.dumps(truth))

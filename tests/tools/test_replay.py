@@ -1,16 +1,14 @@
 """A replay shows what a step saw and gives the losses that the run has logged, without touching the run folder."""
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common.errors import Refused
-from tests.harness.launching import ROOT, inherited
-from tests.harness.runs import read, rows_of
+from tests.harness.forked import Forks
+from tests.harness.runs import read, rows_of, start_tool
 from tools.replay.replay import replay
 
 EXACT = "--dtype float64 --schedule constant --log_every 1 --eval_every 1000 --global_batch_size 30 --max_steps 9"
@@ -18,10 +16,11 @@ VARIED = "--model test_resnet --batch_norm group --norm_batch_size 2 --mixup 0.2
 LAYOUT = "--checkpoint_every 6 --max_micro_batch_size 6 --output_dir"
 
 
-def replayed(*words: object) -> subprocess.CompletedProcess:
-    environment = {**inherited(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tools.replay", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+def replayed(forks: Forks, *words: object, ranks: int = 1) -> str:
+    """What `python -m tools.replay` prints on so many ranks."""
+    ended = [rank.end(300) for rank in start_tool(forks, ranks, "replay", *words)]
+    assert [rank.code for rank in ended] == [0] * ranks, ended
+    return ended[0].stdout
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -36,10 +35,10 @@ def logged(run: Path, step: int) -> dict:
     return next(row for row in rows_of(run / "metrics.jsonl") if row["step"] == step)
 
 
-def test_a_step_of_two_processes_is_replayed_on_one_and_on_two_to_the_bit(trained_classifier, launch, tmp_path) -> None:
+def test_a_step_of_two_processes_is_replayed_on_one_and_on_two_to_the_bit(trained_classifier, forks, tmp_path) -> None:
     before = content(trained_classifier)
-    done = replayed(trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
-    assert done.returncode == 0 and "the same bits" in done.stdout, done.stderr
+    said = replayed(forks, trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
+    assert "the same bits" in said
     numbers = read(tmp_path / "out/step.json")["numbers"]
     for key in ("train/loss", "train/grad_norm", "train/lr"):
         assert numbers[key]["replayed"] == numbers[key]["logged"] == logged(trained_classifier, 100)[key], key
@@ -49,19 +48,18 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two_to_the_bit(traine
     right = [sample["loss"] for sample in samples if sample["predicted"] == sample["label"]]
     assert len(right) > 50 and np.mean(right) < numbers["train/loss"]["logged"]
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
-    two = launch("multi_cpu", "-m", "tools.replay", trained_classifier, "--step", 100, "-o", tmp_path / "two")
-    assert two.returncode == 0 and "the same bits" in two.stdout, two.stdout + two.stderr
+    words = (trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
+    assert "the same bits" in replayed(forks, *words, ranks=2)
     assert rows_of(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: add --overwrite"):
         replay(trained_classifier, 100, tmp_path / "out", [], 1, False, False)
     assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {"out", "two"}
 
 
-def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, tmp_path) -> None:
-    done = replayed(trained_detector, "--step", 10, "--from_start", "-o", tmp_path / "out", "--workers", 0)
-    assert done.returncode == 0, done.stderr
+def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, forks, tmp_path) -> None:
+    replayed(forks, trained_detector, "--step", 5, "--from_start", "-o", tmp_path / "out", "--workers", 0)
     numbers = read(tmp_path / "out/step.json")["numbers"]
-    row = logged(trained_detector, 10)
+    row = logged(trained_detector, 5)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
         assert numbers[key]["replayed"] == pytest.approx(row[key], rel=1e-6), key
     assert numbers["train/loss"]["replayed"] == row["train/loss"]
@@ -69,18 +67,17 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, t
     assert all(sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples)
 
 
-def test_steps_of_other_layouts_agree_in_float64(run_several, tmp_path) -> None:
+def test_steps_of_other_layouts_agree_in_float64(run_several, forks, tmp_path) -> None:
     words = [*EXACT.split(), *VARIED.split(), *LAYOUT.split(), tmp_path]
     (run,) = run_several(3, {"three": words}).values()
-    done = replayed(run.folder, "--step", 9, "-o", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    replayed(forks, run.folder, "--step", 9, "-o", tmp_path / "out")
     assert abs(read(tmp_path / "out/step.json")["numbers"]["train/loss"]["difference"]) < 1e-8
     targets = [sample["target"] for sample in rows_of(tmp_path / "out/samples.jsonl")]
     mixed = [target for target in targets if len(target) > 1]
     assert len(mixed) > 10 and all(sum(target.values()) == pytest.approx(1, abs=1e-5) for target in mixed)
 
 
-def test_what_can_not_be_replayed_is_refused_in_one_line(trained_classifier, tmp_path) -> None:
+def test_what_can_not_be_replayed_is_refused_in_one_line(trained_classifier, forks, tmp_path) -> None:
     for run, step, most, told in (
         (Path("nowhere"), 1, 1, "^nowhere: is no run folder, it has no config.yaml$"),
         (trained_classifier, 100_000, 1, "^--step 100000: .* has made the steps 1 to [0-9]+$"),
@@ -89,6 +86,7 @@ def test_what_can_not_be_replayed_is_refused_in_one_line(trained_classifier, tmp
     ):
         with pytest.raises(Refused, match=told):
             replay(run, step, tmp_path / "out", [], most, False, False)
-    done = replayed(trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
-    assert done.returncode == 2 and done.stderr.startswith("replay: unknown flag --wrokers; did you mean workers")
+    words = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
+    done = start_tool(forks, 1, "replay", *words)[0].end()
+    assert done.code == 2 and done.stderr.startswith("replay: unknown flag --wrokers; did you mean workers")
     assert done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
