@@ -1,6 +1,5 @@
 """A sweep reads the file of `wandb sweep`, stops bad trials, and goes on after a kill as if there had been none."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -142,9 +141,6 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(folder: Path, whole: list[
     assert whole[-2].startswith("best: mine-00") and f"  eval/top1 {1 - best['lr']:.4f}  " in whole[-2]
     assert whole[-2].endswith(f"--lr={best['lr']} --depth={best['depth']} --opt={best['opt']}")
     assert "mine-003: failed: the loss is not finite" in whole and any(": stopped at step" in line for line in whole)
-
-
-def test_optunas_own_command_lists_the_trials(whole: list[str]) -> None:
     command = [sys.executable, "-c", "from optuna.cli import main; main()", *shlex.split(whole[-1])[3:]]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert whole[-1].startswith("all trials: optuna trials ") and done.stdout.count("COMPLETE") >= 2
@@ -194,19 +190,16 @@ def rendered(path: Path, values: dict) -> list[str]:
     return [part for word in words for part in (parts[word[2:-1]] if word.startswith("${") else [word])]
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_sweep_of_the_presets_runs_on_two_ranks_as_wandb_starts_it(path: Path, tmp_path: Path) -> None:
-    file = read(path)
-    values = {name: of.choices[0] if hasattr(of, "choices") else of.low for name, of in file["parameters"].items()}
-    command = rendered(path, values)
-    ours = command_of(file, values)
-    assert ours[0] == sys.executable and ours[ours.index("launch") :] == command[command.index("launch") :]
-    few = "--max_steps 1 --workers 1 --tracker none --name run --output_dir".split()
-    environment = inherited() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([*command, *few, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert {name: config[name] for name in values} == values
-    (row,) = rows_of(tmp_path / "run/metrics.jsonl")
-    assert file["metric"]["name"] in row and read_json(tmp_path / "run/environment.json")["world_size"] == 2
-    assert "tools.sweep" in path.read_text() and "wandb sweep" in path.read_text()
+def test_the_sweeps_of_the_presets_are_started_as_wandb_starts_them_and_find_their_metric(run_several) -> None:
+    cases, files = {}, {path.stem: read(path) for path in PRESETS}
+    for path in PRESETS:
+        file = files[path.stem]
+        values = {name: of.choices[0] if hasattr(of, "choices") else of.low for name, of in file["parameters"].items()}
+        command = rendered(path, values)
+        ours = command_of(file, values)
+        assert ours[0] == sys.executable and ours[ours.index("launch") :] == command[command.index("launch") :]
+        cases[path.stem] = [*command[command.index(file["program"]) :], "--max_steps", 1]
+        assert "tools.sweep" in path.read_text() and "wandb sweep" in path.read_text()
+    for name, ended in run_several(2, cases).items():
+        (row,) = rows_of(ended.folder / "metrics.jsonl")
+        assert ended.outcome == "ok" and files[name]["metric"]["name"] in row, ended

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 from common.errors import Refused
 from common.files import SMALL, read_text
 
-_LARGEST = 2**63  # of whole numbers
-_DEEPEST = 60  # files, lists and dicts, and expressions inside each other
-_MOST = 1_000_000  # values, expressions and characters of all files together
+_LARGEST = 2**63  # of whole numbers that are computed
+_DEEPEST = 60  # lists and dicts inside each other
+_MOST = 1_000_000  # values and characters of all files together
+_TOO_MUCH = f"nested too deeply, or more than {_MOST:,} values and characters in all files"
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,22 +31,24 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 
 def values_of(file: Path) -> dict[str, Any]:
     """The variables of a configuration, over those of its bases. Raises `Refused` with the line."""
-    return _File(file).run()
+    try:
+        return _File(file, [_MOST]).run()
+    except RecursionError:  # of expressions, or of files that name each other
+        raise Refused(f"{file}: {_TOO_MUCH}") from None
 
 
 class _File:
-    """One file: the variables that its statements have assigned so far, and those of its bases."""
+    """One file: the variables that its statements have assigned so far, and those of its bases.
 
-    def __init__(self, path: Path, above: tuple["_File", ...] = ()) -> None:
-        self.path, self.above = path, above  # the files that inherit from this one
+    `left` is what all files together may still use, which they share.
+    """
+
+    def __init__(self, path: Path, left: list[int]) -> None:
+        self.path, self.left, self.line = path, left, 0
         self.names: dict[str, Any] = {}
         self.base: dict[str, Any] = {}
-        self.line = self.depth = 0
-        self.left = _MOST  # what all files together may use; the first one counts
 
     def run(self) -> dict[str, Any]:
-        if len(self.above) > _DEEPEST or self.path.resolve() in [file.path.resolve() for file in self.above]:
-            raise Refused(f"{self.path}: _base_ leads in a circle")
         try:
             text = read_text(self.path, SMALL)
             tree = ast.parse(text)
@@ -66,36 +69,38 @@ class _File:
         )
 
     def charge(self, cost: int) -> None:
-        """Take `cost` from what all files together may use."""
-        first = self.above[0] if self.above else self
-        first.left -= cost
-        if first.left < 0:
-            self.refuse(f"more than {_MOST:,} values, expressions and characters in all files")
+        self.left[0] -= cost
+        if self.left[0] < 0:
+            self.refuse(_TOO_MUCH)
 
-    # statements
+    def measure(self, value: Any, depth: int = 0) -> None:
+        """Charge for all that a value holds, as often as it holds it."""
+        self.charge(len(value) + 1 if isinstance(value, str) else 1)
+        if depth > _DEEPEST:
+            self.refuse(_TOO_MUCH)
+        for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            self.measure(one, depth + 1)
 
     def statement(self, node: ast.stmt) -> None:
         match node:
-            case ast.Assign(targets=targets, value=value) if names := _names(targets):
+            case ast.Assign(targets=[*targets], value=value) if all(isinstance(one, ast.Name) for one in targets):
                 found = self.value(value)
-                for name in names:
-                    self.assign(name, found)
+                for target in targets:
+                    self.assign(target.id, found)
             case ast.Assign(targets=[ast.Attribute(value=whole, attr=name)], value=value) if _is_base(whole):
                 place = self.value(whole)
                 self.item(place, name)
                 place[name] = self.value(value)  # all who hold this dict see it, as in Python
                 self.measure(self.base)
-            case ast.Delete(targets=targets) if names := _names(targets):
-                for name in names:
-                    self.item(self.names, name)
-                    self.names.pop(name)
+            case ast.Delete(targets=[ast.Name(id=name)]):
+                self.item(self.names, name)
+                del self.names[name]
             case ast.Expr(value=ast.Constant(value=str())):
                 pass  # a docstring
             case _:
                 self.refuse("does more than assign values")
 
     def assign(self, name: str, value: Any) -> None:
-        self.measure(value)
         if name == "dict":
             self.refuse("dict is assigned")
         if name != "_base_":
@@ -110,7 +115,7 @@ class _File:
                 self.refuse(f"_base_ {one} is not a Python file beside this one: copy it there, and name that")
             if not path.is_file():
                 raise Refused(f"{self.path}: _base_ {one} is missing: put it there as {path}")
-            found = _File(path, (*self.above, self)).run()
+            found = _File(path, self.left).run()
             if twice := sorted(self.base.keys() & found.keys()):
                 self.refuse(f"{twice[0]} is in two of the files that _base_ names")
             self.base |= found
@@ -129,31 +134,13 @@ class _File:
                 result[key] = value
         return result
 
-    def measure(self, value: Any, depth: int = 0) -> None:
-        """Charge for all that a value holds, as often as it holds it."""
-        self.charge(len(value) + 1 if isinstance(value, str) else 1)
-        if depth > _DEEPEST:
-            self.refuse(f"values more than {_DEEPEST} deep")
-        for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-            self.measure(one, depth + 1)
-
-    # expressions
-
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression, whose own size is allowed."""
+        """The value of an expression, whose size is allowed."""
         self.line = getattr(node, "lineno", self.line)
-        self.charge(1)
-        self.depth += 1
-        if self.depth > _DEEPEST:
-            self.refuse(f"expressions more than {_DEEPEST} deep")
         found = self.evaluated(node)
-        self.depth -= 1
-        if isinstance(found, (int, complex)) and (isinstance(found, complex) or abs(found) > _LARGEST):
-            self.refuse("too large a number, or a complex one")
         if isinstance(found, str) and "{{" in found:
             self.refuse("MMEngine would replace {{...}} in this text")
-        if isinstance(found, (str, list, tuple, dict)):
-            self.charge(len(found))
+        self.measure(found)
         return found
 
     def evaluated(self, node: ast.expr) -> Any:
@@ -177,14 +164,13 @@ class _File:
             case ast.BinOp(left=left, op=op, right=right):
                 return self.operation(op, self.value(left), self.value(right))
             case ast.Subscript(value=whole, slice=place):
-                return self.item(self.value(whole), self.value(place))
+                return self.item(self.evaluated(whole), self.value(place))
             case ast.Slice(lower=lower, upper=upper, step=step):
-                first, end, by = (part and self.value(part) for part in (lower, upper, step))
-                return slice(first, end, by)
+                return slice(*(part and self.value(part) for part in (lower, upper, step)))
             case ast.Set(elts=[ast.Set(elts=[ast.Attribute() as inner])]):  # {{_base_.name}}
                 return self.value(inner)
             case ast.Attribute(value=whole, attr=name) if _is_base(whole):
-                return self.item(self.value(whole), name)
+                return self.item(self.evaluated(whole), name)
             case ast.ListComp(
                 elt=item, generators=[ast.comprehension(target=ast.Name(id=name), ifs=[], is_async=0) as of]
             ):
@@ -224,23 +210,17 @@ class _File:
         are_numbers = all(isinstance(one, (int, float)) for one in values)
         if type(op) not in _OPERATIONS or not (are_numbers or isinstance(op, (ast.Add, ast.Mult))):
             self.refuse("no arithmetic of these values")
-        if isinstance(op, ast.Pow) and abs(values[1]) > 63:
-            self.refuse("too large a power")
         if isinstance(op, ast.Mult) and not are_numbers:  # a list or text, so many times
-            lengths = [len(one) if isinstance(one, (list, tuple, str)) else one for one in values]
-            if not all(isinstance(length, int) for length in lengths):
-                self.refuse("no arithmetic of these values")
-            self.charge(max(0, lengths[0] * lengths[1]))
+            for one, times in (values, values[::-1]):
+                if isinstance(one, (list, tuple, str)) and isinstance(times, int):
+                    self.charge(len(one) * max(0, times))
         try:
-            return _OPERATIONS[type(op)](*values)
+            found = None if isinstance(op, ast.Pow) and abs(values[1]) > 63 else _OPERATIONS[type(op)](*values)
         except (TypeError, ValueError, ArithmeticError) as error:
             self.refuse(str(error)[:60])
-
-
-def _names(targets: list[ast.expr]) -> list[str]:
-    """The names that are assigned; none if something else is among them."""
-    names = [target.id for target in targets if isinstance(target, ast.Name)]
-    return names if len(names) == len(targets) else []
+        if isinstance(found, (complex, type(None))) or (isinstance(found, int) and abs(found) > _LARGEST):
+            self.refuse("too large a number or power, or a complex one")
+        return found
 
 
 def _is_base(node: ast.expr) -> bool:
