@@ -62,8 +62,6 @@ DATASETS: {TRAIN: "('coco_2017_train',)", TEST: "('coco_2017_val',)"}
 SOLVER: {IMS_PER_BATCH: 16, BASE_LR: 0.02, STEPS: "(60000, 80000)", MAX_ITER: 90000}
 INPUT: {MIN_SIZE_TRAIN: "(640, 672, 704, 736, 768, 800)"}
 """
-
-
 POWERS = detectron2_config.family("RetinaNet")["MODEL.ANCHOR_GENERATOR.SIZES"][0]
 
 
@@ -189,36 +187,33 @@ def named(tool: str, read_one) -> None:
         if adoption:
             lines = [line for line in adoption.lines if key in line.keys]
             assert lines and not any("not known" in line.text for line in lines), key
-            assert not any(line.kind == "no effect here" and line.text for line in lines), (
-                f"{key} was taken for a default"
-            )
+            assert not any(line.kind == "no effect here" and line.text for line in lines), f"{key}: taken for a default"
 
 
-def test_every_argument_of_timm_is_carried_or_named() -> None:
+def test_every_setting_of_timm_and_ultralytics_is_carried_or_named() -> None:
     values = {"batch_size": 8, "mixup": 0.1, "amp": True, "warmup_epochs": 5, "model_ema": True}
+    file = Path("args.yaml")
+    named("timm_train", lambda key, value: timm_train.read(values | {key: value}, file, gpus=2, images=100))
+    for task in ("detect", "classify"):
+        values = {"model": "yolo11n.pt", "data": "/data/x", "batch": 32}
 
-    def read_one(key: str, value: Any) -> Adoption:
-        return timm_train.read(values | {key: value}, Path("args.yaml"), gpus=2, images=100)
+        def read_one(key: str, value: Any) -> Adoption:
+            changed = values | {key: 32 if key == "batch" else value}  # noqa: B023
+            return ultralytics_run.read(changed | {"task": task}, file)  # noqa: B023
 
-    named("timm_train", read_one)
-
-
-@pytest.mark.parametrize("task", ["detect", "classify"])
-def test_every_setting_of_ultralytics_is_carried_or_named(task: str) -> None:
-    def read_one(key: str, value: Any) -> Adoption:
-        values = {"model": "yolo11n.pt", "data": "/data/x", "batch": 32, key: 32 if key == "batch" else value}
-        return ultralytics_run.read(values | {"task": task}, Path("args.yaml"))
-
-    named("ultralytics", read_one)
+        named("ultralytics", read_one)
+    adoption = timm_train.read({"batch_size": 8, "of_tomorrow": 3}, file, gpus=1)
+    assert kinds(adoption)["of_tomorrow"] == ("not carried", "not known as a setting of timm's train.py")
+    assert {key for line in adoption.lines for key in line.keys} == {*adoption.values}
 
 
 def test_every_setting_of_detectron2_is_carried_or_named(tmp_path) -> None:
     refused = []
 
     def read_one(key: str, value: Any) -> Adoption | None:
-        values = dict(detectron2_config.family("RCNN")) | {"DATASETS.TRAIN": ["coco_2017_train"], key: value}
-        if key == "MODEL.META_ARCHITECTURE":
-            values = dict(detectron2_config.family("RetinaNet")) | {"DATASETS.TRAIN": ["coco_2017_train"]}
+        family = "RetinaNet" if key == "MODEL.META_ARCHITECTURE" else "RCNN"
+        values = dict(detectron2_config.family(family)) | {"DATASETS.TRAIN": ["coco_2017_train"]}
+        values |= {} if family == "RetinaNet" else {key: value}
         file = written(tmp_path / "config.yaml", yaml.safe_dump(nested(values)))
         try:
             return detectron2_config.read(file, images=1000 if key == "DATASETS.TRAIN" else 0)
@@ -227,24 +222,16 @@ def test_every_setting_of_detectron2_is_carried_or_named(tmp_path) -> None:
             refused.append(key)
 
     named("detectron2", read_one)
-    assert {*refused} <= {
-        *("MODEL.KEYPOINT_ON", "MODEL.ROI_HEADS.NAME", "MODEL.PROPOSAL_GENERATOR.NAME", "MODEL.RESNETS.NUM_GROUPS"),
-        *("MODEL.RESNETS.WIDTH_PER_GROUP", "MODEL.BACKBONE.NAME"),
-    }
-
-
-def test_a_setting_that_no_table_has_is_named() -> None:
-    adoption = timm_train.read({"batch_size": 8, "of_tomorrow": 3}, Path("args.yaml"), gpus=1)
-    assert kinds(adoption)["of_tomorrow"] == ("not carried", "not known as a setting of timm's train.py")
-    assert "  of_tomorrow = 3 -> not carried: not known" in adoption.table()
-    assert {key for line in adoption.lines for key in line.keys} == {*adoption.values}
+    parts = (
+        "KEYPOINT_ON ROI_HEADS.NAME PROPOSAL_GENERATOR.NAME RESNETS.NUM_GROUPS RESNETS.WIDTH_PER_GROUP BACKBONE.NAME"
+    )
+    assert {*refused} <= {f"MODEL.{part}" for part in parts.split()}
 
 
 # --- meaning
 
 
 def test_what_a_timm_file_leaves_out_is_timms_default_and_not_ours(tmp_path) -> None:
-    """timm's factory of schedules and optimizers gets the same numbers."""
     adoption = timm_train.read({"batch_size": 64, "grad_accum_steps": 2, "min_lr": 1e-4}, Path("args.yaml"), gpus=4)
     preset = made(adoption, tmp_path)
     wanted = {"model": "resnet50", "opt": "sgd", "schedule": "cosine", "epochs": "300", "weight_decay": "2e-05"}
@@ -276,32 +263,68 @@ def test_what_a_timm_file_leaves_out_is_timms_default_and_not_ours(tmp_path) -> 
 def test_rates_and_length_are_those_of_timms_own_schedules(options) -> None:
     """timm's factory, run on the options that train.py gives it, at each of 10 updates per epoch."""
     values = {"batch_size": 8, "epochs": 10, "warmup_epochs": 3, "lr": 0.4, "sched_on_updates": True} | options
+    is_by_epoch = options["sched"] == "multistep"  # and then warm-up and falls are those of whole epochs
+    values |= {"sched_on_updates": not is_by_epoch}
     preset = timm_train.read(values, Path("args.yaml"), gpus=1, images=80).preset
     config = parse(cls.Config, ["--data", "x"])
-    for flag in ("lr lr_batch_size lr_scaling global_batch_size schedule epochs warmup_epochs min_lr_ratio").split():
-        setattr(config, flag, preset.get(flag, (getattr(config, flag), ""))[0])
-    for flag in ("step_epochs", "step_factor"):
+    flags = "lr lr_batch_size lr_scaling global_batch_size schedule epochs warmup_epochs min_lr_ratio step_epochs step_factor"
+    for flag in flags.split():
         setattr(config, flag, preset.get(flag, (getattr(config, flag), ""))[0])
     arguments = known("timm_train") | values
     names = "sched decay_epochs decay_milestones decay_rate min_lr warmup_lr warmup_epochs warmup_prefix".split()
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
-    theirs, epochs = create_scheduler_v2(
-        optimizer,
-        num_epochs=10,
-        step_on_epochs=False,
-        updates_per_epoch=10,
-        **{name: arguments[name] for name in names},
-    )
+    by = {} if is_by_epoch else {"step_on_epochs": False, "updates_per_epoch": 10}
+    theirs, epochs = create_scheduler_v2(optimizer, num_epochs=10, **by, **{name: arguments[name] for name in names})
     assert config.epochs == epochs
-    if options["sched"] == "multistep":  # by epoch, and then warm-up and falls are those of whole epochs
-        adoption = timm_train.read(values | {"sched_on_updates": False}, Path("args.yaml"), gpus=1, images=80)
-        config.step_epochs = adoption.preset["step_epochs"][0]
-        theirs, _ = create_scheduler_v2(optimizer, num_epochs=10, **{name: arguments[name] for name in names})
-    per = 10 if options["sched"] == "multistep" else 1
     ours = Schedule(config, Stream(80, 8, 0), 10 * epochs)
     for step in range(int(config.warmup_epochs) * 10, 10 * epochs):
-        expected = theirs._get_lr(step // per)[0] if theirs else 0.4
+        expected = theirs._get_lr(step // (10 if is_by_epoch else 1))[0] if theirs else 0.4
         assert ours(step) == pytest.approx(expected, rel=1e-6), step
+
+
+def test_settings_of_timm_keep_their_meaning() -> None:
+    for theirs, ours in (
+        ({"sync_bn": True}, {"batch_norm": "global"}),
+        ({"no_aug": True, "reprob": 0.5}, {"crop_scale": 1.0, "hflip": 0.0, "color_jitter": 0.0}),
+        ({"aa": "rand-m9", "color_jitter": 0.3}, {"augment": "rand-m9"}),
+        ({"model_ema": True, "model_ema_decay": 0.999}, {"ema_decay": 0.999}),
+        ({"clip_grad": 2.0, "clip_mode": "agc"}, {"clip": 2.0, "clip_mode": "agc"}),
+        ({"drop_connect": 0.2}, {"drop_path": 0.2}),
+        ({"input_size": [3, 96, 96]}, {"image_size": 96}),
+        ({"dataset": "hfds/owner/name"}, {"data": "owner/name"}),
+        ({"val_interval": 3}, {"eval_every": 38}),  # 3 x 100 images, 8 at a time
+        ({"mixup": 0.2, "aug_repeats": 3, "batch_size": 16}, {"global_batch_size": 12, "repeats": 3}),
+    ):
+        adoption = timm_train.read({"batch_size": 8} | theirs, Path("args.yaml"), gpus=1, images=100)
+        assert {key: adoption.preset[key][0] for key in ours} == ours
+        assert not adoption.preset["random_erasing"][0]
+        assert "aa" not in theirs or "color_jitter" not in adoption.preset, "timm turns it off beside aa"
+
+
+def test_settings_of_ultralytics_keep_their_meaning(tmp_path) -> None:
+    file = tmp_path / "args.yaml"
+    values = {"task": "detect", "model": "rtdetr-l.pt", "data": "/data/x/data.yaml", "batch": 16, "device": "0,1"}
+    values |= {"optimizer": "AdamW", "lr0": 1e-4, "weight_decay": 1e-3, "nbs": 32, "multi_scale": 0.1, "epochs": 72}
+    adoption = ultralytics_run.read(values, file)
+    preset = made(adoption, tmp_path)
+    wanted = {"detector": "rtdetr_v2", "model": "PekingU/rtdetr_v2_r50vd", "data": "/data/x", "global_batch_size": "32"}
+    wanted |= {"max_micro_batch_size": "8", "opt": "adamw", "lr": "0.0001", "weight_decay": "0.001"}
+    wanted |= {"schedule": "linear", "min_lr_ratio": "0.01", "strong_epochs": "62"}
+    wanted |= {"short_sides": "576,608,640,672,704", "eval_short_side": "640"}
+    wanted |= {"scale_jitter": "0.5-1.5", "clip": "10.0", "ema_decay": "0.9999", "mosaic": "1.0"}
+    assert {key: preset.get(key) for key in wanted} == wanted
+
+    yolo = made(ultralytics_run.read(values | {"model": "yolo11n.pt"}, file), tmp_path)
+    assert (yolo["detector"], yolo["lr"], yolo["opt"]) == ("dfine", "0.00025", "adamw"), "this project's, not YOLO's"
+    assert yolo.get("batch_norm") != "global", "which can't accumulate"
+    data = made(read(written(tmp_path / "data.yaml", "path: x\ntrain: a\nval: b\nnames: [cat, dog]\n")), tmp_path)
+    assert (data["data"], data["detector"]) == (str(tmp_path), "dfine")
+    classifier = made(ultralytics_run.read({"task": "classify", "model": "resnet50.pt", "imgsz": 224}, file), tmp_path)
+    assert (classifier["model"], classifier["crop_scale"]) == ("resnet50", "0.5")
+    # The least and the largest side that Ultralytics' own trainer draws.
+    for share, sides in ((True, (320, 960)), (0.37, (384, 896)), (0.0, (640, 640))):
+        drawn = ultralytics_run.read(values | {"multi_scale": share}, file).preset["short_sides"][0].split(",")
+        assert (int(drawn[0]), int(drawn[-1])) == sides and all(int(side) % 32 == 0 for side in drawn)
 
 
 RUNS = [  # of MMEngine: counts 4 iterations per step, 40 per epoch
@@ -330,21 +353,16 @@ def test_steps_and_rates_are_those_of_mmengines_own_runner(text, tmp_path, monke
         def forward(self, images, mode="tensor"):
             return {"loss": self.layer(images).mean()}
 
-    file = mmdetection(tmp_path, "FasterRCNN", more=f"{text}optim_wrapper = dict(type='OptimWrapper', accumulative_counts=4, "
-    "optimizer=dict(type='SGD', lr=0.02))\n")  # fmt: skip
+    wrapper = "dict(type='OptimWrapper', accumulative_counts=4, optimizer=dict(type='SGD', lr=0.02))"
+    file = mmdetection(tmp_path, "FasterRCNN", more=f"{text}optim_wrapper = {wrapper}\n")
     found = engine.Config.fromfile(str(file))
     rates: list[float] = []
     plain = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda own: (rates.append(own.param_groups[0]["lr"]), plain(own))[1])
-    names = ("train_cfg", "param_scheduler", "optim_wrapper", "auto_scale_lr")
-    Runner(
-        model=Model(),
-        work_dir=str(tmp_path / "work"),
-        experiment_name=tmp_path.name,
-        train_dataloader=torch.utils.data.DataLoader([{"images": torch.ones(1)}] * 80, batch_size=2),
-        log_level="ERROR",
-        **{name: found[name] for name in names},
-    ).train()
+    options = {name: found[name] for name in ("train_cfg", "param_scheduler", "optim_wrapper", "auto_scale_lr")}
+    options |= {"work_dir": str(tmp_path / "work"), "experiment_name": tmp_path.name, "log_level": "ERROR"}
+    data = torch.utils.data.DataLoader([{"images": torch.ones(1)}] * 80, batch_size=2)
+    Runner(Model(), train_dataloader=data, **options).train()
 
     adoption = read(file, gpus=1, images=80)
     config = parse(det.Config, ["--data", "x"])
@@ -359,97 +377,54 @@ def test_steps_and_rates_are_those_of_mmengines_own_runner(text, tmp_path, monke
     assert [ours(step) for step in range(warmup, steps)] == pytest.approx(rates[warmup:], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "flips, hflip",
-    [
-        ("dict(type='RandomFlip', prob=[0.3, 0.2], direction=['horizontal', 'vertical'])", 0.3),
+def test_settings_of_mmdetection_keep_their_meaning(tmp_path) -> None:
+    more = (
+        "optim_wrapper = dict(optim_wrapper, type='AmpOptimWrapper', clip_grad=dict(max_norm=35, norm_type=2),\n"
+        "    accumulative_counts=2, paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1)), norm_decay_mult=0.))\n"
+        "custom_hooks = [dict(type='EMAHook', momentum=0.001), dict(type='Other')]\n"
+        "train_dataloader = dict(batch_size=2, dataset=dict(type='RepeatDataset', times=3, dataset=dict(\n"
+        "    ann_file='mine.json', pipeline=[dict(type='RandomResize', scale=[(1333, 640), (1333, 800)], keep_ratio=True),\n"
+        "    dict(type='PhotoMetricDistortion'), dict(type='Strange', p=1)])))\n"
+    )
+    file = mmdetection(tmp_path, "MaskRCNN", more=more)
+    with pytest.raises(Refused, match=r"500 iterations are how many epochs\? Give --images N"):
+        read(file, gpus=4)
+    adoption = read(file, gpus=4, images=1000)
+    preset = made(adoption, tmp_path)
+    wanted = {"detector": "mask_rcnn", "global_batch_size": "16", "clip": "35", "backbone_lr_factor": "0.1"}
+    wanted |= {"epochs": "36", "step_epochs": "24,33", "photometric": "0.5"}
+    wanted |= {"short_sides": "640,672,704,736,768,800"}
+    wanted |= {"ema_decay": "0.998001", "warmup_epochs": "3.99984"}  # 500 iterations, two of them per step
+    assert {key: preset.get(key) for key in wanted} == wanted
+    became = kinds(adoption)
+    for key in ("train_dataloader.dataset.dataset.pipeline[2].type", "custom_hooks[1].type"):
+        assert became[key][0] == "not carried"
+    # The left-right part of flips, of which two cancel each other.
+    for flips, hflip in (
         ("dict(type='RandomFlip', prob=0.6, direction=['horizontal', 'vertical', 'diagonal'])", 0.2),
         ("dict(type='RandomFlip', prob=0.5, direction='vertical')", 0.0),
         ("dict(type='RandomFlip', prob=0.5), dict(type='RandomFlip', prob=0.2)", 0.5),
-        ("dict(type='RandomFlip', prob=0.0)", 0.0),
-    ],
-)
-def test_the_left_right_part_of_flips_is_carried(flips, hflip, tmp_path) -> None:
-    more = f"train_dataloader = dict(batch_size=2, dataset=dict(ann_file='instances_train2017.json', pipeline=[{flips}]))\n"
-    adoption = read(mmdetection(tmp_path, "FasterRCNN", more=more), gpus=8)
-    assert adoption.preset["hflip"][0] == pytest.approx(hflip)
-    if "vertical" in flips:
-        assert "other directions" in adoption.table() or "left to right only" in adoption.table()
-
-
-def test_precision_seed_and_defaults_of_mmengine(tmp_path) -> None:
-    more = "optim_wrapper = dict(type='AmpOptimWrapper', dtype={!r}, optimizer=dict(type='AdamW'))\n"
-    more += "randomness = dict(seed=7, deterministic=True)\n"
-    for dtype, precision in (("bfloat16", "bf16"), ("float16", "fp16"), (None, "fp16"), ("float32", "")):
+    ):
+        more = f"train_dataloader = dict(dataset=dict(ann_file='instances_train2017.json', pipeline=[{flips}]))\n"
+        adoption = read(mmdetection(tmp_path, "FasterRCNN", more=more), gpus=8)
+        assert adoption.preset["hflip"][0] == pytest.approx(hflip)
+    more = "randomness = dict(seed=7, deterministic=True)\n"
+    more += "optim_wrapper = dict(type='AmpOptimWrapper', dtype={!r}, optimizer=dict(type='AdamW'))\n"
+    for dtype, precision in (("bfloat16", "bf16"), (None, "fp16"), ("float32", "")):
         adoption = read(mmdetection(tmp_path, "FasterRCNN", more=more.format(dtype)), gpus=8)
         assert adoption.precision == precision
-    flags = {"seed": 7, "deterministic": True, "lr": 0.001, "weight_decay": 0.01}
+    flags = {"seed": 7, "deterministic": True, "lr": 0.001, "weight_decay": 0.01}  # torch's own defaults
     assert {flag: adoption.preset[flag][0] for flag in flags} == flags
 
 
-@pytest.mark.parametrize(
-    "share, sides",
-    [(True, (320, 960)), (0.37, (384, 896)), (0.1, (576, 704)), (1.0, (32, 1280)), (0.0, (640, 640))],
-)
-def test_sides_of_ultralytics_multi_scale(share, sides, tmp_path) -> None:
-    """The least and the largest that its trainer draws, and what det.py accepts."""
-    values = {"task": "detect", "model": "yolo11n.pt", "multi_scale": share}
-    adoption = ultralytics_run.read(values, tmp_path / "args.yaml")
-    drawn = [*map(int, adoption.preset["short_sides"][0].split(","))]
-    assert (drawn[0], drawn[-1]) == sides and all(side % 32 == 0 for side in drawn)
-
-
-@pytest.mark.parametrize(
-    "theirs, ours",
-    [
-        (
-            {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.97},
-            {"schedule": "step", "step_epochs": "2.4", "step_factor": 0.97},
-        ),
-        ({"sched": "multistep", "decay_milestones": [30, 60]}, {"step_epochs": "29,59", "step_factor": 0.1}),
-        ({"sync_bn": True}, {"batch_norm": "global"}),
-        ({"no_aug": True, "reprob": 0.5}, {"crop_scale": 1.0, "hflip": 0.0, "color_jitter": 0.0}),
-        ({"aa": "rand-m9", "color_jitter": 0.3}, {"augment": "rand-m9"}),
-        ({"model_ema": True, "model_ema_decay": 0.999}, {"ema_decay": 0.999}),
-        ({"clip_grad": 2.0, "clip_mode": "agc"}, {"clip": 2.0, "clip_mode": "agc"}),
-        ({"drop_connect": 0.2}, {"drop_path": 0.2}),
-        ({"input_size": [3, 96, 96]}, {"image_size": 96}),
-        ({"dataset": "hfds/owner/name"}, {"data": "owner/name"}),
-        ({"val_interval": 3}, {"eval_every": 38}),  # 3 x 100 images, 8 at a time
-        ({"mixup": 0.2, "aug_repeats": 3, "batch_size": 16}, {"global_batch_size": 12, "repeats": 3}),
-    ],
-    ids=str,
-)
-def test_settings_of_timm_keep_their_meaning(theirs, ours) -> None:
-    adoption = timm_train.read({"batch_size": 8} | theirs, Path("args.yaml"), gpus=1, images=100)
-    assert {key: adoption.preset[key][0] for key in ours} == ours
-    assert not adoption.preset["random_erasing"][0]
-    if "aa" in theirs:
-        assert "color_jitter" not in adoption.preset, "timm turns it off beside aa"
-
-
-def test_settings_of_ultralytics_keep_their_meaning(tmp_path) -> None:
-    file = tmp_path / "args.yaml"
-    values = {"task": "detect", "model": "rtdetr-l.pt", "data": "/data/x/data.yaml", "batch": 16, "device": "0,1"}
-    values |= {"optimizer": "AdamW", "lr0": 1e-4, "weight_decay": 1e-3, "nbs": 32, "multi_scale": 0.1, "epochs": 72}
-    adoption = ultralytics_run.read(values, file)
-    preset = made(adoption, tmp_path)
-    wanted = {"detector": "rtdetr_v2", "model": "PekingU/rtdetr_v2_r50vd", "data": "/data/x", "global_batch_size": "32"}
-    wanted |= {"max_micro_batch_size": "8", "opt": "adamw", "lr": "0.0001", "weight_decay": "0.001"}
-    wanted |= {"schedule": "linear", "min_lr_ratio": "0.01", "strong_epochs": "62"}
-    wanted |= {"short_sides": "576,608,640,672,704", "eval_short_side": "640"}
-    wanted |= {"scale_jitter": "0.5-1.5", "clip": "10.0", "ema_decay": "0.9999", "mosaic": "1.0"}
-    assert {key: preset.get(key) for key in wanted} == wanted
-
-    yolo = made(ultralytics_run.read(values | {"model": "yolo11n.pt"}, file), tmp_path)
-    assert (yolo["detector"], yolo["lr"], yolo["opt"]) == ("dfine", "0.00025", "adamw"), (
-        "not YOLO's rate for another model"
-    )
-    assert yolo.get("batch_norm") != "global", "which can't accumulate"
-    data = made(read(written(tmp_path / "data.yaml", "path: x\ntrain: a\nval: b\nnames: [cat, dog]\n")), tmp_path)
-    assert (data["data"], data["detector"]) == (str(tmp_path), "dfine")
-    classifier = made(ultralytics_run.read({"task": "classify", "model": "resnet50.pt", "imgsz": 224}, file), tmp_path)
-    assert (classifier["model"], classifier["crop_scale"]) == ("resnet50", "0.5")
+def test_a_changed_part_of_a_detector_is_named(tmp_path) -> None:
+    head = nested(mmengine_config.family("FasterRCNN"))["rpn_head"]
+    changed = head | {"anchor_generator": head["anchor_generator"] | {"scales": [4]}, "loss_bbox": {"type": "IoULoss"}}
+    adoption = read(mmdetection(tmp_path, "FasterRCNN", {"rpn_head": changed}))
+    said = adoption.table()
+    assert "model.rpn_head.anchor_generator.scales = [4] -> not carried: the family has [8]" in said
+    assert "model.rpn_head.loss_bbox.type = IoULoss -> not carried: the family has L1Loss" in said
+    assert "model.rpn_head.loss_bbox.loss_weight: the family has 1.0, the file has none" in said
 
 
 # --- the same sources as this project's presets
@@ -501,82 +476,32 @@ def test_detectors_of_mmdetection_become_our_presets(kind, preset, changed, tmp_
     assert not [line for line in adoption.lines if "not known" in line.text]
 
 
-def test_settings_of_mmdetection_keep_their_meaning(tmp_path) -> None:
-    more = (
-        "optim_wrapper = dict(optim_wrapper, type='AmpOptimWrapper', clip_grad=dict(max_norm=35, norm_type=2),\n"
-        "    accumulative_counts=2, paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1)), norm_decay_mult=0.))\n"
-        "custom_hooks = [dict(type='EMAHook', momentum=0.001), dict(type='Other')]\n"
-        "train_dataloader = dict(batch_size=2, dataset=dict(type='RepeatDataset', times=3, dataset=dict(\n"
-        "    ann_file='mine.json', pipeline=[dict(type='RandomResize', scale=[(1333, 640), (1333, 800)], keep_ratio=True),\n"
-        "    dict(type='PhotoMetricDistortion'), dict(type='Strange', p=1)])))\n"
-    )
-    file = mmdetection(tmp_path, "MaskRCNN", more=more)
-    with pytest.raises(Refused, match=r"500 iterations are how many epochs\? Give --images N"):
-        read(file, gpus=4)
-    adoption = read(file, gpus=4, images=1000)
-    preset = made(adoption, tmp_path)
-    wanted = {"detector": "mask_rcnn", "global_batch_size": "16", "clip": "35", "backbone_lr_factor": "0.1"}
-    wanted |= {"epochs": "36", "step_epochs": "24,33", "photometric": "0.5"}
-    wanted |= {"short_sides": "640,672,704,736,768,800"}
-    wanted |= {
-        "ema_decay": "0.998001",
-        "warmup_epochs": "3.99984",
-    }  # two iterations per step; 500 of them are 250 steps
-    assert {key: preset.get(key) for key in wanted} == wanted
-    became = kinds(adoption)
-    assert (
-        became["train_dataloader.dataset.dataset.pipeline[2].type"][0]
-        == became["custom_hooks[1].type"][0]
-        == "not carried"
-    )
-    assert adoption.precision == "fp16"
-
-
-def test_a_changed_part_of_a_detector_is_named(tmp_path) -> None:
-    head = nested(mmengine_config.family("FasterRCNN"))["rpn_head"]
-    changed = head | {"anchor_generator": head["anchor_generator"] | {"scales": [4]}, "loss_bbox": {"type": "IoULoss"}}
-    adoption = read(mmdetection(tmp_path, "FasterRCNN", {"rpn_head": changed}))
-    said = adoption.table()
-    assert "model.rpn_head.anchor_generator.scales = [4] -> not carried: the family has [8]" in said
-    assert "model.rpn_head.loss_bbox.type = IoULoss -> not carried: the family has L1Loss" in said
-    assert "model.rpn_head.loss_bbox.loss_weight: the family has 1.0, the file has none" in said
-
-
 # --- what is refused
 
+REFUSED = {  # what a file holds: what is said
+    "batch_size: 8\nmodel: resnet50\nopt: sgd\n": "batch_size 8 is per GPU.*give --gpus N",
+    "batch_size: 8\nmodel: resnext1\nopt: sgd\nworld_size: 2\n": "model resnext1 is not one of timm",
+    "batch_size: 8\nmodel: resnet50\nlr: [1, 2]\nworld_size: 2\n": "a value of another kind than its tool",
+    "task: segment\nimgsz: 640\nlr0: 0.1\n": "task segment .*mask_rcnn reads outlines from COCO's JSON",
+    "task: detect\nimgsz: 640\nbatch: -1\n": "batch -1 is a choice of the moment: give .* --batch N",
+    "path: x\ntrain: y\nnames: [a]\nkpt_shape: [3, 2]\n": "keypoints",
+    "MODEL: {META_ARCHITECTURE: PanopticFPN}\n": "META_ARCHITECTURE PanopticFPN has no successor",
+    "_BASE_: b.yaml\n": "_BASE_ b.yaml is missing",
+    "_BASE_: a.yaml\n": "_BASE_ leads in a circle",
+    "MODEL: &x {A: 1}\nB: *x\n": "has aliases",
+    "what: else\n": "not args.yaml of timm",
+    "- 1\n": "must hold `key: value` lines",
+    "a: [\n": "not readable as plain YAML",
+}
 
-@pytest.mark.parametrize(
-    "name, text, said",
-    [
-        ("a.yaml", "batch_size: 8\nmodel: resnet50\nopt: sgd\n", "batch_size 8 is per GPU.*give --gpus N"),
-        ("a.yaml", "batch_size: 8\nmodel: resnext1\nopt: sgd\nworld_size: 2\n", "model resnext1 is not one of timm"),
-        ("a.yaml", "task: pose\nimgsz: 640\nlr0: 0.1\n", "task pose has no successor"),
-        ("a.yaml", "task: segment\nimgsz: 640\nlr0: 0.1\n", "task segment .*mask_rcnn reads outlines from COCO's JSON"),
-        ("a.yaml", "task: detect\nimgsz: 640\nbatch: -1\n", "batch -1 is a choice of the moment: give .* --batch N"),
-        ("a.yaml", "path: x\ntrain: y\nnames: [a]\nkpt_shape: [3, 2]\n", "keypoints"),
-        ("a.yaml", "MODEL: {META_ARCHITECTURE: PanopticFPN}\n", "META_ARCHITECTURE PanopticFPN has no successor"),
-        ("a.yaml", "MODEL: {MASK_ON: true}\n", "BACKBONE.NAME build_resnet_backbone .* has no successor"),
-        ("a.yaml", "_BASE_: b.yaml\n", "_BASE_ b.yaml is missing"),
-        ("a.yaml", "_BASE_: a.yaml\n", "_BASE_ leads in a circle"),
-        ("a.yaml", "MODEL: &x {A: 1}\nB: *x\n", "has aliases"),
-        (
-            "a.yaml",
-            "batch_size: 8\nmodel: resnet50\nlr: [1, 2]\nworld_size: 2\n",
-            "a value of another kind than its tool",
-        ),
-        ("a.yaml", "what: else\n", "not args.yaml of timm"),
-        ("a.yaml", "- 1\n", "must hold `key: value` lines"),
-        ("a.yaml", "a: [\n", "not readable as plain YAML"),
-        ("b.yaml", None, "no such file"),
-    ],
-    ids=str,
-)
-def test_what_can_t_become_a_preset_is_refused_in_one_line(name, text, said, tmp_path) -> None:
-    if text is not None:
-        written(tmp_path / name, text)
-    with pytest.raises(Refused, match=said) as raised:
-        read(tmp_path / name)
-    assert "\n" not in str(raised.value)
+
+def test_what_can_t_become_a_preset_is_refused_in_one_line(tmp_path) -> None:
+    for text, said in REFUSED.items():
+        with pytest.raises(Refused, match=said) as raised:
+            read(written(tmp_path / "a.yaml", text))
+        assert "\n" not in str(raised.value)
+    with pytest.raises(Refused, match=r"b.yaml: no such file"):
+        read(tmp_path / "b.yaml")
 
 
 def test_iterations_of_unknown_data_are_refused_and_a_number_is_enough(tmp_path) -> None:
@@ -606,51 +531,38 @@ def test_no_tag_in_yaml_is_executed(tmp_path) -> None:
 # --- the command
 
 
-def test_settings_without_effect_or_at_their_defaults_are_named_at_the_end() -> None:
-    adoption = timm_train.read({"batch_size": 8, "workers": 3}, Path("args.yaml"), gpus=1)
-    *_, idle = adoption.table().split("  no effect here, or at the defaults of timm's train.py: ")
-    names = [name.strip() for name in idle.replace("\n", " ").split(", ")]
-    assert {"workers", "jsd_loss", "opt_eps"} <= {*names} <= {*adoption.values} and len(names) > 60
-    assert max(map(len, adoption.table().splitlines()[-5:])) <= 100
-
-
-def test_a_preset_is_not_replaced_and_says_what_it_was_made_from(tmp_path, monkeypatch, capsys) -> None:
+def test_a_preset_says_what_it_was_made_from_is_not_replaced_and_trains(
+    run_several, tmp_path, monkeypatch, capsys
+) -> None:
+    """A world takes three steps with its mixing, repeats, averaging and schedule."""
     monkeypatch.chdir(tmp_path)
-    file = written(tmp_path / "run" / "args.yaml", A2)
-    command.main([str(file), "--gpus", "4"])
-    said = capsys.readouterr().out
+    text = A2.replace("resnet50", "test_resnet").replace("224", "32").replace("512", "16") + "model_ema: true\n"
+    file = written(tmp_path / "run" / "args.yaml", text)
+    command.main([str(file), "--gpus", "2"])
+    said, preset = capsys.readouterr().out, tmp_path / "args.yaml"
     assert "  opt = lamb -> opt = lamb\n" in said
     assert "  bce_target_thresh = 0.2 -> not carried: change build_loss in a copy of the recipe\n" in said
-    text = (tmp_path / "args.yaml").read_text()
-    assert text.startswith("# Made from args.yaml of timm's train.py by tools/adopt.")
-    assert (
-        "#   accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --config args.yaml\n"
-        in text
+    assert "  no effect here, or at the defaults of timm's train.py: " in said and " jsd_loss," in said
+    made_text = preset.read_text()
+    assert made_text.startswith("# Made from args.yaml of timm's train.py by tools/adopt.")
+    launched = (
+        "accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --config args.yaml"
     )
-    assert "# - bce_target_thresh = 0.2: change build_loss in a copy of the recipe\n" in text
+    assert f"#   {launched}\n" in made_text
+    assert "# - bce_target_thresh = 0.2: change build_loss in a copy of the recipe\n" in made_text
     with pytest.raises(Refused, match=r"args.yaml exists: give another name with -o, or --overwrite"):
         command.main([str(file), "--gpus", "8"])
-    assert (tmp_path / "args.yaml").read_text() == text
-    command.main([str(file), "--gpus", "8", "--overwrite"])
-    assert "global_batch_size: 4092" in (tmp_path / "args.yaml").read_text()
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["args.yaml"]
+    assert preset.read_text() == made_text
     with pytest.raises(Refused, match=r"no/such.yaml: can't be written: No such file or directory"):
         command.main([str(file), "--gpus", "8", "-o", "no/such.yaml"])
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["args.yaml"]
+    monkeypatch.undo()
 
-
-def test_a_made_preset_trains_on_two_processes(launch, tmp_path) -> None:
-    """The command makes it, and a launch takes three steps with its mixing, repeats, averaging and schedule."""
-    text = A2.replace("resnet50", "test_resnet").replace("224", "32").replace("512", "16") + "model_ema: true\n"
-    file = written(tmp_path / "args.yaml", text)
-    preset = tmp_path / "made.yaml"
-    command.main([str(file), "-o", str(preset), "--gpus", "2"])
-    words = ["--data", "digits", "--max_steps", 3, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
-    ended = launch("multi_cpu", "recipes/cls.py", "--config", preset, *words, "--workers", 1)
-    assert ended.returncode == 0, ended.stderr
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    words = ["--config", preset, "--data", "digits", "--max_steps", 3]
+    run = run_several(2, {"made": words})["made"].folder
+    config = yaml.safe_load((run / "config.yaml").read_text())
     expected = {"global_batch_size": 30, "repeats": 3, "opt": "lamb", "ema_decay": 0.9998}
-    assert {flag: config[flag] for flag in expected} == expected
-    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+    assert {flag: config[flag] for flag in expected} == expected and (run / "best" / "model.safetensors").is_file()
 
 
 # --- all of MMDetection's

@@ -12,6 +12,8 @@ import pytest
 
 from common.errors import Refused
 from tests.harness.launching import free_port, small
+from tests.harness.runs import rows_of as rows_of_file
+from tests.harness.runs import start_tool
 from tools.doctor import plan, trial
 from tools.doctor.__main__ import arguments
 from tools.doctor.session import examine
@@ -104,13 +106,11 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
     assert max(map(len, table.splitlines())) <= 100 and "\033" not in table
 
 
-def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(launch) -> None:
-    done = launch.start_python("-m", "tools.doctor", "--only", "limits,launch", "--json", "-").finish()
+def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(forks) -> None:
+    done = start_tool(forks, 1, "doctor", "--only", "limits,launch", "--json", "-")[0].end()
     found = json.loads(done.stdout)
-    assert done.returncode in (0, 1) and {row["check"].partition(":")[0] for row in found["findings"]} == {
-        "launch",
-        "limits",
-    }
+    words = {row["check"].partition(":")[0] for row in found["findings"]}
+    assert done.code in (0, 1) and words == {"launch", "limits"}
     assert found["processes"] == 1 and found["seconds"] < 60
     for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
         with pytest.raises(Refused, match=text):
@@ -130,9 +130,6 @@ def test_a_plan_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> 
     assert trials and not psutil.wait_procs(trials, 5)[1] and not [*tmp_path.iterdir()]
 
 
-# --- trials
-
-
 def test_a_rehearsal_leaves_nothing_and_a_failure_is_its_cause(tmp_path) -> None:
     words = ["--output_dir", str(tmp_path), "--global_batch_size", "16"]
     rows = plan.rehearse(World(words=words, is_met=True))
@@ -144,7 +141,7 @@ def test_a_rehearsal_leaves_nothing_and_a_failure_is_its_cause(tmp_path) -> None
 
 
 @pytest.mark.alone
-def test_the_plan_tries_each_layout_as_it_then_runs(launch, tmp_path, monkeypatch, capsys) -> None:
+def test_the_plan_tries_each_layout_as_it_then_runs(run_several, tmp_path, monkeypatch, capsys) -> None:
     """Within a factor of 2, for machines on which others work."""
     monkeypatch.setattr(plan, "cores", lambda: 2)
     monkeypatch.setattr(trial, "used_by_others", lambda: 0.0)
@@ -159,9 +156,7 @@ def test_the_plan_tries_each_layout_as_it_then_runs(launch, tmp_path, monkeypatc
     command = shlex.split(rows[2].figures["command"])
     assert speeds[1 if any(word.endswith("/cpu.yaml") for word in command) else 2] > 0.95 * max(speeds.values())
     assert all(row.figures["memory"] > 2**28 for row in rows[:2])
-    quiet = ["--max_steps", 60, "--tracker", "none", "--eval_every", 10**6, "--name", "real", "--log_every", 5]
-    done = launch("multi_cpu", recipe, *words, *quiet)
-    assert done.returncode == 0, done.stderr
-    logged = [json.loads(line) for line in (tmp_path / "real/metrics.jsonl").read_text().splitlines()]
+    real = run_several(2, {"real": [*words, "--max_steps", 60, "--eval_every", 10**6, "--log_every", 5]})["real"]
+    logged = rows_of_file(real.folder / "metrics.jsonl")
     real = sorted(row["perf/images_per_second"] for row in logged[2:] if "perf/images_per_second" in row)
     assert 0.5 < speeds[2] / real[len(real) // 2] < 2

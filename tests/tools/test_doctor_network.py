@@ -107,9 +107,10 @@ def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[
     for rule in rules:
         run("ip", "netns", "exec", walled.space, "nft", rule)
     file = tmp_path / "found.json"
+    words = ["-m", "tools.doctor", *ONLY, "--json", file]
     started = [
-        node.start("2node_cpu", "-m", "tools.doctor", *ONLY, "--json", file, flags=["--main_process_ip", first.address])
-        for node in (first, walled)
+        node.start_python(*words, env=exported(rank, 2, PORT, first.address))
+        for rank, node in enumerate((first, walled))
     ]
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr
