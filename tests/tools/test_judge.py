@@ -14,9 +14,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from common.checkpoints.store import stamps
 from common.config.parsing import parse
 from common.errors import Refused
 from recipes import cls, det
@@ -65,22 +64,16 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert (evaluated["part"], evaluated["images"], evaluated["run"]) == ("a fixed fifth, held out", 359, "cls")
     assert evaluated["step"] == read(run / "best/run.json")["step"]
 
+    assert {path.name for path in reported.iterdir()} == {"results.json", "pictures"}
+    drawn = {path.name for path in (reported / "pictures").iterdir()}
+    assert drawn == {"confusion.png", "mistakes.png", "reliability.png"}
+    assert drawn < {path.name for path in (run / "pictures").iterdir()}
+
     alone = printed(forks("--eval_only", run / "best", "--workers", 0))
     again = report_in(run / "evaluation/best-held_out")
     assert again.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert again == report and alone["thresholds"] == report["thresholds"]
     assert not (run / "evaluation/best-held_out/pictures").exists(), "the old report's pictures are gone with it"
-
-
-def test_a_report_has_pictures_and_so_has_a_run(run, reported) -> None:
-    assert {path.name for path in reported.iterdir()} == {"results.json", "pictures"}
-    drawn = {path.name for path in (reported / "pictures").iterdir()}
-    assert drawn == {"confusion.png", "mistakes.png", "reliability.png"}
-    assert drawn < {path.name for path in (run / "pictures").iterdir()}
-    for path in (reported / "pictures/reliability.png", run / "pictures/reliability.png"):
-        pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
-        assert min(pixels.shape[:2]) > 700
-        assert all((np.abs(pixels - colour).sum(2) < 12).any() for colour in ((0, 114, 178), (213, 94, 0)))
 
 
 def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, capsys) -> None:
@@ -110,26 +103,19 @@ def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, ca
 
 
 def test_checkpoints_without_a_mean_are_refused(run, run_several, tmp_path) -> None:
-    folders = [tmp_path / name / "checkpoints" for name in ("unfinished", "differing", "single")]
-    for folder in folders:
+    unfinished, single = (tmp_path / name / "checkpoints" for name in ("unfinished", "single"))
+    for folder in (unfinished, single):
         shutil.copytree(run / "checkpoints", folder)
         shutil.copy(run / "config.yaml", folder.parent)
-    unfinished, differing, single = folders
     first, last = sorted(path.name for path in single.iterdir())
     (unfinished / first / "manifest.json").unlink()
-    tensors = load_file(differing / first / "model.safetensors")
-    name = next(name for name in tensors if tensors[name].ndim == 4)
-    save_file(tensors | {name: tensors[name][:1]}, differing / first / "model.safetensors")
-    (differing / first / "manifest.json").unlink()
-    (differing / first / "manifest.json").write_text(json.dumps(stamps(differing / first)))
     shutil.rmtree(single / first)
-    told = run_several(1, {folder.parent.name: ["--eval_only", folder] for folder in folders})
-    for name_of_case, text in (
+    told = run_several(1, {folder.parent.name: ["--eval_only", folder] for folder in (unfinished, single)})
+    for name, text in (
         ("unfinished", "no manifest.json is in it"),
-        ("differing", f"{differing / last}: {name} is not as in {first}, so they have no mean"),
         ("single", f"has one checkpoint, and a mean needs two or more; name {single / last}, or train"),
     ):
-        assert told[name_of_case].outcome == "refused" and text in told[name_of_case].text
+        assert told[name].outcome == "refused" and text in told[name].text
     with pytest.raises(Refused, match="keep_checkpoints"):
         load(str(single))
 
@@ -170,42 +156,24 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
     assert printed(ended["dry"])["top1"] == printed(ended["alone"])["top1"] and not (tmp_path / "dry").exists()
 
 
-def test_a_test_part_of_tables_and_of_boxes_is_evaluated_by_name(parts, scenes, run_several, tmp_path) -> None:
-    rows = [
-        f"{path},{path.parent.name},{part}"
-        for part in ("train", "val", "test")
-        for path in (parts / part).rglob("*.png")
-    ]
-    (tmp_path / "table.csv").write_text("image,label,split\n" + "\n".join(rows) + "\n")
+def test_a_test_part_of_boxes_is_evaluated_by_name(scenes, run_several, tmp_path) -> None:
     boxes = shutil.copytree(scenes, tmp_path / "scenes")
-    (boxes / "test.json").write_text(json.dumps(part_of(read(boxes / "val.json"), 4)))
+    annotations = read(boxes / "val.json")
+    kept = {image["id"] for image in annotations["images"][:4]}
+    objects = [row for row in annotations["annotations"] if row["image_id"] in kept]
+    some = {"images": annotations["images"][:4], "annotations": objects}
+    (boxes / "test.json").write_text(json.dumps(annotations | some))
     small = "--short_sides 64 --long_side 96 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
-    cases = {}
-    for recipe, data, flags in (
-        ("cls", tmp_path / "table.csv", "--model test_vit --image_size 32"),
-        ("det", boxes, small),
-    ):
-        script, best = f"recipes/{recipe}.py", tmp_path / "runs" / recipe / "best"
-        cases[recipe] = [script, "--data", data, *flags.split(), "--max_steps", 2, "--output_dir", tmp_path / "runs"]
-        for part in ("val", "test"):
-            cases[f"{recipe} {part}"] = [script, "--eval_only", best, "--split", part]
-    ended = run_several(1, cases)
-    for recipe, count in (("cls", 60), ("det", 4)):
-        assert "for --split test\n" in ended[recipe].stdout
-        for part in ("val", "test"):
-            of_part, report = ended[f"{recipe} {part}"], report_in(ended[recipe].folder / "evaluation" / f"best-{part}")
-            assert printed(of_part)["count"] == report["evaluated"]["images"] == report["count"]
-            assert part in report["evaluated"]["part"] and part in of_part.stdout.splitlines()[1]
-        assert report["count"] == count
-
-
-def part_of(annotations: dict, count: int) -> dict:
-    """The first `count` images of annotations in COCO's format."""
-    kept = {image["id"] for image in annotations["images"][:count]}
-    return annotations | {
-        "images": annotations["images"][:count],
-        "annotations": [row for row in annotations["annotations"] if row["image_id"] in kept],
-    }
+    cases = {"det": ["--data", boxes, *small.split(), "--max_steps", 2, "--output_dir", tmp_path / "runs"]}
+    for part in ("val", "test"):
+        cases[part] = ["--eval_only", tmp_path / "runs" / "det" / "best", "--split", part]
+    ended = run_several(1, cases, recipe="recipes/det.py")
+    assert "for --split test\n" in ended["det"].stdout
+    for part in ("val", "test"):
+        report = report_in(ended["det"].folder / "evaluation" / f"best-{part}")
+        assert printed(ended[part])["count"] == report["evaluated"]["images"] == report["count"]
+        assert part in report["evaluated"]["part"] and part in ended[part].stdout.splitlines()[1]
+    assert report["count"] == 4
 
 
 # --- detectors
@@ -227,17 +195,9 @@ def test_a_report_of_several_views_is_the_same_on_two_ranks(trained_detector, sc
     one = run_several(1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]})
     assert printed(one["views"]) == of_two and printed(one["plain"])["AP50"] != report["AP50"]
 
-    assert report["AP50"] > 0, "numbers worth comparing"
-    assert report["thresholds"] == of_two["thresholds"]
+    assert report["AP50"] > 0 and report["thresholds"] == of_two["thresholds"]
     for name, row in report["classes"].items():
         assert row["threshold"] == report["thresholds"][name]
-        precision, recall = row["precision"], row["recall"]
-        assert row["f1"] is None or row["f1"] == pytest.approx(2 * precision * recall / (precision + recall))
-    errors = report["errors"]
-    kinds = ("localisation", "class", "duplicate", "background", "both")
-    assert errors["false_positives"]["count"] == sum(errors[kind]["count"] for kind in kinds) > 0
-    assert errors["missed"]["count"] <= errors["false_negatives"]["count"]
-    assert 0 <= max(errors[kind]["dAP50"] for kind in kinds) <= 1 - report["AP50"]
     for groups in report["objects"].values():
         assert sum(of["count"] for of in groups.values()) == sum(row["objects"] for row in report["classes"].values())
     assert report["evaluated"]["config"]["eval_flip"] and report["evaluated"]["config"]["eval_sizes"] == "96,128"
