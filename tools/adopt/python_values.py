@@ -83,10 +83,13 @@ class _File:
 
     def statement(self, node: ast.stmt) -> None:
         match node:
-            case ast.Assign(targets=[*targets], value=value) if all(isinstance(one, ast.Name) for one in targets):
+            case ast.Assign(targets=[ast.Name(id=name), *others], value=value):
                 found = self.value(value)
-                for target in targets:
-                    self.assign(target.id, found)
+                self.assign(name, found)
+                for other in others:
+                    self.assign(
+                        other.id if isinstance(other, ast.Name) else self.refuse("does more than assign"), found
+                    )
             case ast.Assign(targets=[ast.Attribute(value=whole, attr=name)], value=value) if _is_base(whole):
                 place = self.value(whole)
                 self.item(place, name)

@@ -23,34 +23,21 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )
-    parser.add_argument(
-        "images",
-        nargs="*",
-        help="files, folders, 'globs'; @FILE and -: a list of files and folders in FILE or on stdin",
-    )
+    of_images = "files, folders, 'globs'; @FILE and -: a list of files and folders in FILE or on stdin"
+    parser.add_argument("images", nargs="*", help=of_images)
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    parser.add_argument(
-        "--format", choices=("jsonl", "csv", "coco"), default="jsonl", help="coco: results of detectors"
-    )
-    parser.add_argument(
-        "--images_of", metavar="JSON", help="format coco: the annotations that have the ids of the images"
-    )
+    formats = ("jsonl", "csv", "coco")
+    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: results of detectors")
+    of_ids = "format coco: the annotations that have the ids of the images"
+    parser.add_argument("--images_of", metavar="JSON", help=of_ids)
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
-    parser.add_argument(
-        "--top",
-        type=int,
-        default=None,
-        metavar="K",
-        help="the K best predictions (default: a classifier's best, all boxes)",
+    parser.add_argument("--top", type=int, metavar="K", help="the K best (default: a classifier's best, all boxes)")
+    of_scores = (
+        "only predictions that score T or more (default: of each class, as its evaluation chose; boxes 0.3, several "
     )
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        metavar="T",
-        help="only predictions that score T or more (default: of each class, as its evaluation chose; boxes 0.3, several "
-        "labels 0.5; format coco and one label: none)",
-    )
+    of_scores += "labels 0.5; format coco and one label: none)"
+    parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
     return parser
 
 
