@@ -60,18 +60,17 @@ def of_boxes(trained_detector, tmp_path_factory) -> Path:
     """A folder with the validation images of the detector in val/, and instances.json."""
     folder, source = tmp_path_factory.mktemp("boxes"), held_out(trained_detector)
     (folder / "val").mkdir()
-    content = {"images": [], "annotations": [], "categories": []}
-    content["categories"] = [{"id": 7 + 3 * number, "name": name} for number, name in enumerate(source.classes)]
+    images, objects = [], []
     for index, (width, height) in enumerate(source.sizes.tolist()):
         source.image(index).save(folder / "val" / f"{index}.png")
-        content["images"].append(
-            {"id": 1000 - index, "file_name": f"val/{index}.png", "width": width, "height": height}
-        )
+        images.append({"id": 1000 - index, "file_name": f"val/{index}.png", "width": width, "height": height})
         for row in range(source.offsets[index], source.offsets[index + 1]):
             left, top, right, bottom = source.boxes[row].tolist()
-            object_ = {"id": row + 1, "image_id": 1000 - index, "category_id": 7 + 3 * int(source.labels[row])}
-            object_ |= {"bbox": [left, top, right - left, bottom - top], "area": float(source.areas[row])}
-            content["annotations"].append(object_ | {"iscrowd": int(source.crowd[row])})
+            one = {"id": row + 1, "image_id": 1000 - index, "category_id": 7 + 3 * int(source.labels[row])}
+            one |= {"bbox": [left, top, right - left, bottom - top], "area": float(source.areas[row])}
+            objects.append(one | {"iscrowd": int(source.crowd[row])})
+    categories = [{"id": 7 + 3 * number, "name": name} for number, name in enumerate(source.classes)]
+    content = {"images": images, "annotations": objects, "categories": categories}
     (folder / "instances.json").write_text(json.dumps(content))
     return folder
 
@@ -184,12 +183,10 @@ def test_files_that_cannot_be_read_are_rows_with_their_reason_and_others_are_dra
     assert "1 files without an image's extension were left out: .txt 1" in said
     assert "13 images, 7 with an error" in said
 
-    words = [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1]
-    main([*map(str, words)])
+    main([*map(str, [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1])])
     lines = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
     files = {line["file"] for line in lines}
-    assert len(files) == 12 and str(folder / "new\nline.png") in files
-    assert sum(bool(line["error"]) for line in lines) == 6
+    assert len(files) == 12 and str(folder / "new\nline.png") in files and sum(bool(row["error"]) for row in lines) == 6
     assert recipe == "cls" or all(line["left"] for line in lines if line["class"])
 
 
@@ -232,10 +229,9 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
 
 
 def test_scores_that_are_no_numbers_are_an_error_of_their_row() -> None:
-    source = images(["a.png", "b.png"], ("x", "y"), multi_label=False)
     batch = SimpleNamespace(positions=torch.arange(2), broken=())
-    rows = Rows(source, np.zeros(2, np.float32), top=1).of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
-    (_, right), (_, wrong) = rows
+    rows = Rows(images(["a.png", "b.png"], ("x", "y"), multi_label=False), np.zeros(2, np.float32), top=1)
+    (_, right), (_, wrong) = rows.of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
     assert right["predictions"][0]["class"] == "y" and "not finite" in wrong["error"]
 
 
@@ -269,9 +265,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
     image, old, empty, other = next(digits.rglob("*.png")), *(tmp_path / name for name in ("old", "empty", "other"))
     old.write_text("old")
     empty.write_text('{"images": [], "categories": []}')
-    other.write_text(
-        json.dumps({"images": [{"id": 1, "file_name": image.name}], "categories": [{"id": 1, "name": "0"}]})
-    )
+    of_other = {"images": [{"id": 1, "file_name": image.name}], "categories": [{"id": 1, "name": "0"}]}
+    other.write_text(json.dumps(of_other))
     coco = ["--format", "coco", "--images_of"]
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
