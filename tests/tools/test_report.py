@@ -57,16 +57,6 @@ def test_the_classes_can_be_sorted(tab: Browser, run: Path) -> None:
     assert tab.errors == []
 
 
-def test_a_script_that_fails_or_loads_something_would_be_seen(tab: Browser, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<img src='http://127.0.0.1:1/a.png'><div style='width: 3000px'>wide</div><script>nothing()</script>"
-    )
-    tab.visit(page, 360, "light")
-    assert "http://127.0.0.1:1/a.png" in tab.requests and any("nothing is not defined" in error for error in tab.errors)
-    assert tab.value("document.documentElement.scrollWidth") > 360
-
-
 def test_a_run_leaves_the_page_and_the_tool_writes_it_again(run: Path, tmp_path: Path, capsys) -> None:
     page = (run / FILE).read_text()
     assert "could not be made" not in page
