@@ -22,7 +22,6 @@ from tools.doctor.__main__ import main
 main()
 """
 
-
 OTHERS = """
 import json, socket, sys
 sys.path.insert(0, {root!r})
