@@ -86,56 +86,41 @@ class Format:
     tail: str = ""
 
 
-def jsonl(_index: int, row: dict) -> str:
-    return _json(row) + "\n"
-
-
-@dataclass(frozen=True)
-class CsvLines:
+def _csv_lines(columns: Sequence[str], row: dict) -> str:
     """One line per prediction, and one for an image without any, so that each image has a line."""
-
-    columns: Sequence[str]
-
-    @property
-    def head(self) -> str:
-        return ",".join(self.columns) + "\n"
-
-    def __call__(self, _index: int, row: dict) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns, lineterminator="\n", extrasaction="ignore")
-        file = row["file"].encode(errors="backslashreplace").decode()
-        for one in row.get("predictions") or [{}]:
-            values = {"file": file, "error": row.get("error", "")} | one
-            values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
-            values |= {"mask": _json(one["mask"])} if "mask" in one else {}
-            writer.writerow({key: csv_cell(value) for key, value in values.items()})
-        return text.getvalue()
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    file = row["file"].encode(errors="backslashreplace").decode()
+    for one in row.get("predictions") or [{}]:
+        values = {"file": file, "error": row.get("error", "")} | one
+        values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
+        values |= {"mask": _json(one["mask"])} if "mask" in one else {}
+        writer.writerow({key: csv_cell(value) for key, value in values.items()})
+    return text.getvalue()
 
 
-@dataclass(frozen=True)
-class CocoResults:
-    """The results format of COCO: one object per box, with the ids that the annotations use."""
-
-    image_ids: Sequence[int]  # by number of the image
-    category_ids: dict[str, int]  # by class name
-
-    def __call__(self, index: int, row: dict) -> str:
-        return ",\n".join(_json(self._result(index, one)) for one in row.get("predictions", ()))
-
-    def _result(self, index: int, one: dict) -> dict:
-        left, top, right, bottom = map(np.float32, one["box"])
-        size = [float(right) - float(left), float(bottom) - float(top)]
-        result: dict = {"image_id": self.image_ids[index], "category_id": self.category_ids[one["class"]]}
-        result |= {"bbox": [float(left), float(top), *size], "score": float(np.float32(one["score"]))}
-        return result | ({"segmentation": one["mask"]} if "mask" in one else {})
+def _coco_result(image_id: int, category_id: int, one: dict) -> dict:
+    """A prediction in the results format of COCO, with the ids that the annotations use."""
+    left, top, right, bottom = map(np.float32, one["box"])
+    size = [float(right) - float(left), float(bottom) - float(top)]
+    result: dict = {"image_id": image_id, "category_id": category_id, "bbox": [float(left), float(top), *size]}
+    result["score"] = float(np.float32(one["score"]))
+    return result | ({"segmentation": one["mask"]} if "mask" in one else {})
 
 
 def format_of(name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]) -> Format:
-    """The format jsonl, csv or coco; the ids are for the last one."""
+    """The format jsonl, csv or coco; for coco the id of each image by its number, and of each class by its name."""
     if name == "coco":
-        return Format(CocoResults(image_ids, category_ids), "[\n", ",\n", "\n]\n")
-    lines = CsvLines(("file", "class", "score", *((*_SIDES, "mask") if is_detector else ()), "error"))
-    return Format(lines, lines.head) if name == "csv" else Format(jsonl)
+
+        def objects(index: int, row: dict) -> str:
+            found = [(category_ids[one["class"]], one) for one in row.get("predictions", ())]
+            return ",\n".join(_json(_coco_result(image_ids[index], of_class, one)) for of_class, one in found)
+
+        return Format(objects, "[\n", ",\n", "\n]\n")
+    if name == "csv":
+        columns = ("file", "class", "score", *((*_SIDES, "mask") if is_detector else ()), "error")
+        return Format(lambda _, row: _csv_lines(columns, row), ",".join(columns) + "\n")
+    return Format(lambda _, row: _json(row) + "\n")
 
 
 def _json(value: dict) -> str:
