@@ -57,9 +57,9 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two_to_the_bit(traine
 
 
 def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, forks, tmp_path) -> None:
-    replayed(forks, trained_detector, "--step", 5, "--from_start", "-o", tmp_path / "out", "--workers", 0)
+    replayed(forks, trained_detector, "--step", 10, "--from_start", "-o", tmp_path / "out", "--workers", 0)
     numbers = read(tmp_path / "out/step.json")["numbers"]
-    row = logged(trained_detector, 5)
+    row = logged(trained_detector, 10)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
         assert numbers[key]["replayed"] == pytest.approx(row[key], rel=1e-6), key
     assert numbers["train/loss"]["replayed"] == row["train/loss"]
