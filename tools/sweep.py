@@ -284,13 +284,13 @@ def _end_with_parent() -> None:
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("sweep", __doc__)
-    parser.add_argument("file", type=Path, help="of `wandb sweep`: program, method, metric, parameters, command")
+    parser.add_argument("file", type=Path, help="program, method, metric, parameters, command")
     parser.add_argument("--trials", type=int, default=20, help="trials in all, over every start (default: 20)")
     parser.add_argument("--config_file", help="launch with this Accelerate config instead of the file's")
     parser.add_argument("--study", type=Path, help="the study's SQLite file (default: OUTPUT_DIR/NAME OF FILE.db)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     parser.add_argument("--sweep_seed", type=int, default=0, help="decides which values are tried (default: 0)")
-    parser.add_argument("--unpruned", type=int, default=5, help="completed trials before one is stopped (default: 5)")
+    parser.add_argument("--unpruned", type=int, default=5, help="trials before one is stopped (default: 5)")
     return parser
 
 

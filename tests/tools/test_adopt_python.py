@@ -137,7 +137,9 @@ SHAPES = {  # of numbers, texts, lists and dicts
     "n": "3;-2;1.5;x;(<n> + <n>);(<n> - <n>);(<n> * <n>);(<n> // <n>);(<n> / <n>);[<n>, <n>][1]".split(";"),
     "t": "'a';'bc';(<t> + <t>);(<t> * 2);<t>[0];<t>[:1];<d>['k']".split(";"),
     "l": "[<n>, <t>];[<d>];(<l> + <l>);(<l> * 2);<l>[1:];[[w, <n>] for w in <l>]".split(";"),
-    "d": "dict(k=<t>);dict(<d>, a=<n>);{'k': <t>, **<d>};dict(k=<t>, b=<l>, c=(<n>, <t>))".split(";"),
+    "d": "dict(k=<t>);dict(<d>, a=<n>);{'k': <t>, **<d>};{3: <n>, 'k': <t>};dict(k=<t>, b=<l>, c=(<n>, <t>))".split(
+        ";"
+    ),
 }
 
 

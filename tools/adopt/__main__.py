@@ -16,7 +16,7 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("adopt", __doc__)
     parser.add_argument("file", type=Path, help="args.yaml, data.yaml, a config of MMDetection or of detectron2")
-    parser.add_argument("-o", "--output", type=Path, help="the preset (default: FILE's name with .yaml, here)")
+    parser.add_argument("-o", "--output", type=Path, help="the preset (default: FILE's name, here)")
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
     of_run = "GPUs of the original run, where its batch size is per GPU"
     parser.add_argument("--gpus", type=int, default=0, help=of_run)

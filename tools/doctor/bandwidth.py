@@ -13,7 +13,7 @@ from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
 from tools.doctor.world import World
 
-SIZES = {4 << 10: 20, 256 << 10: 10, 4 << 20: 5, 25 << 20: 3}  # bytes: calls; DDP's buckets of gradients have 25 MiB
+SIZES = {4 << 10: 20, 256 << 10: 10, 4 << 20: 5, 25 << 20: 3}  # bytes: calls; DDP's buckets have 25 MiB
 LONGEST_S = 1.0  # a size that would take longer for one call is left out
 SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20

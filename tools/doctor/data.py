@@ -26,7 +26,7 @@ ASIDE_S = 5.0  # how long a network file system may take to show a new file
 
 
 def run_folder(world: World) -> list[Finding]:
-    """The row of the run folder: one machine writes there, and the others look. Raises `Refused` if it can't be written."""
+    """The row of the run folder: one machine writes, the others look. Raises `Refused`."""
     folder = Path(config_of(world).output_dir)
     token = folder / f".doctor-{os.getpid()}-{time.time_ns()}"
     made = [path for path in [folder, *folder.parents] if not path.exists()] if world.is_main else []
@@ -77,7 +77,7 @@ def _is_seen(path: Path) -> bool:
 
 
 def judged_run_folder(folder: Path, written: dict, blind: list[str], main: str) -> Finding:
-    """The row of the run folder: how the rank `main` has written it, and the machines that do not see that."""
+    """The row: how the rank `main` has written it, and the machines that do not see that."""
     is_slow = written["bytes_per_s"] < SLOW_WRITE or written["sync_s"] > SLOW_SYNC_S
     elsewhere = "name an --output_dir that all machines see, or copy its checkpoints before a start elsewhere"
     return judged(
@@ -91,7 +91,7 @@ def judged_run_folder(folder: Path, written: dict, blind: list[str], main: str) 
 
 
 def data_folder(world: World) -> list[Finding]:
-    """The row of the data folder, compared on all machines. Raises `Refused` on a machine where it can't be read."""
+    """The row of the data folder, as all machines see it. Raises `Refused` where it can't be read."""
     data = getattr(config_of(world), "data", "")
     if not data:
         return []
@@ -106,11 +106,13 @@ def data_folder(world: World) -> list[Finding]:
         return [Finding(check, "ok", f"{data}: no folder, the recipe finds it by its name")]
     text = f"{path} ({first['kind']}): {first['files']:,} files"
     if not all(one["whole"] for one in found.values()):
-        return [Finding(check, "ok", f"{text} listed in {LISTED_S:.0f} s" + ", not compared" * (len(found) > 1))]
+        text += f" listed in {LISTED_S:.0f} s" + ", not compared" * (len(found) > 1)
+        return [Finding(check, "ok", text)]
     counts = ", ".join(f"{one['files']:,} files on {name}" for name, one in found.items())
     differ = len({one["digest"] for one in found.values()}) > 1
     way_out = "names or sizes differ: copy the data again (rsync), or name a folder that all machines see"
-    measured = f"{path}: {counts}" if differ else text + f", the same on {len(found)} machines" * (len(found) > 1)
+    text += f", the same on {len(found)} machines" * (len(found) > 1)
+    measured = f"{path}: {counts}" if differ else text
     return [judged(check, measured, (differ, "failed", way_out))]
 
 
@@ -118,7 +120,8 @@ def _listed(path: Path) -> dict:
     """The files of a data folder: how many, and a digest of their names and of some of their sizes."""
     if path.is_absolute() and not path.exists():  # else it may be the name of a data set
         raise FileNotFoundError("nothing is there")
-    digest, count, is_whole, until = hashlib.blake2b(digest_size=8), 0, True, time.monotonic() + LISTED_S
+    until = time.monotonic() + LISTED_S
+    digest, count, is_whole = hashlib.blake2b(digest_size=8), 0, True
     for entry in _files_of(path):
         digest.update(os.fsencode(os.path.relpath(entry, path)))
         if count % 64 == 0:

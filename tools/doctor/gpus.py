@@ -84,7 +84,7 @@ def _state_under_load(world: World, uuid: str) -> dict[str, str]:
 
 
 def _state(state: dict[str, str], others: list[dict[str, str]], total: int, processes: int) -> list[Finding]:
-    """Rows for what nvidia-smi says: clocks, and where they are a trouble neighbours, errors, slices and lanes."""
+    """Rows for clocks, and where they are a trouble for neighbours, errors, slices and lanes."""
     held = sum(_figure(row["used_memory"]) for row in others) * 2**20
     named = ", ".join(f"process {row['pid']} ({row['process_name']})" for row in others[:3])
     taken = f"{named} holds {held / GIB:.1f} of {total / GIB:.1f} GiB"

@@ -39,7 +39,8 @@ def other_work(world: World) -> list[Finding]:
     shares = world.exchange(used_by_others() if world.is_local_main else 0.0)
     way_out = "what is measured here, and each step, is slower by that: end them, or take another machine"
     busy = {world.hosts[rank]: share for rank, share in enumerate(shares) if share > BUSY}
-    check, measured = "limits: other work", f"other programs use at most {max(shares):.0%} of the cores"
+    check = "limits: other work"
+    measured = f"other programs use at most {max(shares):.0%} of the cores"
     rows = [Finding(check, "warning", said_busy(share), way_out, host) for host, share in busy.items()]
     return rows or [Finding(check, "ok", measured)]
 
@@ -89,7 +90,8 @@ def _memory(world: World) -> Finding:
 
 def _ulimits(world: World) -> list[Finding]:
     """A row for each limit that is too low, or one that shows them."""
-    files, locked, processes = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_MEMLOCK), _free_processes()
+    files, locked = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_MEMLOCK)
+    processes = _free_processes()
     few, needed = max(FEW_FILES, 8 * world.world_size), THREADS_PER_PROCESS * world.local_world_size
     has_infiniband = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
     more_files = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"

@@ -30,7 +30,7 @@ from common.launching.launch import share_cores
 from common.launching.launchers import meeting_file
 from common.launching.meeting import choose_interface
 from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, Status
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
 from tools.doctor.world import LostPeer, World, this_process
 
@@ -176,7 +176,7 @@ class Session:
         return code
 
     def _collect(self, store: Store) -> int:
-        """Rank 0 prints the rows of all, and waits until the others have read the exit code from its store."""
+        """Print the rows of all, and wait until the others have read the exit code."""
         rows: list[tuple[int, Finding]] = []
         until, answered = time.monotonic() + LAST_ROWS_S, -1  # but for rank 0 itself
         for rank in (rank for rank, host in enumerate(self.world.hosts) if host):  # `meet` has named the others
@@ -212,13 +212,15 @@ class Session:
         return [Finding(check.name, "failed", measured, text, HERE)]
 
     def _overrun(self, check: Check, thread: int) -> None:
-        """Called by a thread when the check takes too long: add a row that says where, and end the process."""
+        """Called by a thread when a check takes too long: say where, and end the process."""
         stack = traceback.extract_stack(sys._current_frames()[thread])
         place = next((frame for frame in reversed(stack) if "/torch/" not in frame.filename), stack[-1])
         waits = any(part in frame.filename for frame in stack[-3:] for part in _WAITING)
-        measured = f"waited {check.limit:.0f} s for other ranks" if waits else f"no end within {check.limit:.0f} s"
+        seconds = f"{check.limit:.0f} s"
+        measured = f"waited {seconds} for other ranks" if waits else f"no end within {seconds}"
         where = f"{'waits' if waits else 'stuck'} in {place.name} ({place.filename}:{place.lineno})"
-        self.rows.append(Finding(check.name, "not run" if waits else "failed", measured, where, HERE))
+        status: Status = "not run" if waits else "failed"
+        self.rows.append(Finding(check.name, status, measured, where, HERE))
         code = 1
         try:
             code = self.end()

@@ -90,7 +90,7 @@ def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_e
         folder, port = "", 0
         if world.is_main:
             runs = config_of(world).output_dir
-            place = runs if os.access(runs, os.W_OK) else None  # on the disk where runs are kept if one can write there
+            place = runs if os.access(runs, os.W_OK) else None  # the disk of runs, if it can be written
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=".doctor-", dir=place, ignore_cleanup_errors=True)
             )
@@ -110,7 +110,7 @@ def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_e
 
 
 def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: float, log_every: int) -> dict:
-    """Start this machine's processes of the layout, and return what they have measured or why they failed."""
+    """What this machine's processes of the layout have measured, or why they failed."""
     run, command = runs / "trial", [sys.executable, *command_of(world), *QUIET]
     command += ["--output_dir", str(runs), "--log_every", str(log_every)]
     rows: dict[int, dict] = {}  # of metrics.jsonl, by step

@@ -38,7 +38,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # "cuda:1": what this process computes on
     recipe: Path | None = None  # for checks that need a model and data
     words: list[str] = field(default_factory=list)  # flags of the recipe
-    hosts: list[str] = field(default_factory=list)  # of each rank; this one's own until they have met
+    hosts: list[str] = field(default_factory=list)  # of each rank, once they have met
     store: Store | None = None  # None for one process, and until they have met
     is_met: bool = False  # all processes have reached the store
     is_cut: bool = False  # this process knows why no process group can be formed, such as a firewall

@@ -24,7 +24,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("model", help="a run folder (its best/), a checkpoint, or an exported folder")
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
     parser.add_argument("-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)")
-    parser.add_argument("--differing", type=int, default=0, help="validation images that may differ (default: 0)")
+    parser.add_argument("--differing", type=int, default=0, help="images that may differ (default: 0)")
     return parser
 
 

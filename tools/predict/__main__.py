@@ -23,16 +23,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )
-    of_images = "files, folders, 'globs'; @FILE and -: a list of files and folders in FILE or on stdin"
+    of_images = "files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
     parser.add_argument("images", nargs="*", help=of_images)
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     formats = ("jsonl", "csv", "coco")
-    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: results of detectors")
+    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: of detectors")
     of_ids = "format coco: the annotations that have the ids of the images"
     parser.add_argument("--images_of", metavar="JSON", help=of_ids)
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
-    parser.add_argument("--top", type=int, metavar="K", help="the K best (default: a classifier's best, all boxes)")
+    parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
     of_scores = (
         "only predictions that score T or more (default: of each class, as its evaluation chose; boxes 0.3, several "
     )

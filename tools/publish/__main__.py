@@ -52,10 +52,8 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("publish", __doc__)
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument(
-        "--to", required=True, metavar="OWNER/NAME", help="the model on the hub; it is made if it is new"
-    )
-    parser.add_argument("--license", default="", help="such as apache-2.0; without one the card says so")
+    parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the model on the hub")
+    parser.add_argument("--license", default="", help="such as apache-2.0; else the card says so")
     parser.add_argument(
         "--dataset", default="", metavar="NAME", help="what the card calls the data; else it names none"
     )
