@@ -1,27 +1,22 @@
 """The Kubernetes manifests are valid, and their commands train on two machines with the environment that pods get there."""
 
-import re
-import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.cluster.two_machines import STEPS, WORDS, assert_same_losses
+from tests.cluster.two_machines import WORDS, assert_same_losses
 from tests.harness.launching import ROOT, Started
-from tests.harness.machines import Node, Watched
-from tests.harness.paced import PACED
+from tests.harness.machines import Node
 
 FOLDER = ROOT / "cluster/kubernetes"
 
 
 def documents(name: str) -> dict[str, dict]:
-    """The documents of a manifest by their kind."""
     return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())}
 
 
 def training_job(runtime: dict) -> dict:
-    """The Job of a TrainingRuntime."""
     return runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
 
 
@@ -31,13 +26,12 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Service", "Job"])
-def test_the_indexed_job_is_valid(kind):
+def test_the_indexed_job_is_valid():
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    document = documents("indexed_job.yaml")[kind]
-    kubernetes_validate.validate(document, "1.33", strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(document | {"spec": document["spec"] | {"replica": 2}}, "1.33", strict=True)
+    for document in documents("indexed_job.yaml").values():
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(document | {"spec": document["spec"] | {"replica": 2}}, "1.33", strict=True)
 
 
 def test_the_train_job_is_valid():
@@ -48,9 +42,7 @@ def test_the_train_job_is_valid():
         assert model.from_dict(document).to_dict() == document
         unknown = document | {"spec": document["spec"] | {"nodes": 2}}
         assert model.from_dict(unknown).to_dict() != unknown
-    reference = documents("trainjob.yaml")["TrainJob"]["spec"]["runtimeRef"]
     runtime = documents("trainjob.yaml")["TrainingRuntime"]
-    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     job = training_job(runtime)
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": job["spec"]}
@@ -64,7 +56,6 @@ def test_a_pod_has_time_memory_and_rights(name):
     [container] = pod["containers"]
     env = {entry["name"]: entry for entry in container["env"]}
     assert pod["terminationGracePeriodSeconds"] > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"]) + 10
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/data", "/dev/shm"}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     assert "value" not in env["WANDB_API_KEY"] and env["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"]["optional"]
@@ -91,11 +82,7 @@ def start(name: str, pods: list[Node], folder: Path) -> list[Started]:
     files = documents(name)
     args = container.get("args", files.get("TrainJob", {}).get("spec", {}).get("trainer", {}).get("args"))
     flags = [flag for flag in args if not flag.startswith(("--config", "--data"))]  # marked EDIT
-    edits = {"/runs": str(folder), "recipes/cls.py": str(folder / "paced.py")}
-    command = [
-        re.sub("|".join(edits), lambda found: edits[found[0]], str(word))
-        for word in (*container["command"], *flags, *WORDS)
-    ]
+    command = [str(word).replace("/runs", str(folder)) for word in (*container["command"], *flags, *WORDS)]
     started = []
     for index, pod in enumerate(pods):
         env = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
@@ -111,18 +98,9 @@ def start(name: str, pods: list[Node], folder: Path) -> list[Started]:
     return started
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ["indexed_job.yaml", pytest.param("trainjob.yaml", marks=pytest.mark.long)])
 def test_its_command_trains_on_two_machines(name, pods, alone, tmp_path):
-    """The losses are one process's. The Indexed Job is deleted on the way, which ends its pods in time, and applied again."""
-    (tmp_path / "paced.py").write_text(PACED)
-    if name == "indexed_job.yaml":
-        run = Watched(tmp_path / "train", start(name, pods, tmp_path))
-        run.until(lambda: run.step() >= 2, "both train")
-        for each in run.started:
-            each.process.send_signal(signal.SIGTERM)
-        stopped = [each.finish() for each in run.started]
-        assert [each.returncode for each in stopped] == [75, 75], stopped
-        assert run.step() < STEPS
+    """The losses are one process's. tests/cluster/test_stop.py deletes a pod."""
     done = [each.finish() for each in start(name, pods, tmp_path)]
     assert [each.returncode for each in done] == [0, 0], done
     assert "2 processes on 2 nodes" in done[0].stdout

@@ -21,14 +21,7 @@ ENV = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, stops",
-    [
-        ("Open MPI", False),
-        pytest.param("Open MPI", True, marks=pytest.mark.long),
-        pytest.param("MPICH", True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name, stops", [("Open MPI", False), pytest.param("MPICH", True, marks=pytest.mark.long)])
 def test_two_machines_train_what_one_process_trains(name, stops, nodes, alone, tmp_path, tmp_path_factory):
     """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same command resumes it."""
     package, command = {"Open MPI": ("openmpi-bin", "mpirun.openmpi"), "MPICH": ("mpich", "mpirun.mpich")}[name]

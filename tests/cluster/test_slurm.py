@@ -1,8 +1,4 @@
-"""Jobs of a real SLURM: the scripts of cluster/slurm/, as they are, train what one launch of as many processes trains.
-
-They do so after a pre-emption, a requeue and a signal before the time limit, and as an array on one
-machine.
-"""
+"""Jobs of a real SLURM: the scripts of cluster/slurm/ train what one launch trains."""
 
 import re
 from collections.abc import Iterator
@@ -48,12 +44,7 @@ class Held:
         words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
         words += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
-        if script.endswith(".py"):  # of submitit, which writes a batch script of its own
-            shown = slurm("python", SCRIPTS / script, "--folder", folder / "jobs", *flags, *words, env=env).stdout
-            number, output = shown.removeprefix("job ").strip().split(": ")
-            self.job = Job(slurm, number, Path(output))
-        else:
-            self.job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
+        self.job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
 
     def waits(self) -> None:
         """Return when both processes wait."""
@@ -104,28 +95,15 @@ def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_re
 
 
 @pytest.mark.long
-def test_a_job_of_submitit_is_asked_to_stop_and_requeues_itself(slurm, undisturbed, tmp_path):
-    """As before its time limit. tests/cluster/test_submitit.py does the same without SLURM."""
-    pytest.importorskip("submitit")
-    flags = ("--gpus_per_node", 0, "--tasks_per_node", 2, "--cpus_per_task", 1)
-    held = Held(slurm, tmp_path, *flags, script="submitit_cls.py")
+def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
+    held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
     held.waits()
-    slurm("scancel", "--signal=USR1", held.job.number)
-    held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
+    slurm("scancel", held.job.number)
+    known, text = held.job.end(), held.job.text()
+    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0") and "stopped by SIGTERM" in text, text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script, config", [("train.sh", ""), ("one_machine.sh", "multi_cpu")])
-def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, script, config):
-    flags = ("--ntasks-per-node=2", "--nodes=1") if script == "train.sh" else ()
-    held = Held(slurm, tmp_path, *flags, script=script, config=config)
-    held.waits()
-    slurm("scancel", held.job.number)
-    known = held.job.end()
-    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
-    assert "stopped by SIGTERM" in held.job.text()
-
-
 def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_path):
     """Both on one machine, with two processes each, which have to find each other."""
     flags = ("--nodes=1", "--nodelist=node1", "--ntasks-per-node=2", "--array=1-2")
@@ -137,18 +115,7 @@ def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_p
         assert each["JobState"] == "COMPLETED" and "2 processes on 1 node" in task.text(), task.text()
     times = [[datetime.fromisoformat(each[name]) for name in ("StartTime", "EndTime")] for each in known]
     assert max(start for start, _ in times) < min(end for _, end in times), "one after the other"
-    runs = {
-        str(yaml.safe_load((run / "config.yaml").read_text())["seed"]): run for run in (tmp_path / "runs").iterdir()
-    }
-    assert runs.keys() == {"1", "2"}
+    runs = {yaml.safe_load((run / "config.yaml").read_text())["seed"]: run for run in (tmp_path / "runs").iterdir()}
+    assert runs.keys() == {1, 2}
     for seed, run in runs.items():
-        assert_same_run(run, undisturbed[seed].folder)
-
-
-def test_python_without_srun_is_refused_in_a_job_of_several_tasks(slurm, tmp_path):
-    """It would train as one process on one of the job's GPUs."""
-    line = f"python recipes/cls.py --data digits --output_dir {tmp_path}/runs"
-    job = slurm.submit("--ntasks=2", "--wrap", line, output=tmp_path / "out")
-    assert job.end()["ExitCode"] == "2:0", job.text()
-    assert "put srun before python" in job.text() and job.text().count("\n") == 1, job.text()
-    assert not (tmp_path / "runs").exists()
+        assert_same_run(run, undisturbed[str(seed)].folder)
