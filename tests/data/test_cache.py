@@ -51,9 +51,12 @@ def test_an_image_is_read_once_and_is_the_same_from_the_first_time(in_folder: bo
 
 
 def test_a_small_image_stays_as_it_is_and_no_shape_exceeds_its_slot() -> None:
-    cache = open_cache(3, 24, "")
-    small = photograph(0, 23, 25)
-    assert np.array_equal(pixels(cache.picture(0, lambda: Picture(small))), np.asarray(small).transpose(2, 0, 1))
+    cache = open_cache(4, 24, "")
+    images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]  # these fill their slots
+    for _ in range(2):
+        for index, image in enumerate(images):
+            kept = pixels(cache.picture(index, lambda image=image: Picture(image)))
+            assert np.array_equal(kept, np.asarray(image).transpose(2, 0, 1))
     for height, width in ((24, 24), (1, 577), (5_000, 2), (1, 89_000_000), (375, 500)):
         h, w = shrunk(height, width, 24)
         assert h >= 1 and w >= 1 and h * w <= 576
