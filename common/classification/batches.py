@@ -170,12 +170,16 @@ class TrainingSamples(Dataset):
         positions: np.ndarray,
         broken: tuple[str, ...] = (),
     ) -> Batch:
-        """A batch of these images, with the random numbers for their positions."""
-        pixels, encoded = stack(images, names, transform)
+        """A batch of these images: those that the worker has decoded, in channels_last, and the others, for the device."""
+        pixels = [image.permute(1, 2, 0) for image in images if isinstance(image, torch.Tensor)]
+        stacked = torch.stack(pixels) if pixels else torch.empty(0, *transform.size, 3, dtype=torch.uint8)
+        jpegs = {place: image for place, image in enumerate(images) if isinstance(image, Jpeg)}
+        names = [names[place] for place in jpegs]
+        encoded = Encoded([*jpegs.values()], names, [*jpegs], transform.interpolation) if jpegs else None
         draws = [torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations]
         layers = drop_path.draws(positions, self.seed, self.drop_path_layers)
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
-        return Batch(pixels, *of_samples, draws, layers, broken=broken, encoded=encoded)
+        return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken, encoded=encoded)
 
     def _read(
         self, transform: TrainingTransform, index: int, key: int, broken: list[str]
@@ -232,18 +236,6 @@ class EvaluationSamples(Dataset):
             images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
         return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
-
-
-def stack(
-    images: list[torch.Tensor | Jpeg], names: list[str], transform: TrainingTransform
-) -> tuple[torch.Tensor, Encoded | None]:
-    """uint8[n, 3, H, W] (channels_last) of the images that the worker has decoded; and the others."""
-    pixels = [image.permute(1, 2, 0) for image in images if isinstance(image, torch.Tensor)]
-    stacked = torch.stack(pixels) if pixels else torch.empty(0, *transform.size, 3, dtype=torch.uint8)
-    jpegs = {place: image for place, image in enumerate(images) if isinstance(image, Jpeg)}
-    names = [names[place] for place in jpegs]
-    encoded = Encoded([*jpegs.values()], names, [*jpegs], transform.interpolation) if jpegs else None
-    return stacked.permute(0, 3, 1, 2), encoded
 
 
 def _black() -> Image.Image:

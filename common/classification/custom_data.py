@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from common.data.data_spec import Parts
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.source import Files, Source, fingerprint_of, spread
+from common.data.source import Columns, Files, fingerprint_of, spread
 from common.errors import Refused
 from common.files import sizes_of
 from common.randomness import mix
@@ -40,16 +40,12 @@ class CustomDataset(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Items(Source):
+class Items(Columns):
     """Items of a `CustomDataset` that are images, or the bytes of files."""
 
     title: str  # the class of `data`
     data: CustomDataset
     rows: np.ndarray  # int64[N] places in `data`
-    labels: np.ndarray
-    classes: tuple[str, ...]
-    part: str = ""
-    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -67,9 +63,6 @@ class Items(Source):
 
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
-
-    def select(self, rows: np.ndarray) -> "Items":
-        return replace(self, rows=self.rows[rows], labels=self.labels[rows])
 
     def _pixels(self, index: int) -> bytes:
         try:
@@ -112,10 +105,8 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
         raise Refused(f"{title} has no items; add some")
     given = getattr(data, "labels", getattr(data, "targets", None))
     are_paths = isinstance(_checked(title, 0, data[0])[0], str)
-    if not are_paths and given is not None:
-        return Items(title, data, np.arange(count), _labels(title, given, count, classes), classes)
     paths, labels = [], []
-    for index in range(count):
+    for index in range(count if are_paths or given is None else 0):
         content, label = _checked(title, index, data[index])
         if are_paths and not isinstance(content, str):
             raise Refused(f"{title}: item {index} is no path, as item 0 is; give paths only, or images only")
@@ -123,10 +114,10 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
         labels.append(label)
     labels = _labels(title, labels if given is None else given, count, classes)
     if not are_paths:
-        return Items(title, data, np.arange(count), labels, classes)
+        return Items(title, data, np.arange(count), labels=labels, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     below = pa.array([os.fsencode(path[len(root) :].lstrip("/")) for path in paths], pa.large_binary())
-    return Files(root, below, np.array(sizes_of(paths), np.int64), labels, classes)
+    return Files(root, below, np.array(sizes_of(paths), np.int64), labels=labels, classes=classes)
 
 
 def _checked(title: str, index: int, item: object) -> tuple[Content, object]:

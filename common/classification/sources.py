@@ -17,7 +17,7 @@ from common.data.digits import load_digits
 from common.data.huggingface import open_table
 from common.data.images import SUFFIXES
 from common.data.source import Files, Source, refuse_broken
-from common.data.tables import table_parts
+from common.data.tables import Table, table_parts
 from common.errors import Refused
 from common.files import walk
 
@@ -38,6 +38,10 @@ class Spec(DataSpec):
     max_broken_share: float = 1.0
 
     table_fields = ("image_column", "label_column")
+
+    @property
+    def min_classes(self) -> int:
+        return 1 if self.alone else 2
 
 
 def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None) -> tuple[Source, Source]:
@@ -68,20 +72,14 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
 
 
 def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts:
-    min_classes = 1 if spec.alone else 2
-    if custom is None:
-        if _SHARDS.search(spec.data):
-            raise Refused(f"--data {spec.data}: {_NOT_YET}")
-        if spec.data != "digits" and (table := open_table(spec.data)):
-            return table_parts(table, spec.image_column, spec.label_column, min_classes)
-    spec.refuse_columns()
+    """The parts of the data, as the first format gives them that recognises `spec.data`."""
     if custom is not None:
-        return open_custom(spec.data, custom, min_classes)
-    if spec.data == "digits":
-        return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
+        spec.refuse_columns()
+        return open_custom(spec.data, custom, spec.min_classes)
+    for open_format in (_open_shards, _open_digits, _open_table, _open_folder):
+        if parts := open_format(spec):
+            return parts
     path = Path(spec.data).expanduser()
-    if path.is_dir():
-        return _open_folder(Path(os.path.abspath(path)), min_classes)
     found = "a file of a kind that is not known" if path.exists() else "nothing is there"
     raise Refused(
         f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
@@ -89,17 +87,41 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     )
 
 
-# ---- folders
+# ---- formats: each gives the parts of its data, not read yet, or None for data of another format
 
 
-def _open_folder(root: Path, min_classes: int) -> Parts[Files]:
+def _open_shards(spec: Spec) -> None:
+    if _SHARDS.search(spec.data):
+        raise Refused(f"--data {spec.data}: {_NOT_YET}")
+
+
+def _open_digits(spec: Spec) -> Parts | None:
+    if spec.data != "digits":
+        return None
+    spec.refuse_columns()
+    return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
+
+
+def _open_table(spec: Spec) -> Parts[Table] | None:
+    table = open_table(spec.data)
+    return table_parts(table, spec.image_column, spec.label_column, spec.min_classes) if table else None
+
+
+def _open_folder(spec: Spec) -> Parts[Files] | None:
     """An image folder as one part, or the folders in it as parts. Raises `Refused`.
 
     Class ids are the sorted names of the class folders. Images may lie at any depth below these.
     """
+    spec.refuse_columns()
+    root = Path(os.path.abspath(Path(spec.data).expanduser()))
+    if not root.is_dir():
+        return None
     folders = _part_folders(root)
     labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
-    return Parts(labels, lambda names: _read_folders([folders[name] for name in names], min_classes))
+    return Parts(labels, lambda names: _read_folders([folders[name] for name in names], spec.min_classes))
+
+
+# ---- folders
 
 
 def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
@@ -155,7 +177,8 @@ def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Files:
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [len(column) for column in paths])
-    return Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels, tuple(classes))
+    columns = pa.concat_arrays(paths), np.concatenate(sizes)
+    return Files(str(root), *columns, labels=labels, classes=tuple(classes))
 
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:

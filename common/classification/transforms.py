@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from PIL import Image, ImageOps
@@ -55,16 +55,7 @@ class TrainingTransform:
         return pixels
 
 
-class Settings(Protocol):
-    """The fields of a configuration that `training_transform` reads."""
-
-    crop_scale: float
-    hflip: float
-    vflip: float
-    augment: str
-
-
-def training_transform(config: Settings, data_config: dict) -> TrainingTransform:
+def training_transform(config: Any, data_config: dict) -> TrainingTransform:
     """Crop, flips and policy as in `config`, to images of `data_config["input_size"]` ([3, H, W]).
 
     `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a policy that timm lacks.

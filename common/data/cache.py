@@ -16,13 +16,12 @@ from typing import BinaryIO
 import numpy as np
 import psutil
 import torch
-import xxhash
 
 from common.data.decoding import Picture
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.errors import Refused
 
-_RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("hash", "<u8")])  # height 0: not there yet
+_RECORD = np.dtype([("height", "<u4"), ("width", "<u4")])  # 0: not there yet
 
 
 @dataclass
@@ -34,10 +33,6 @@ class Cache:
     path: str  # by which every process of the machine can open the file
     folder: str  # empty: memory
     _file: BinaryIO = field(repr=False)
-    _seen: np.ndarray = field(init=False, repr=False)  # bool[count]: slots that this process has found whole
-
-    def __post_init__(self) -> None:
-        self._seen = np.zeros(self.count, bool)
 
     def __str__(self) -> str:
         """One line for people."""
@@ -47,7 +42,7 @@ class Cache:
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
         """The image at `index` as the cache keeps it: from its slot, or the first time from `read`.
 
-        A slot that is damaged, or only half written by another process, is filled again. Raises what `read` raises.
+        A slot that another process has not finished is written again, with the same pixels. Raises what `read` raises.
         """
         if size := self._find(index):
             return _Kept(self, index, *size)
@@ -64,22 +59,15 @@ class Cache:
         return pixels if found == pixels.nbytes else None
 
     def _find(self, index: int) -> tuple[int, int] | None:
-        """Height and width of the image in a slot, if it is whole. A process checks each hash once."""
+        """Height and width of the image in a slot; None if it is not there yet."""
         record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
-        if not len(record) or not record["height"][0]:
-            return None
-        height, width = int(record["height"][0]), int(record["width"][0])
-        if not self._seen[index]:
-            pixels = self.rows(index, width, 0, height) if 3 * height * width <= self._slot else None
-            self._seen[index] = pixels is not None and _hash(pixels, index) == record["hash"][0]
-        return (height, width) if self._seen[index] else None
+        return tuple(record[0].tolist()) if len(record) and record["height"][0] else None
 
     def _keep(self, index: int, pixels: np.ndarray) -> None:
-        record = np.array((*pixels.shape[:2], _hash(pixels, index)), _RECORD).tobytes()
         try:
-            os.pwrite(self._file.fileno(), pixels, self._place(index))
-            # Last: it says that the pixels are complete.
-            os.pwrite(self._file.fileno(), record, index * _RECORD.itemsize)
+            written = os.pwrite(self._file.fileno(), pixels, self._place(index))
+            if written == pixels.nbytes:  # only then the record, which says that the pixels are complete
+                os.pwrite(self._file.fileno(), np.array(pixels.shape[:2], "<u4"), index * _RECORD.itemsize)
         except OSError:
             pass  # the disk has filled up since: the image is then decoded each time
 
@@ -163,7 +151,3 @@ def _make(count: int, side: int, folder: str) -> BinaryIO:
 
 def _in_words(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _hash(pixels: np.ndarray, index: int) -> int:
-    return xxhash.xxh3_64_intdigest(pixels, seed=index)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from common.data.source import Source, fingerprint_of
+from common.data.source import Columns, fingerprint_of
 from common.data.splits import held_out
 from common.randomness import key_of, mix
 
@@ -31,15 +31,11 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Digits(Source):
+class Digits(Columns):
     """Grey digits, enlarged once from 8x8 to 32x32 pixels: a crop of 8x8 could only move by an eighth."""
 
     pixels: np.ndarray  # uint8[N, 32, 32]
     rows: np.ndarray  # int64[N] in scikit-learn's order
-    labels: np.ndarray
-    part: str
-    classes: tuple[str, ...] = tuple("0123456789")
-    notes: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -51,9 +47,6 @@ class Digits(Source):
     def content(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index])
 
-    def select(self, rows: np.ndarray) -> "Digits":
-        return replace(self, pixels=self.pixels[rows], rows=self.rows[rows], labels=self.labels[rows])
-
 
 def load_digits() -> tuple[Digits, Digits]:
     """The digits to train on, and a fixed fifth of each class to evaluate on."""
@@ -62,5 +55,7 @@ def load_digits() -> tuple[Digits, Digits]:
     large = [Image.fromarray(image).resize((32, 32), Image.Resampling.BICUBIC) for image in small]
     pixels = np.stack([np.asarray(image) for image in large])
     train, val = held_out(mix(np.arange(len(labels)), key_of("digits")), labels, share=0.2)
-    every = Digits(pixels, np.arange(len(labels)), labels, "all but the fixed fifth")
-    return every.select(train), replace(every.select(val), part="a fixed fifth, held out")
+    every = Digits(pixels, np.arange(len(labels)), labels=labels, classes=tuple("0123456789"))
+    parts = (train, "all but the fixed fifth"), (val, "a fixed fifth, held out")
+    of_train, of_val = (replace(every.select(rows), part=part) for rows, part in parts)
+    return of_train, of_val

@@ -1,4 +1,4 @@
-"""Duplicates within and between training and validation images, and class balance, for a dry run.
+"""Duplicates within and between training and validation images, for a dry run.
 
 Exact duplicates have the same bytes, or the same pixels if there are no files. Near duplicates, such as copies of another
 size or quality, look the same as thumbnails. Candidates are found by bands of a difference hash, not by comparing all pairs.
@@ -34,18 +34,9 @@ class _Seen(NamedTuple):
 
 def rows(train: Any, val: Any) -> dict[str, str]:
     """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`."""
-    balance = {"balance": _balance(train)} if len(train.classes) > 1 and train.class_counts is not None else {}
-    return balance if getattr(train, "fresh", False) else balance | _duplicates((train, val))
-
-
-def _balance(source: Any) -> str:
-    counts = source.class_counts
-    few, many = int(counts.argmin()), int(counts.argmax())
-    ratio = f"{counts[many] / counts[few]:.1f} times as many" if counts[few] else "the first has none"
-    return f"{source.classes[few]} has {counts[few]:,}, {source.classes[many]} {counts[many]:,}: {ratio}"
-
-
-def _duplicates(sources: tuple[Any, Any]) -> dict[str, str]:
+    if getattr(train, "fresh", False):
+        return {}
+    sources = train, val
     count = sum(map(len, sources))
     every = -(-count // LIMIT)
     places = [(part, index) for part, source in enumerate(sources) for index in range(0, len(source), every)]

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -71,17 +71,33 @@ class Source(Protocol):
         return np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Files(Source):
-    """Image files as columns: of an object for each row, every data worker would copy the memory."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Columns(Source):
+    """A source of columns: each array among its fields has a value per image.
 
-    root: str
-    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
-    sizes: np.ndarray  # int64[N] bytes, -1 for a missing file
+    Of an object per image, every data worker would copy the memory.
+    """
+
     labels: np.ndarray
     classes: tuple[str, ...]
     part: str = ""
     notes: tuple[str, ...] = ()
+
+    def select(self, rows: np.ndarray) -> Self:
+        """The source of these images alone."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)}
+        taken = {name: value.take(pa.array(rows)) for name, value in values.items() if isinstance(value, pa.Array)}
+        return replace(self, **chosen, **taken)
+
+
+@dataclass(frozen=True, eq=False)
+class Files(Columns):
+    """Image files."""
+
+    root: str
+    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
+    sizes: np.ndarray  # int64[N] bytes, -1 for a missing file
 
     @cached_property
     def fingerprint(self) -> str:
@@ -99,10 +115,6 @@ class Files(Source):
 
     def random_numbers(self, key: int) -> np.ndarray:
         return random_numbers_of(self.paths, key)
-
-    def select(self, rows: np.ndarray) -> "Files":
-        paths = self.paths.take(pa.array(rows))
-        return replace(self, paths=paths, sizes=self.sizes[rows], labels=self.labels[rows])
 
 
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:

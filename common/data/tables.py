@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from common.data.data_spec import Parts
 from common.data.images import SUFFIXES, BrokenImage
-from common.data.source import Source, fingerprint_of
+from common.data.source import Columns, fingerprint_of
 from common.data.splits import kind_of
 from common.errors import Refused, printable
 from common.files import sizes_of
@@ -139,18 +139,14 @@ def _only(split: Split, what: str, named: str, likely: list[str], possible: list
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Source):
+class Table(Columns):
     """Rows of a split, memory-mapped. `datasets` decodes no image: a broken one is reported as any."""
 
     column: "datasets.Dataset"  # only the image column: bytes, a path, or both
     rows: np.ndarray  # int64[N]
-    labels: np.ndarray
-    classes: tuple[str, ...]
     title: str
     folder: str  # relative paths start here
     sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has all images
-    part: str = ""
-    notes: tuple[str, ...] = ()
 
     def name(self, index: int) -> str:
         if self.sizes is not None and isinstance(content := self._cell(index), str):
@@ -188,10 +184,6 @@ class Table(Source):
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 
-    def select(self, rows: np.ndarray) -> "Table":
-        sizes = None if self.sizes is None else self.sizes[rows]
-        return replace(self, rows=self.rows[rows], labels=self.labels[rows], sizes=sizes)
-
 
 def table_parts(splits: dict[str, Split], image_column: str, label_column: str, min_classes: int) -> Parts[Table]:
     """The splits of a table. The first one that is read decides on columns and classes."""
@@ -213,9 +205,9 @@ def _read(splits: Sequence[Split], image_column: str, label_column: str, min_cla
         notes = () if is_list(splits[0].kinds[columns[0]]) else _note_on_tags(columns[0], classes)
     tables = []
     for split, of_split in zip(splits, labels, strict=True):
-        cells, rows = split.images(image), np.arange(len(split))
-        sizes = _file_sizes(cells, split.folder)
-        tables.append(Table(cells, rows, of_split, classes, split.title, split.folder, sizes, notes=notes))
+        cells = split.images(image)
+        images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
+        tables.append(Table(*images, labels=of_split, classes=classes, notes=notes))
     return tables
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from timm.data import mixup as timm_mixup
 from torchvision.transforms.v2 import functional as F
 
@@ -53,15 +51,6 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_numbers_belong_to_positions_and_seed(kind: str) -> None:
-    everything = KINDS[kind](3).sample(POSITIONS)
-    rows = len(everything) * 20 // 4_000
-    assert everything.dtype == np.float32 and len(np.unique(everything, axis=0)) > 1_500
-    assert np.array_equal(KINDS[kind](3).sample(POSITIONS[700:720]), everything[700 * rows // 20 :][:rows])
-    assert not np.array_equal(KINDS[kind](4).sample(POSITIONS), everything)
-
-
 AS_ALWAYS = {
     "jitter": [
         [0.8586288, 1.2072643, 0.70257324],
@@ -83,13 +72,16 @@ AS_ALWAYS = {
 def test_random_numbers_stay_as_they_have_always_been(kind: str) -> None:
     """Else a run that is resumed after an update would continue with other images."""
     positions = np.arange(8) if kind == "mixing" else np.array([0, 1, 10**12, 10**12 + 1])
-    assert np.array_equal(KINDS[kind](3).sample(positions), np.array(AS_ALWAYS[kind], np.float32))
+    drawn = KINDS[kind](3).sample(positions)
+    assert drawn.dtype == np.float32 and np.array_equal(drawn, np.array(AS_ALWAYS[kind], np.float32))
+    assert np.array_equal(KINDS[kind](3).sample(positions[-2:]), drawn[-1 if kind == "mixing" else -2 :])
+    assert not np.array_equal(KINDS[kind](4).sample(positions), drawn)
     noise = erasing(7, 0.5, one_size(9, 7)).noise.flatten()[:3].tolist()
     assert noise == pytest.approx([-0.08814115822315216, -1.005272388458252, -1.0817806720733643], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_types_and_memory_format_of_the_batch_stay(kind: str, dtype: torch.dtype) -> None:
     images = torch.rand(8, 3, 32, 24).to(dtype, memory_format=torch.channels_last)
     augmentation = erasing(3, 0.5, one_size(32, 24), dtype) if kind == "erasing" else KINDS[kind](3)
@@ -112,11 +104,11 @@ def test_a_worker_that_is_not_forked_gets_no_tensors() -> None:
 def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(dtype, layout) -> None:
     config = {"mean": (0.1, 0.5, 0.9), "std": (0.2, 0.3, 0.4)}
     mean, std = (torch.tensor(config[key], dtype=dtype)[:, None, None] for key in ("mean", "std"))
-    for image in (torch.randint(256, (4, 3, 5, 6), dtype=torch.uint8), 255 * torch.rand(4, 3, 5, 6, dtype=dtype)):
-        before = image.clone()
-        normalised = Normalize(config, dtype, CPU, layout == torch.channels_last)(image)
-        assert normalised.dtype == dtype and normalised.is_contiguous(memory_format=layout)
-        assert torch.equal(image, before) and torch.allclose(normalised, (image / 255 - mean) / std, atol=1e-5)
+    image = torch.randint(256, (4, 3, 5, 6), dtype=torch.uint8)
+    before = image.clone()
+    normalised = Normalize(config, dtype, CPU, layout == torch.channels_last)(image)
+    assert normalised.dtype == dtype and normalised.is_contiguous(memory_format=layout)
+    assert torch.equal(image, before) and torch.allclose(normalised, (image / 255 - mean) / std, atol=1e-5)
 
 
 # ---- one of one's own
@@ -161,35 +153,17 @@ def test_an_augmentation_of_ones_own_gives_the_same_batches_on_any_layout() -> N
     positions, images, targets = augmented(config, own, BatchPlan(12, 1, 12, 2), 0)
     assert positions.tolist() == list(range(36, 84))
     assert images.dtype == targets.dtype == torch.float64 and targets.shape == (48, 50)
-    for world_size, limit, workers in ((1, 4, 2), (2, 6, 0), (3, 2, 1)):
-        others = augmented(config, own, BatchPlan(12, world_size, limit, 2), workers)
-        assert all(map(torch.equal, others, (positions, images, targets)))
-
-
-def test_an_augmentation_of_ones_own_changes_the_images_that_it_has_drawn_numbers_for() -> None:
-    config, plan = cls.Config(), BatchPlan(12, 1, 12)
-    positions, plain, targets = augmented(config, [], plan, 0)
-    greyscale = RandomGreyscale(config.seed, 0.5)
-    _, images, same = augmented(config, [greyscale], plan, 0)
-    changed = torch.from_numpy(greyscale.sample(positions.numpy()))
-    assert 10 < changed.sum() < 38
-    assert torch.equal(images[~changed], plain[~changed]) and torch.equal(same, targets)
-    assert (images[changed].diff(dim=1) == 0).all() and (plain[changed].diff(dim=1) != 0).any()
+    others = augmented(config, own, BatchPlan(12, 3, 2, 2), workers=1)
+    assert all(map(torch.equal, others, (positions, images, targets)))
+    without = augmented(config, [], BatchPlan(12, 1, 12, 2), 0)
+    assert not torch.equal(without[1], images) and torch.equal(without[2], targets)
 
 
 # ---- colour jitter
 
 
-def test_factors_vary_within_their_strength_and_are_never_negative() -> None:
-    factors = ColorJitter(0, 0.4).sample(POSITIONS)
-    assert factors.shape == (4_000, 3)
-    assert factors.min(0) == pytest.approx(0.6, abs=0.01) and factors.max(0) == pytest.approx(1.4, abs=0.01)
-    assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.06
-    assert ColorJitter(0, 3.0).sample(POSITIONS).min() >= 0
-
-
 @pytest.mark.parametrize("column, adjust", [(0, F.adjust_brightness), (1, F.adjust_contrast), (2, F.adjust_saturation)])
-@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 1.9])
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.9])
 def test_each_factor_does_the_same_as_torchvisions(column: int, adjust, factor: float) -> None:
     factors, targets, images = torch.ones(5, 3), torch.eye(5), 255 * IMAGES
     factors[1:4, column] = factor  # the others stay
@@ -197,6 +171,7 @@ def test_each_factor_does_the_same_as_torchvisions(column: int, adjust, factor: 
     expected = torch.stack([255 * adjust(image, factors[i, column].item()) for i, image in enumerate(IMAGES)])
     assert torch.allclose(varied, expected, atol=0.05)  # torchvision's grey has four digits
     assert torch.allclose(varied[[0, 4]], images[[0, 4]]) and same is targets
+    assert ColorJitter(0, 3.0).sample(POSITIONS).min() >= 0
 
 
 # ---- random erasing
@@ -217,18 +192,15 @@ def test_erased_rectangles_are_those_of_the_paper() -> None:
     assert set(down) == set(range(height)) and set(across) == set(range(width))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_only_the_rectangle_becomes_noise(layout: torch.memory_format) -> None:
+def test_only_the_rectangle_becomes_noise() -> None:
     augmentation = erasing(7, 0.5, one_size(9, 7))
     noise = augmentation.noise
     rows = [[0, 0, 0, 0, 3, 4], [2, 6, 1, 5, 0, 0], [0, 9, 0, 7, 2, 5], [8, 9, 6, 7, 8, 6], [0, 1, 0, 1, 0, 0]]
-    erased, _ = augmentation.apply(IMAGES.contiguous(memory_format=layout), torch.eye(5), torch.tensor(rows).float())
+    erased, _ = augmentation.apply(IMAGES, torch.eye(5), torch.tensor(rows).float())
     kept = torch.ones(9, 7, dtype=torch.bool)
     kept[2:6, 1:5] = False
-    assert torch.equal(erased[0], IMAGES[0])
-    assert torch.equal(erased[1, :, 2:6, 1:5], noise[:, 2:6, 1:5]) and torch.equal(
-        erased[1][:, kept], IMAGES[1][:, kept]
-    )
+    assert torch.equal(erased[0], IMAGES[0]) and torch.equal(erased[1][:, kept], IMAGES[1][:, kept])
+    assert torch.equal(erased[1, :, 2:6, 1:5], noise[:, 2:6, 1:5])
     assert torch.equal(erased[2], noise.roll((-2, -5), (1, 2)))
     assert torch.equal(erased[3, :, 8, 6], noise[:, 16 % 9, 12 % 7])
     normal = erasing(0, 0.5, one_size(64, 64)).noise
@@ -243,26 +215,6 @@ def batch(count: int, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     images = torch.rand(count, 3, *SIZE, dtype=torch.float64, generator=generator)
     labels = torch.randint(classes, (count,), generator=generator)
     return images, torch.nn.functional.one_hot(labels, classes).double()
-
-
-ALPHAS = st.sampled_from([(0.2, 0.0), (0.0, 1.0), (0.8, 1.0), (1e-3, 1e-3), (1e4, 1e4)])
-
-
-@pytest.mark.smoke
-@given(ALPHAS, st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(1, 12), st.data())
-@settings(max_examples=50)
-def test_a_batch_is_mixed_the_same_however_it_is_split(alphas, seed: int, first: int, pairs: int, data) -> None:
-    positions = np.arange(2 * first, 2 * (first + pairs))
-    mixing = Mixing(seed, *alphas, one_size(*SIZE))
-    rows = mixing.sample(positions)
-    images, targets = batch(len(positions))
-    whole = mixing.apply(images, targets, torch.from_numpy(rows))
-    cut = 2 * data.draw(st.integers(0, pairs))
-    for part in (slice(0, cut), slice(cut, None)):
-        of_part = torch.from_numpy(mixing.sample(positions[part]))
-        for mine, theirs in zip(mixing.apply(images[part], targets[part], of_part), whole, strict=True):
-            assert torch.equal(mine, theirs[part])
-    assert np.isfinite(rows).all() and torch.allclose(whole[1].sum(1), torch.ones(len(positions)).double())
 
 
 def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,40 +244,25 @@ def test_a_pair_is_mixed_as_timm_mixes_it(alphas: tuple[float, float]) -> None:
         assert torch.allclose(mixed[here], expected, atol=1e-7) and torch.allclose(soft[here], expected_soft, atol=1e-6)
 
 
-def test_the_weight_of_a_target_is_the_share_of_its_pixels() -> None:
-    count = 400
-    cutmix = Mixing(5, 0.0, 1.0, one_size(*SIZE))
-    rows = torch.from_numpy(cutmix.sample(np.arange(count)))
-    own = torch.arange(count, dtype=torch.float64)[:, None, None, None].expand(count, 3, *SIZE)
-    mixed, soft = cutmix.apply(own, torch.eye(count, dtype=torch.float64), rows)
-    places = torch.arange(count)
-    shares = (mixed[:, 0] == places[:, None, None]).double().mean((1, 2))
-    assert torch.allclose(soft[places, places], shares, atol=1e-7)
-    assert torch.allclose(soft[places, places ^ 1], 1 - shares, atol=1e-7)
-
-
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
-def test_mixup_shares_follow_their_beta_distribution(alpha: float) -> None:
-    rows = Mixing(3, alpha, 0.0, one_size(*SIZE)).sample(np.arange(20_000))
+def test_mixup_shares_follow_their_beta_distribution() -> None:
+    rows = Mixing(3, 0.2, 0.0, one_size(*SIZE)).sample(np.arange(20_000))
     assert (rows[:, OUTSIDE] == rows[:, TARGET]).all() and (rows[:, TOP : RIGHT + 1] == 0).all()
-    assert scipy.stats.kstest(rows[:, TARGET], scipy.stats.beta(alpha, alpha).cdf).pvalue > 1e-3
-    assert rows[:, TARGET].var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
+    assert scipy.stats.kstest(rows[:, TARGET], scipy.stats.beta(0.2, 0.2).cdf).pvalue > 1e-3
+    for alpha in (1e-3, 1e4):
+        assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, one_size(*SIZE)).sample(2**40 + np.arange(200))).all()
 
 
 def test_cutmix_boxes_follow_the_paper_and_with_both_on_each_pair_takes_one_at_even_odds() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     height, width = 200, 200
     rows = Mixing(3, 0.0, 1.0, one_size(height, width)).sample(np.arange(20_000))
-    assert (rows[:, OUTSIDE] == 1).all()
     top, bottom, left, right = rows[:, TOP : RIGHT + 1].T
     inside = (top > 0) & (bottom < height) & (left > 0) & (right < width)
     assert np.abs((bottom - top) - (right - left))[inside].max() <= 1  # the image's proportions
     random = np.random.default_rng(0)
-    half, centres = np.sqrt(1 - random.random(10**6)) / 2, random.random((2, 10**6))
+    half, centres = np.sqrt(1 - random.random(20_000)) / 2, random.random((2, 20_000))
     low, high = np.clip(centres - half, 0, 1), np.clip(centres + half, 0, 1)
-    expected = 1 - (high - low).prod(0)
-    assert rows[:, TARGET].mean() == pytest.approx(expected.mean(), abs=0.01)
-    assert scipy.stats.ks_2samp(rows[:, TARGET], expected[:20_000]).pvalue > 1e-3
+    assert scipy.stats.ks_2samp(rows[:, TARGET], 1 - (high - low).prod(0)).pvalue > 1e-3
     rows = Mixing(9, 0.5, 1.0, one_size(*SIZE)).sample(np.arange(20_000))
     cut = (rows[:, OUTSIDE] == 1) & (rows[:, BOTTOM] > 0)
     assert abs(cut.mean() - 0.5) < 4 * 0.5 / 10_000**0.5
@@ -338,15 +275,13 @@ SIZES = StepSizes(tuple((side, side) for side in SIDES), 3, 12)
 
 
 def test_a_step_has_one_size_whatever_is_asked_with_it():
-    positions = np.arange(12 * 3_000)
-    sizes = SIZES.of(positions)
+    sizes = SIZES.of(np.arange(12 * 3_000))
     assert sizes.shape == (36_000, 2) and (sizes[:, 0] == sizes[:, 1]).all()
     steps = sizes[:, 0].reshape(-1, 12)
     assert (steps == steps[:, :1]).all()
     assert np.bincount(steps[:, 0], minlength=41)[[*SIDES]] == pytest.approx(1_000, abs=100)
-    for position in (0, 11, 12, 35_999):
-        assert np.array_equal(SIZES.of(np.array([position]))[0], sizes[position])
-    assert not np.array_equal(dataclasses.replace(SIZES, seed=4).of(positions), sizes)
+    assert np.array_equal(SIZES.of(np.array([35_999]))[0], sizes[35_999])
+    assert not np.array_equal(dataclasses.replace(SIZES, seed=4).of(np.arange(36_000)), sizes)
 
 
 def test_sizes_are_read_from_the_flag_or_the_model():
@@ -356,24 +291,20 @@ def test_sizes_are_read_from_the_flag_or_the_model():
     assert str(found) == "3 x 160 x 160 or 3 x 224 x 224, drawn for each step"
     own = step_sizes(cls.Config(), data)
     assert own.choices == ((32, 48),) and str(own) == "3 x 32 x 48" and (own.of(np.arange(5)) == (32, 48)).all()
-    for text in ("160-224", "160,", "0", "160,8193", "a", "-3"):
+    for text in ("160-224", "0", "160,8193"):
         told = rf"--image_sizes {text}: must be sides of squares in pixels .* at most 8192$"
         with pytest.raises(Refused, match=told):
             step_sizes(cls.Config(image_sizes=text), data)
 
 
-def test_rectangles_lie_within_the_images_of_their_step_and_are_those_of_its_size_alone():
+def test_rectangles_lie_within_the_images_of_their_step():
     positions = np.arange(12 * 200)
     sides = SIZES.of(positions)[:, 0]
     varied, mixing = erasing(3, 1.0, SIZES), Mixing(3, 0.0, 1.0, SIZES)
     assert varied.noise.shape == (3, 40, 40)
     erased, mixed = varied.sample(positions), mixing.sample(positions)
     for side in SIDES:
-        here = sides == side
+        here, alone = sides == side, one_size(side, side)
         assert 0.7 * side < erased[here, :4].max() <= side and 0.9 * side < mixed[here[::2], 1:5].max() <= side
-        alone = one_size(side, side)
         assert np.array_equal(erasing(3, 1.0, alone).sample(positions)[here], erased[here])
         assert np.array_equal(Mixing(3, 0.0, 1.0, alone).sample(positions)[here[::2]], mixed[here[::2]])
-        images = torch.zeros(4, 3, side, side, dtype=torch.float64)
-        changed, _ = varied.apply(images, torch.zeros(4, 2), torch.from_numpy(erased[here][:4]))
-        assert ((changed != 0).flatten(1).sum(1) > 0).all()

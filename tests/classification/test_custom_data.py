@@ -15,6 +15,7 @@ from PIL import Image
 from common.classification.sources import Spec, load
 from common.data.images import BrokenImage
 from common.errors import Refused
+from tests.harness.drawings import pets
 
 
 class Shells:
@@ -89,18 +90,16 @@ def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: lis
         assert [source.image(index).getpixel((0, 0))[0] for index in range(len(source))] == numbers
     # A path keeps its side, wherever it stands; an evaluation finds the images that training held out.
     assert everything(val) == everything(read(Shells(files[::-1]))[1])
-    assert everything(val) != everything(read(Shells(files), seed=1)[1])
     assert everything(read(Shells(files), alone=True, held_out=True)[1]) == everything(val)
     assert len(read(Shells(files), alone=True)[1]) == 20
 
 
-def test_the_fingerprint_is_that_of_names_sizes_labels_and_classes(files: list) -> None:
+def test_the_fingerprint_is_that_of_sizes_labels_and_classes(files: list) -> None:
     first = read(Shells(files))[0].fingerprint
     assert first == read(Shells(files))[0].fingerprint
     assert first != read(Shells(files, ("limpet", "cockle")))[0].fingerprint
     assert first != read(Shells([(path, 1 - label) for path, label in files]))[0].fingerprint
-    for path, _ in files[:2]:
-        path.write_bytes(b"")
+    files[0][0].write_bytes(b"")
     assert read(Shells(files))[0].fingerprint != first
 
 
@@ -138,19 +137,14 @@ def test_parts_are_known_by_name(files: list) -> None:
 
 
 def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
-    from torchvision.datasets import MNIST
+    from torchvision.datasets import FakeData, ImageFolder
 
-    folder = tmp_path / "MNIST/raw"
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for part in ("train", "t10k"):
-        pixels, labels = generator.integers(0, 256, (20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        for kind, values in (("images-idx3", pixels), ("labels-idx1", labels)):
-            head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
-            (folder / f"{part}-{kind}-ubyte").write_bytes(head + values.tobytes())
-    train, val = read({"train": MNIST(tmp_path), "val": MNIST(tmp_path, train=False)})
-    assert train.labels.tolist() == [*range(10)] * 2 and val.classes[3] == "3 - three"
-    assert np.array_equal(np.asarray(val.image(7))[..., 0], pixels[7])
+    fake = FakeData(20, (3, 8, 8), num_classes=2)
+    fake.classes = ["odd", "even"]  # the only one without
+    train, _ = read(fake)
+    assert np.array_equal(np.asarray(train.image(7)), np.asarray(fake[train.rows[7]][0]))
+    _, val = read(ImageFolder(pets(tmp_path)))
+    assert val.classes == ("cat", "dog") and val.labels.tolist() == [0] * 2 + [1] * 3
 
 
 def two(one: object, other: object) -> Shells:
@@ -163,14 +157,11 @@ def two(one: object, other: object) -> Shells:
         (7, "int has no __len__ and no __getitem__ and no classes; a custom data set has"),
         (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
-        (Shells([(image(0), 0)], "aa"), "has the classes a, a"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
         (Shells([(np.zeros((4, 4, 3), np.uint8), 0)]), "is a ndarray; an item is a pair: .*Image.fromarray"),
         (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
-        (two(0, -1), "item 1 has the label -1"),
         (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),
         (two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
-        (two([0, 1], [0]), "the labels are"),
         (Shells([("a.png", 0), (image(0), 1)]), "item 1 is no path, as item 0 is"),
         (Shells([("a.png", 0), ("b.png", 1)] * 4), "--data shells: 8 of 8 images are missing, the first is .*/a.png"),
     ],

@@ -1,31 +1,27 @@
 """The device decodes to the same pixels as a worker, up to rounding. No broken or unusual image stops a run."""
 
-import io
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from sklearn.datasets import load_sample_image
 
-from common.classification.batches import Batch, TrainingSamples, stack
+from common.classification.batches import TrainingSamples
 from common.classification.image_sizes import StepSizes
 from common.classification.transforms import TrainingTransform, training_transform
 from common.data import device_decoding
 from common.data.batch_plan import BatchPlan
-from common.data.cache import open_cache
 from common.data.decoding import Picture
 from common.data.device_decoding import Jpeg, for_device
 from common.data.images import BrokenImage
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.errors import Refused
-from common.randomness import seed_generators
 from tests.classification.test_batches import Numbers
 from tests.classification.view_settings import ViewSettings
+from tests.harness.photographs import CHINA, encoded, exif, jpeg
 
-CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 DATA = {"input_size": (3, 64, 48), "interpolation": "bilinear", "mean": (0.5,) * 3, "std": (0.2,) * 3}
 VARIED = ViewSettings(crop_scale=0.3, hflip=0.5, vflip=0.5)
 DEVICES = [
@@ -41,22 +37,6 @@ MOST, MEAN = {"cpu": 2, "cuda:0": 80}, {"cpu": 0.3, "cuda:0": 2.5}
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
 
 
-def file(image: Image.Image, format: str = "JPEG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
-
-
-def jpeg(width: int, height: int, mode: str = "RGB", **options) -> bytes:
-    return file(CHINA.convert(mode).resize((width, height)), quality=90, **options)
-
-
-def exif(orientation: int) -> Image.Exif:
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
 USUAL = {
     "plain": jpeg(120, 90),
     "odd sides": jpeg(91, 123),
@@ -69,8 +49,8 @@ USUAL = {
 ODD = {
     "turned": jpeg(120, 90, exif=exif(6)),
     "print": jpeg(120, 90, "CMYK"),
-    "PNG": file(CHINA.resize((120, 90)), "PNG"),
-    "transparent": file(CHINA.resize((120, 90)).convert("RGBA"), "WEBP"),
+    "PNG": encoded(CHINA.resize((120, 90)), "PNG"),
+    "transparent": encoded(CHINA.resize((120, 90)).convert("RGBA"), "WEBP"),
 }
 BROKEN = {
     "cut off": jpeg(120, 90)[:1500],
@@ -113,15 +93,10 @@ def batches(
 
 def test_the_device_resizes_to_the_size_of_the_step() -> None:
     sizes, plan = StepSizes(((32, 32), (64, 64)), 5, 12), BatchPlan(12, 1, 12)
-    seen = {}
-    for decode in ("worker", "device"):
-        several = replace(samples(USUAL, decode), image_sizes=sizes)
-        feed = Prefetcher(training_loader(several, plan, 0, 6, 0), torch.device("cpu"))
-        seen[decode] = [next(feed).images for _ in range(6)]
-        assert several.blank(2).to(torch.device("cpu")).complete().images.shape == (2, 3, 64, 64)
-    assert {images.shape[2] for images in seen["device"]} == {32, 64}
-    for theirs, mine in zip(*seen.values(), strict=True):
-        assert mine.shape == theirs.shape and off(mine, theirs).float().mean() <= MEAN["cpu"]
+    several = replace(samples(USUAL, "device"), image_sizes=sizes)
+    feed = Prefetcher(training_loader(several, plan, 0, 6, 0), torch.device("cpu"))
+    assert [next(feed).images.shape[2] for _ in range(6)] == sizes.of(12 * np.arange(6))[:, 0].tolist()
+    assert several.blank(2).to(torch.device("cpu")).complete().images.shape == (2, 3, 64, 64)
 
 
 def off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -131,7 +106,7 @@ def off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_pixels_crops_and_mirror_images_are_those_of_the_worker(device: str, interpolation: str) -> None:
-    files = {name: USUAL[name] for name in USUAL} | ODD
+    files = USUAL | ODD
     *by_worker, none = batches(files, "worker", interpolation=interpolation)
     *by_device, broken = batches(files, "device", device, interpolation=interpolation)
     assert none == broken == ()
@@ -144,32 +119,13 @@ def test_pixels_crops_and_mirror_images_are_those_of_the_worker(device: str, int
         assert off(mine.images, theirs.images.flip(3)).float().mean() > 10  # another view would be seen
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_large_photograph_agrees_where_the_worker_decodes_a_part_of_the_resolution(device: str) -> None:
-    files = {str(number): jpeg(1600, 1200) for number in range(2)}
-    (theirs, *_), (mine, *_) = batches(files, "worker"), batches(files, "device", device)
-    assert off(mine.images, theirs.images).max() <= (40 if device == "cpu" else MOST[device])
-    assert off(mine.images, theirs.images).float().mean() < 2.5
-
-
-def test_a_sample_is_the_same_in_whatever_batch_and_worker() -> None:
+def test_a_sample_is_the_same_in_whatever_batch_worker_and_portion_of_the_memory(monkeypatch) -> None:
     files = USUAL | ODD | BROKEN
-    whole, split, elsewhere = (
-        batches(files, "device", limit=limit, workers=workers) for limit, workers in ((12, 0), (4, 0), (4, 2))
-    )
-    images = [torch.cat([batch.images for batch in seen[:-1]]) for seen in (whole, split, elsewhere)]
-    assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
-    assert sorted(whole[-1]) == sorted(split[-1]) == sorted(elsewhere[-1])
-
-
-def test_a_portion_of_the_memory_at_a_time_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = USUAL | ODD
-    at_once = batches(files, "device")
+    whole, elsewhere = batches(files, "device"), batches(files, "device", limit=4, workers=2)
     monkeypatch.setattr(device_decoding, "_AT_ONCE", 70_000)  # one or two
-    assert all(
-        torch.equal(one.images, other.images)
-        for one, other in zip(at_once[:-1], batches(files, "device"), strict=False)
-    )
+    seen = [torch.cat([batch.images for batch in each[:-1]]) for each in (whole, elsewhere, batches(files, "device"))]
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert sorted(whole[-1]) == sorted(elsewhere[-1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,16 +134,13 @@ def test_a_broken_jpeg_is_black_and_named_with_the_reason_the_worker_gives(devic
     *seen, broken = batches(files, "device", device)
     reasons = {}
     for name, data in BROKEN.items():
-        with pytest.raises(BrokenImage) as error:  # noqa: PT012 (either line may)
-            picture = Picture(data)
-            picture.region(0, 0, picture.height, picture.width, (8, 8), "bilinear")
+        with pytest.raises(BrokenImage) as error:
+            Picture(data).region(0, 0, 90, 120, (8, 8), "bilinear")
         reasons[name] = f"{name}: {error.value}"
-    stream, names = Stream(len(files), 12, 5), list(files)
-    for step, batch in enumerate(seen):
-        for index, image in zip(stream.indices(stream.positions(step, (0, 12))), batch.images, strict=True):
-            assert image.any() == (names[index] == "whole")
-    expected = [reasons[names[index]] for index in stream.indices(np.arange(48)) if names[index] != "whole"]
-    assert sorted(broken) == sorted(expected) and len(broken) == 32
+    drawn = [list(files)[index] for index in Stream(len(files), 12, 5).indices(np.arange(48))]
+    shown = [bool(image.any()) for batch in seen for image in batch.images]
+    assert shown == [name == "whole" for name in drawn]
+    assert sorted(broken) == sorted(reasons[name] for name in drawn if name != "whole") and len(broken) == 32
 
 
 def test_what_the_device_cannot_do_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,55 +157,37 @@ def test_what_the_device_cannot_do_the_worker_does(monkeypatch: pytest.MonkeyPat
 
 def test_a_decoder_that_refuses_an_image_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     files, decode = {"a": USUAL["plain"], "grey": USUAL["grey"]}, device_decoding.decode_jpeg
+    expected = batches(files, "worker")
 
     def picky(jpegs, mode, device):
         if any(len(jpeg) == len(USUAL["grey"]) for jpeg in jpegs):
             raise RuntimeError("Unknown chroma subsampling")
         return decode(jpegs, mode, device)
 
-    expected = batches(files, "worker")
     monkeypatch.setattr(device_decoding, "decode_jpeg", picky)
     *seen, broken = batches(files, "device")
     assert broken == () and all(off(a.images, b.images).max() <= 1 for a, b in zip(seen, expected, strict=False))
 
 
+NO_DECODER = r"--decode device: cpu can't .*\(.*nvJPEG support\); take --decode worker"
+
+
+@pytest.mark.parametrize(
+    "message, error, told",
+    [
+        ("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nand a trace", Refused, NO_DECODER),
+        ("Error while decoding JPEG images: CUDA out of memory. Tried", RuntimeError, "out of memory"),
+    ],
+)
 def test_a_device_that_decodes_nothing_is_refused_and_one_without_memory_is_not_taken_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, message: str, error: type[Exception], told: str
 ) -> None:
-    def fail(message: str) -> None:
-        def unable(*_):
-            raise RuntimeError(message)
-
-        monkeypatch.setattr(device_decoding, "decode_jpeg", unable)
-        device_decoding.decoder.cache_clear()
-
-    fail("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nand a trace")
-    with pytest.raises(Refused, match=r"--decode device: cpu can't .*\(.*nvJPEG support\); take --decode worker"):
+    monkeypatch.setattr(device_decoding, "decode_jpeg", MagicMock(side_effect=RuntimeError(message)))
+    device_decoding.decoder.cache_clear()
+    with pytest.raises(error, match=told):
         batches(USUAL, "device")
-    fail("Error while decoding JPEG images: CUDA out of memory. Tried to allocate 20.00 MiB")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        batches(USUAL, "device")
-
-
-def test_images_come_back_in_their_places() -> None:
-    transform = training_transform(replace(VARIED, crop_scale=1.0, hflip=0.0, vflip=0.0), DATA)
-    for kinds in ("JJ", "PP", "JP", "PJPJJP"):
-        images = []
-        for shade, kind in enumerate(kinds):
-            grey = Image.new("RGB", (64, 64), (20 * shade,) * 3)
-            seed_generators(0)
-            images.append(varied(transform, Picture(file(grey) if kind == "J" else file(grey, "PNG"))))
-        pixels, encoded = stack(images, [*kinds], transform)
-        assert len(pixels) == kinds.count("P") and (encoded is None) == ("J" not in kinds)
-        count = torch.arange(len(kinds))
-        pixels = Batch(pixels, count, count, encoded=encoded).complete().images
-        assert [round(image.float().mean().item() / 20) for image in pixels] == list(range(len(kinds)))
 
 
 def test_what_needs_pixels_in_the_worker_is_refused() -> None:
     with pytest.raises(Refused, match=r"--decode device: a policy .*leave out --augment, or take --decode worker"):
         samples(USUAL, "device", replace(VARIED, augment="rand-m5-n1"))
-    cache = open_cache(len(USUAL), 32, "")
-    transform = training_transform(VARIED, DATA)
-    with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
-        TrainingSamples(Files(USUAL), Stream(7, 7, 5), transform, 5, cache=cache, decode="device")

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from common.classification import metrics
 from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
-from common.distributed import collectives
-from tests.harness.processes import Processes
 
 
 def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,11 +44,9 @@ def test_single_label_results_agree_with_scikit_learn() -> None:
 def test_multi_label_results_agree_with_scikit_learn() -> None:
     logits, _ = samples()
     labels = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.3
-    results = counted(logits, labels, multi_label=True).results()
-    predicted = logits.sigmoid() > 0.5
-    assert results["f1"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="micro"))
-    assert results["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
-    assert results["per_class"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average=None))
+    results, predicted = counted(logits, labels, multi_label=True).results(), logits.sigmoid() > 0.5
+    for name, average in (("f1", "micro"), ("f1_macro", "macro"), ("per_class", None)):
+        assert results[name] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average=average))
     assert results["exact_match"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
     loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
     assert results["loss"] == pytest.approx(loss)
@@ -64,11 +60,8 @@ def test_an_image_that_could_not_be_read_is_wrong_and_not_absent() -> None:
     assert (results["top1"], results["count"], results["broken"]) == (2 / 3, 3, 1)
     assert results["per_class"] == [1, 1, None]
     assert results["loss"] == pytest.approx(F.cross_entropy(sure, torch.arange(3)).item())
-
-    counts = ClassificationCounts(3, "cpu")
     counts.update(sure, torch.arange(3), readable=torch.tensor([True, True, False]))
-    results = counts.results()
-    assert (results["top1"], results["per_class"]) == (2 / 3, [1, 1, 0])
+    assert (counts.results()["top1"], counts.results()["per_class"]) == (4 / 6, [1, 1, 0])
 
     counts = ClassificationCounts(2, "cpu", multi_label=True)
     labels = torch.tensor([[True, False], [True, False], [False, False]])
@@ -93,14 +86,12 @@ def test_top5_of_fewer_classes_is_certain_and_nothing_counted_is_none() -> None:
     assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
 
 
-def test_with_very_many_classes_the_matrix_is_left_out_and_thresholds_are_coarser(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with_matrix = counted(*samples())
+def test_with_very_many_classes_the_matrix_is_left_out_and_thresholds_are_coarser(monkeypatch) -> None:
+    fine = counted(*samples()).results()
     monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
-    without = counted(*samples())
-    coarse, fine = without.results(), with_matrix.results()
-    assert without.confusion is None and coarse | {"thresholds": fine["thresholds"]} == fine
+    counts = counted(*samples())
+    coarse = counts.results()
+    assert counts.confusion is None and coarse | {"thresholds": fine["thresholds"]} == fine
     assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
 
 
@@ -152,54 +143,17 @@ def test_a_perfect_class_keeps_one_half_and_unreadable_images_are_missed_at_any_
     assert counts.thresholds() == ([0.5, 0.5], [1, 2 / 3])
 
 
-def evaluate_a_share() -> tuple[dict, list, list[Mistake], dict]:
-    """Uneven shares: rank r takes every W-th sample from r on."""
-    logits, labels = samples()
-    labels[10] = -1
-    mine = torch.arange(len(labels))[collectives.rank() :: collectives.world_size()]
-    counts, mistakes = counted(logits[mine], labels[mine]), Mistakes(keep=10)
-    for these in mine.split(16):
-        mistakes.update(*logits[these].softmax(1).max(1), labels[these], these)
-    own = counts.results()
-    total = counts.reduce()
-    assert counts.results() == own and counts.reduce().results() == total.results(), "reduce changed its own counts"
-    return total.results(), total.confusion.tolist(), mistakes.merge(), own
-
-
-def test_all_layouts_give_the_same_numbers(processes: Processes) -> None:
-    (alone, matrix, mistakes, _) = evaluate_a_share()
-    for ranks in (2, 3):
-        answers = processes.run(evaluate_a_share, ranks=ranks)
-        assert sum(own["count"] for *_, own in answers) == alone["count"] == 203
-        for results, its_matrix, its_mistakes, _ in answers:
-            assert results.pop("loss") == pytest.approx(alone["loss"], rel=1e-12)
-            assert results == {key: value for key, value in alone.items() if key != "loss"}
-            assert (its_matrix, its_mistakes) == (matrix, mistakes)
-
-
 def test_mistakes_are_the_most_confident_wrong_ones_in_a_fixed_order() -> None:
+    """Neither an image that could not be read nor one with a NaN is a mistake to look at."""
     logits, labels = samples()
-    labels[3] = -1
-    probabilities = logits.softmax(1)
-    confidences, predicted = probabilities.max(1)
-    wrong = [index for index in range(203) if labels[index] >= 0 and predicted[index] != labels[index]]
+    labels[3], logits[4], readable = -1, float("nan"), torch.arange(203) != 5
+    confidences, predicted = logits.softmax(1).max(1)
+    wrong = [index for index in range(203) if index not in (3, 4, 5) and predicted[index] != labels[index]]
     best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))
     for keep in (5, 24, 500):
         mistakes = Mistakes(keep)
         for these in torch.arange(203).flip(0).split(17):
-            mistakes.update(confidences[these], predicted[these], labels[these], these)
+            mistakes.update(confidences[these], predicted[these], labels[these], these, readable[these])
         expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
         assert mistakes.merge() == expected
     assert Mistakes().merge() == []
-
-
-def test_an_unreadable_image_is_no_mistake_to_look_at() -> None:
-    mistakes = Mistakes()
-    sure, first, readable = (
-        torch.full((4,), 0.9),
-        torch.zeros(4, dtype=torch.int64),
-        torch.tensor([True, False, True, True]),
-    )
-    sure[3] = float("nan")
-    mistakes.update(sure, first, torch.tensor([1, 1, -1, 1]), torch.arange(4), readable)
-    assert [mistake.index for mistake in mistakes.merge()] == [0]

@@ -3,7 +3,6 @@
 import io
 import os
 import socket
-from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -18,6 +17,7 @@ from common.classification.sources import Spec, load
 from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
+from common.data.splits import kind_of
 from common.errors import Refused
 from tests.harness.drawings import pets, picture, tree
 from tests.harness.odd_files import bounded
@@ -57,21 +57,19 @@ def test_digits_are_the_real_ones_with_a_fixed_stratified_fifth_held_out():
     from sklearn.datasets import load_digits
 
     train, val = read("digits", seed=0)
-    again, other = read("digits", seed=1, val_share=0.5)
-    assert len(train) + len(val) == 1797
+    _, other = read("digits", seed=1, val_share=0.5)
     shares = np.bincount(val.labels) / (np.bincount(train.labels) + np.bincount(val.labels))
     assert np.abs(shares - 0.2).max() < 0.005
     assert sorted([*train.rows, *val.rows]) == list(range(1797))
     assert np.array_equal(val.rows, other.rows)  # a property of the data set, so results compare across seeds
-    assert (train.fingerprint, val.fingerprint) == (again.fingerprint, other.fingerprint)
-    assert train.fingerprint != val.fingerprint
+    assert train.fingerprint != val.fingerprint == other.fingerprint
     assert train.classes == tuple("0123456789") and not train.multi_label
     image, row = val.image(5), val.rows[5]
     assert val.name(5) == f"digits[{row}]" and val.labels[5] == load_digits().target[row]
     assert (image.mode, image.size) == ("RGB", (32, 32))
     small = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] / 255 * 16
     assert np.abs(small - load_digits().images[row]).mean() < 1
-    assert {alone("digits", held_out=held_out).fingerprint for held_out in (False, True)} == {val.fingerprint}
+    assert alone("digits", held_out=True).fingerprint == val.fingerprint
     assert alone("digits", "train").fingerprint == train.fingerprint
 
 
@@ -93,14 +91,9 @@ FOLDERS = [
     (FLAT, {}, (15, 5), KEPT, OUT),
     (FLAT, ALONE, (20, 20), ALL, ALL),
     (FLAT, HELD_OUT, (5, 5), OUT, OUT),
-    (FLAT, ALONE | {"split": "val"}, (5, 5), OUT, OUT),
-    (FLAT, HELD_OUT | {"split": "train"}, (15, 15), KEPT, KEPT),
     (FLAT, HELD_OUT | {"split": "all"}, (20, 20), ALL, ALL),
     (SPLIT, {}, (20, 5), "train/", "Val/; test/: for --split test"),
     (SPLIT, {"split": "test"}, (20, 1), "train/", "test/; Val/: for --split val"),
-    (SPLIT, {"split": "TEST"}, (20, 1), "train/", "test/; Val/: for --split val"),
-    (SPLIT, {"split": "Val"}, (20, 5), "train/", "Val/; test/: for --split test"),
-    (SPLIT, HELD_OUT, (5, 5), "Val/", "Val/"),
     (SPLIT, ALONE | {"split": "test"}, (1, 1), "test/", "test/"),
     (SPLIT | {"extra/cat": 1}, ALONE | {"split": "extra"}, (1, 1), "extra/", "extra/"),
     # Test data never choose a model unless --split says so; a share that is not needed is not judged.
@@ -108,14 +101,11 @@ FOLDERS = [
     (NO_VAL, {"split": "test", "val_share": 7}, (20, 4), "train/", "Test/"),
     (NO_VAL, ALONE, (4, 4), "Test/", "Test/"),
     (NO_VAL, HELD_OUT, (5, 5), "25 % held out of train/", "25 % held out of train/"),
-    (NO_VAL, ALONE | {"split": "train"}, (20, 20), "train/", "train/"),
-    (NO_VAL, HELD_OUT | {"split": "train"}, (15, 15), "75 % of train/", "75 % of train/"),
     (TWO_VAL, {"split": "valid"}, (20, 4), "train/", "valid/; val/: for --split val"),
     # A class may be called train, keeps an image to train on, and may have none to evaluate.
     (DEEP, {}, (9, 3), KEPT, OUT),
     ({"a": 1, "b": 2, "c": 1}, {"val_share": 0.9}, (3, 1), "10 % of the folder", "90 % held out of the folder"),
     (TWO_TRAINED | {"val/cat": None, "val/dog": 2}, {}, (2, 2), "train/", "val/"),
-    (TWO_TRAINED | {"val/dog": 2}, {}, (2, 2), "train/", "val/"),
     (FLAT | {"original.tar": ""}, {}, (15, 5), KEPT, OUT),
 ]
 
@@ -131,38 +121,30 @@ def test_folders_are_parts_or_classes(tmp_path, folders, flags, counts, trained,
             assert source.image(np.int64(index)).getpixel((0, 0))[0] == int(Path(name).stem)
 
 
-USUAL = """train,val,test Train,Val,Test TRAIN,VALID,TESTING training,validation,testing train_images,dev,test_images
+USUAL = """train,val,test TRAIN,VALID,TESTING training,validation,testing train_images,dev,test_images
     training_set,validation_set,test_set train2017,val2017,test2017 seg_train,eval,seg_test"""
-USUAL = [*(names.split(",") for names in USUAL.split()), ["Train Data", "Validation Data", "Test Data"]]
 
 
-@pytest.mark.parametrize("train, val, test", USUAL)
-def test_parts_are_known_by_their_usual_names(tmp_path, train, val, test):
-    for part in (train, val, test):
-        pets(tmp_path / part, 1, 1)
-    for split, evaluated in (("", f"{val}/; {test}/: for --split test"), ("test", f"{test}/; {val}/: for --split val")):
-        assert [source.part for source in read(tmp_path, split=split)] == [f"{train}/", evaluated]
+def test_parts_are_known_by_their_usual_names():
+    for names in (*(names.split(",") for names in USUAL.split()), ["Train Data", "Validation Data", "Test Data"]):
+        assert [*map(kind_of, names)] == ["train", "val", "test"]
+    assert [*map(kind_of, ("trainval", "cat", "tram", "testament"))] == ["trainval", "", "", ""]
 
 
 BAD_FOLDERS = [
     ({}, {}, "FOLDER: no class folders; images belong in one subfolder per class"),
-    ({"0.png": ""}, {}, "FOLDER: no class folders; images belong in one subfolder per class"),
     ({"cat": 1}, {}, "FOLDER: only the class folder cat/; "),
     (FLAT | {"emu": None}, {}, "FOLDER/emu: no images in this class folder; add some"),
     (FLAT, {"split": "test"}, "--split test: --data FOLDER has no such part; there is train"),
-    (SPLIT, {"split": "mine"}, "--data FOLDER has no such part; there is Val, test, train"),
     (SPLIT | {"Val/emu": 1}, {}, "FOLDER/Val/emu: a class that FOLDER/train does not have"),
     ({"train/cat": 1, "train/dog": 1, "val": None}, {}, "FOLDER/val: no images to evaluate on"),
-    ({"train": 1, "val": 1}, {}, "FOLDER/train: no class folders"),
     (TWO_VAL, {}, "val/ and valid/ could each be the part val; keep one, or name it"),
-    (TWO_VAL | {"Training/cat": 1}, {"split": "val"}, "Training/ and train/ could each be"),
     (BOTH, {}, "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts"),
     (NO_TRAIN, {}, "no part to train on, only test, val; rename one to train"),
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
     (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images a class holds out none"),
-    *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, -0.1, 1.5, NAN)),
+    *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, NAN)),
     ({"000.tar": ""}, {}, "not supported yet"),
-    ({"train/000.tar": "", "val/000.tar": ""}, {}, "not supported yet"),
 ]
 
 
@@ -172,8 +154,7 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flag
 
 
 NOT_YET = "tar/WebDataset shards, URLs and streaming are not supported yet; extract to an image "
-SHARDS = """shards/train-{000000..000099}.tar photos.tar.gz photos.TGZ hf-streaming:owner/name streaming:owner/name
-    wds:photos pipe:photos.tar https://example.com/photos s3://bucket/photos""".split()
+SHARDS = "shards/train-{000000..000099}.tar photos.TGZ hf-streaming:owner/name s3://bucket/photos".split()
 
 
 @pytest.mark.parametrize("data", SHARDS)
@@ -199,13 +180,11 @@ def test_the_hold_out_is_stratified_seeded_and_complete(tmp_path):
     pets(tmp_path, cats=8, dogs=12)
     train, val = read(tmp_path, seed=1)
     assert np.bincount(train.labels).tolist() == [6, 9] and np.bincount(val.labels).tolist() == [2, 3]
-    assert len({*names(train, tmp_path), *names(val, tmp_path)}) == 20
-    assert names(train, tmp_path) == sorted(names(train, tmp_path))
-    assert names(read(tmp_path, seed=1)[1], tmp_path) == names(val, tmp_path)
-    assert names(alone(tmp_path, seed=1, held_out=True), tmp_path) == names(val, tmp_path)
-    assert names(alone(tmp_path, "train", seed=1, held_out=True), tmp_path) == names(train, tmp_path)
-    others = [names(read(tmp_path, seed=seed)[1], tmp_path) for seed in range(2, 6)]
-    assert any(other != names(val, tmp_path) for other in others)
+    held_out = names(val, tmp_path)
+    assert len({*names(train, tmp_path), *held_out}) == 20
+    for again in (read(tmp_path, seed=1)[1], alone(tmp_path, seed=1, held_out=True)):
+        assert names(again, tmp_path) == held_out
+    assert any(names(read(tmp_path, seed=seed)[1], tmp_path) != held_out for seed in (2, 3, 4))
 
 
 def test_the_hold_out_hardly_changes_when_a_file_comes_or_the_folder_moves(tmp_path):
@@ -213,46 +192,40 @@ def test_the_hold_out_hardly_changes_when_a_file_comes_or_the_folder_moves(tmp_p
     before = set(names(read(tmp_path / "a")[1], tmp_path / "a"))
     (tmp_path / "a").rename(tmp_path / "b")
     assert set(names(read(tmp_path / "b")[1], tmp_path / "b")) == before
-    for index in range(20, 30):
+    for index in range(20, 24):
         picture(tmp_path / f"b/cat/{index}.png")
         after = set(names(read(tmp_path / "b")[1], tmp_path / "b"))
         assert len((before ^ after) - {f"cat/{index}.png"}) <= 1
-        assert {name for name in after if name.startswith("dog")} == {n for n in before if n.startswith("dog")}
+        assert not any(name.startswith("dog") for name in before ^ after)
         before = after
 
 
-def test_only_images_count_in_any_case_and_never_hidden_ones(tmp_path):
-    others = ("cat/UPPER.PNG", "cat/.hidden.png", "cat/.thumbnails/0.png", ".git/0.png", "beside.png")
-    for name in others:
-        picture(tmp_path / name)
-    pets(tmp_path, cats=4, dogs=4)
-    (tmp_path / "cat/notes.txt").write_text("no image")
-    everything = [name for source in read(tmp_path) for name in names(source, tmp_path)]
-    assert sorted(everything) == sorted([f"{c}/{i}.png" for c in ("cat", "dog") for i in range(4)] + ["cat/UPPER.PNG"])
-
-
-def test_links_are_followed_but_not_in_circles_and_a_dangling_one_is_a_broken_image(tmp_path):
+def test_images_are_found_in_any_case_through_links_and_under_names_that_are_no_text(tmp_path):
+    """Never hidden ones. Links do not lead in circles, and a dangling one is a broken image."""
     pets(tmp_path / "store", cats=2, dogs=2)
-    (tmp_path / "data/cat").mkdir(parents=True)
-    (tmp_path / "data/dog").symlink_to(tmp_path / "store/dog")
-    (tmp_path / "data/cat/linked").symlink_to(tmp_path / "store/cat")
-    (tmp_path / "data/cat/circle").symlink_to(tmp_path / "data/cat")
-    (tmp_path / "data/cat/gone.png").symlink_to(tmp_path / "nowhere.png")
-    train, val = read(tmp_path / "data", val_share=0.3)
-    found = {name: (source, index) for source in (train, val) for index, name in enumerate(names(source, tmp_path))}
-    assert sorted(found) == [f"data/{p}.png" for p in ("cat/gone", "cat/linked/0", "cat/linked/1", "dog/0", "dog/1")]
-    source, index = found["data/cat/gone.png"]
+    root = tmp_path / "data"
+    for name in (
+        "cat/UPPER.PNG",
+        "cat/.hidden.png",
+        "cat/.thumbnails/0.png",
+        ".git/0.png",
+        "beside.png",
+        "cat/odd.png",
+    ):
+        picture(root / name)
+    (root / "cat/notes.txt").write_text("no image")
+    os.rename(root / "cat/odd.png", os.fsencode(root) + b"/cat/\xff\xfe.png")
+    (root / "dog").symlink_to(tmp_path / "store/dog")
+    (root / "cat/linked").symlink_to(tmp_path / "store/cat")
+    (root / "cat/circle").symlink_to(root / "cat")
+    (root / "cat/gone.png").symlink_to(tmp_path / "nowhere.png")
+    found = {name: (source, index) for source in read(root) for index, name in enumerate(names(source, root))}
+    of_cats = ("UPPER", "\\xff\\xfe", "gone", "linked/0", "linked/1")
+    assert {*map(str.lower, found)} == {f"cat/{name}.png".lower() for name in of_cats} | {"dog/0.png", "dog/1.png"}
+    source, index = found.pop("cat/gone.png")
     with pytest.raises(BrokenImage, match="No such file"):
         source.image(index)
-
-
-def test_file_names_need_not_be_valid_text(tmp_path):
-    pets(tmp_path, cats=2, dogs=3)
-    os.rename(tmp_path / "cat/0.png", os.fsencode(tmp_path) + b"/cat/\xff\xfe.png")
-    for source in read(tmp_path, val_share=0.5):
-        for index in range(len(source)):
-            assert source.image(index).size == (4, 3)
-            source.name(index).encode()  # can be printed
+    assert all(source.image(index).size == (4, 3) for source, index in found.values())
 
 
 def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
@@ -309,20 +282,19 @@ def test_save_to_disk_and_parquet_hold_out_the_same_rows_with_class_names_from_t
     data = classified(30)
     data.save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "file.parquet")
-    saved(tmp_path / "dictionary", train=data)
     (tmp_path / "folder").mkdir()
     for half in range(2):
         data.shard(2, half, contiguous=True).to_parquet(tmp_path / f"folder/{half}.parquet")
     found = []
-    for place in ("saved", "file.parquet", "dictionary", "folder", "folder/*.parquet"):
+    for place in ("saved", "file.parquet", "folder", "folder/*.parquet"):
         train, val = read(tmp_path / place)
         assert train.classes == val.classes == ("a", "b", "c")
         check_rows(train, val)
         assert sorted([*train.rows, *val.rows]) == list(range(30))
-        assert Counter(val.labels.tolist()) == {0: 3, 1: 3, 2: 3}  # a quarter of 10, rounded up
+        assert np.bincount(val.labels).tolist() == [3, 3, 3]  # a quarter of 10, rounded up
         assert val.name(0) == f"{tmp_path / place} train[{val.rows[0]}]"
         found.append((val.rows.tolist(), train.fingerprint, val.fingerprint))
-    assert found == found[:1] * 5
+    assert found == found[:1] * 4
     assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != found[0][0]
 
 
@@ -338,46 +310,32 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
         assert (len(train), len(val)) == (9, 6)
         check_rows(train, val)
         assert val.name(5) == f"{tmp_path / place} Dev[5]"
-        assert (alone(tmp_path / place, "dev").part, len(alone(tmp_path / place))) == ("split Dev", 6)
+    assert (alone(tmp_path / "saved", "dev").part, len(alone(tmp_path / "saved"))) == ("split Dev", 6)
     splits["train"].to_parquet(tmp_path / "test.parquet")
     assert [len(alone(tmp_path / "test.parquet", held_out=held_out)) for held_out in (False, True)] == [9, 3]
-
-
-def test_labels_without_class_names_become_classes_in_sorted_order(tmp_path):
-    table(4, kind=["dog", "cat", "emu", "dog"]).to_parquet(tmp_path / "text.parquet")
-    source = alone(tmp_path / "text.parquet")
-    assert source.classes == ("cat", "dog", "emu") and source.labels.tolist() == [1, 0, 2, 1]
-    labelled([30, 7, 7, 100]).to_parquet(tmp_path / "numbers.parquet")
-    assert read(tmp_path / "numbers.parquet", val_share=0.5)[0].classes == ("7", "30", "100")
 
 
 def test_lists_of_labels_are_multi_label(tmp_path):
     tags = [[0], [0, 2], [], [1, 2], [2]]
     named = datasets.List(datasets.ClassLabel(names=["x", "y", "z", "never"]))
     labelled(tags, named).save_to_disk(tmp_path / "named")
-    labelled(tags).save_to_disk(tmp_path / "numbers")
     labelled([["xyz"[tag] for tag in row] for row in tags]).save_to_disk(tmp_path / "text")
-    classes = {"named": ("x", "y", "z", "never"), "numbers": ("0", "1", "2"), "text": ("x", "y", "z")}
-    for place, expected in classes.items():
+    for place, expected in {"named": ("x", "y", "z", "never"), "text": ("x", "y", "z")}.items():
         train, val = read(tmp_path / place, val_share=0.4)
         assert train.classes == expected and train.multi_label and val.multi_label
         assert train.labels.dtype == bool and train.labels.shape == (3, len(expected)) and len(val) == 2
         for source in (train, val):
             assert [np.flatnonzero(row).tolist() for row in source.labels] == [tags[row] for row in source.rows]
-            assert reds(source) == source.rows.tolist()
 
 
-def test_images_may_be_bytes_paths_or_a_pair_without_notes(tmp_path):
-    labels = [row % 3 for row in range(6)]
+def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
     paths = [str(picture(tmp_path / f"images/{row}.png", row).relative_to(tmp_path)) for row in range(6)]
     pairs = [{"bytes": png(row), "path": f"{row}.png"} for row in range(6)]
     columns = {"b": ("content", [*map(png, range(6))]), "pair": ("image", pairs), "paths": ("file", paths)}
     for name, (column, cells) in columns.items():
+        labels = [row % 3 for row in range(6)]
         pq.write_table(pa.table({column: cells, "label": labels}), tmp_path / f"{name}.parquet")
-    linked = datasets.Dataset.from_dict({"image": [str(tmp_path / path) for path in paths], "label": labels})
-    linked.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "linked")
-    for place, column in {"b.parquet": "", "pair.parquet": "", "paths.parquet": "file", "linked": ""}.items():
-        train, val = read(tmp_path / place, val_share=0.5, image_column=column)
+        train, val = read(tmp_path / f"{name}.parquet", val_share=0.5)
         check_rows(train, val)
         assert train.fingerprint != val.fingerprint
 
@@ -399,20 +357,15 @@ def test_a_broken_cell_is_one_broken_image_and_not_an_error_of_the_whole_set(tmp
 
 def test_table_fingerprint_follows_images_labels_and_classes(tmp_path):
     larger = classified(12).select([11]).map(lambda row: {"image": Image.effect_noise((64, 64), 50)})
-    variants = {
-        "first": classified(12),
-        "labels": classified(12).select([*range(1, 12), 0]),
-        "classes": classified(12, "abz"),
-        "rows": classified(11),
-        "image": datasets.concatenate_datasets([classified(11), larger]),
-    }
-    found = set()
-    for name, data in variants.items():
-        data.save_to_disk(tmp_path / name)
-        found.add(tuple(source.fingerprint for source in read(tmp_path / name)))
+    variants = (
+        classified(12),
+        classified(12).select([*range(1, 12), 0]),
+        classified(12, "abz"),
+        datasets.concatenate_datasets([classified(11), larger]),
+    )
+    found = {tuple(each.fingerprint for each in read(saved(tmp_path / f"{id(data)}", train=data))) for data in variants}
     assert len(found) == len(variants)
-    (tmp_path / "first").rename(tmp_path / "moved")
-    assert tuple(source.fingerprint for source in read(tmp_path / "moved")) in found
+    assert tuple(each.fingerprint for each in read(saved(tmp_path / "elsewhere", train=variants[0]))) in found
 
 
 TWO = datasets.ClassLabel(names=["a", "b"])
@@ -426,24 +379,14 @@ WRONG = "train: row 3 has label -1 in column label, but the 2 classes are 0 to 1
 BAD_TABLES = [
     (labelled([0, 1, 1, -1], TWO), {}, WRONG),
     (labelled([0, 1, None, 1], TWO), {}, "row 2 has no label in column label (null)"),
-    (labelled(["a", None, "b"]), {}, "row 1 has no label"),
     (labelled([0, -1, 5]), {}, "row 1 has label -1 in column label, but the 2 classes are 0, 5"),
-    (labelled([4, 4, 4]), {}, "only the class 4 in column label; needs 2 or more"),
     (labelled([[0], [1, -1]], datasets.List(TWO)), {}, "row 1 has label -1"),
-    (labelled([[0], [1], None], datasets.List(TWO)), {}, "row 2 has no label"),
-    (labelled([[0], [1, None]], datasets.List(TWO)), {}, "row 1 has label None"),
     (labelled([[0, 1, 0], [1, 0, 0]]), {}, "row 0 has a class twice"),
     (MANY, {}, "image, second could each be the image; name it with --image_column NAME (c"),
     (MANY, SECOND, "fine, coarse could each be the label; name it with --label_column NAME"),
     (MANY, {"image_column": "picture"}, "--image_column picture: is no column of --data"),
     (MANY, {"image_column": "fine"}, "can't be the image column"),
     (MANY, SCORE, "--label_column score: can't be the label column"),
-    (MANY.select_columns(["image", "score"]), {}, "no label column found; name it with --label_column NAME"),
-    (
-        MANY.select_columns(["fine"]),
-        {},
-        "no image column found; name it with --image_column NAME (columns: fine (int64))",
-    ),
     ({"train": labelled(["a", "b"]), "val": labelled(["a", "c"])}, {}, "val: row 1 has label 'c'"),
     ({"test": classified(4), "extra": classified(4)}, {}, "no part to train on, only test, extra; rename"),
     ({"train": classified(6), "val": classified(6, "acb")}, {}, "train and val name other classes in label"),
@@ -457,25 +400,15 @@ def test_tables_are_refused_with_row_value_or_column_and_flag(tmp_path, splits, 
     assert text in refusal(saved(tmp_path / "saved", **splits), **flags)
 
 
-def test_columns_are_found_by_name_or_type(tmp_path):
-    saved(tmp_path / "many", train=MANY)
-    named = {"image_column": "second", "label_column": "coarse"}
-    assert read(tmp_path / "many", **named, val_share=0.5)[0].classes == ("0", "1")
+def test_a_column_with_class_names_is_the_label(tmp_path):
     mixed = MANY.select_columns(["image", "fine"]).add_column("kind", [0, 1, 0, 1])
     saved(tmp_path / "mixed", train=mixed.cast_column("kind", TWO))
-    assert read(tmp_path / "mixed", val_share=0.5)[0].classes == ("a", "b")  # a ClassLabel says what it is
+    assert read(tmp_path / "mixed", val_share=0.5)[0].classes == ("a", "b")
 
 
 def test_damaged_tables_are_refused_in_one_line(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and nothing more")
     assert "can't be read as a Hugging Face data set: " in refusal(tmp_path / "torn.parquet")
-    classified(6).save_to_disk(tmp_path / "torn")
-    next((tmp_path / "torn").glob("*.arrow")).write_bytes(b"")
-    assert "can't be read as a Hugging Face data set: " in refusal(tmp_path / "torn")
-    (tmp_path / "no rows").mkdir()
-    classified(6).to_parquet(tmp_path / "no rows/train.parquet")
-    classified(6).select([]).to_parquet(tmp_path / "no rows/test.parquet")
-    assert '"test" corresponds to no data' in refusal(tmp_path / "no rows")
     beyond = pa.table({"image": [png(0), png(1)], "label": pa.array([0, 2], pa.int64())})
     info = datasets.Features({"image": datasets.Value("binary"), "label": TWO}).arrow_schema.metadata
     pq.write_table(beyond.replace_schema_metadata(info), tmp_path / "beyond.parquet")
@@ -485,17 +418,18 @@ def test_damaged_tables_are_refused_in_one_line(tmp_path):
 # ---- CSV
 
 
-def sheet(root: Path, text: str, rows: list[str] = (), count: int = 12) -> Path:
+def sheet(root: Path, text: str, rows: list[str] = (), encoding: str = "utf-8") -> Path:
     """A CSV file beside images whose first pixel's red is their number `n`.
 
     `text` is the first line, and the format of one line for each image; `rows` are further lines.
     """
-    for number in range(count):
+    for number in range(12):
         picture(root / f"images/{number}.png", number)
     head, *formats = text.splitlines()
-    values = [{"n": n, "two": n % 2, "three": n % 3, "abc": "abc"[n % 3]} for n in range(count)]
+    words = {"three": (0, 1, 2), "number": (9, 10, 11), "abc": "abc", "nothing": ("NA", "none", "null")}
+    values = [{"n": n, "two": n % 2} | {kind: of[n % 3] for kind, of in words.items()} for n in range(12)]
     lines = [line.format(**value) for line in formats for value in values]
-    (root / "labels.csv").write_text("\n".join([head, *lines, *rows]) + "\n")
+    (root / "labels.csv").write_text("\n".join([head, *lines, *rows]) + "\n", encoding=encoding)
     return root / "labels.csv"
 
 
@@ -508,6 +442,8 @@ def sheet(root: Path, text: str, rows: list[str] = (), count: int = 12) -> Path:
         ("file\tkind\nimages/{n}.png\t00{three}", "000 001 002"),
         ("kind|file\n{three}.0|images/{n}.png", "0 1 2"),
         (',"file","kind"\n{n},"images/{n}.png","N,{abc}"', "N,a N,b N,c"),
+        ("file,kind\nimages/{n}.png,{number}", "9 10 11"),
+        ("file,kind\nimages/{n}.png,{nothing}", "NA none null"),
     ],
 )
 def test_a_csv_file_of_paths_and_labels_is_read_whatever_its_separator(tmp_path, text, classes):
@@ -520,13 +456,6 @@ def test_a_csv_file_of_paths_and_labels_is_read_whatever_its_separator(tmp_path,
     assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
     picture(tmp_path / f"images/{reds(val)[0]}.png").write_bytes(b"another size")
     assert read(tmp_path / "labels.csv")[1].fingerprint != val.fingerprint
-
-
-def test_whole_numbers_are_in_their_order_and_words_for_nothing_are_text(tmp_path):
-    kinds = [f"images/{n}.png,{kind}" for n, kind in enumerate([9, 10, 11] * 2)]
-    assert alone(sheet(tmp_path, "file,kind", kinds)).classes == ("9", "10", "11")
-    kinds = [f"images/{n}.png,{kind}" for n, kind in enumerate(["null", "NA", "none"] * 2)]
-    assert alone(sheet(tmp_path, "file,kind", kinds)).classes == ("NA", "none", "null")
 
 
 def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
@@ -543,13 +472,11 @@ def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
         (tmp_path / f"{name}.tsv").write_text("\n".join(["file,kind", *lines]))
     train, val = read(tmp_path / "*.tsv")
     assert (reds(train), reds(val), val.classes) == (list(range(8)), list(range(4, 12)), ("a", "b"))
-    file = sheet(tmp_path, "file,kind,split", [*rows, "images/0.png,1,"])
-    assert "row 12 has nothing in the column split, by which rows are parted; fill it in" in refusal(file)
 
 
 def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
     rows = [f"images/{n}.png,{n % 2},{int(n % 3 == 0)},{int(n > 3)}" for n in range(12)]
-    for named, classes in (("", ("x", "y", "z")), ("x,y,z", ("x", "y", "z")), ("z, x", ("z", "x"))):
+    for named, classes in (("", ("x", "y", "z")), ("z, x", ("z", "x"))):
         train, val = read(sheet(tmp_path, "file,x,y,z", rows), label_column=named)
         assert train.multi_label and train.classes == classes
         for index, number in enumerate(reds(val)):
@@ -557,14 +484,9 @@ def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
             assert val.labels[index].tolist() == [shows[name] for name in val.classes]
         assert train.notes == (f"a class for each of {len(train.classes)} columns of 0 and 1",)
     rows = [f"images/{n}.png,{n % 2 == 0},{float(n % 2 == 1)},{n}" for n in range(12)]
-    words = sheet(tmp_path, "file,x,y,age", rows)
-    train, val = read(words, label_column="x,y")
+    train, val = read(sheet(tmp_path, "file,x,y,age", rows), label_column="x,y")
     assert not train.multi_label and val.labels.tolist() == [number % 2 for number in reds(val)]
     assert train.notes == ("a class for each of 2 columns of 0 and 1, of which one is 1",)
-    assert "x, y, age could each be the label" in refusal(words)
-    text = "row 2 has 2 in column age; each of several label columns must hold 0 or 1"
-    assert text in refusal(words, label_column="x,age")
-    assert "--label_column x,w: " in refusal(words, label_column="x,w")
 
 
 HEAD = "labels.csv: its first line must name"
@@ -576,19 +498,20 @@ BAD_CSV = [
     ("file,kind\nimages/{n}.png,0\na,b,c", {}, "not readable as CSV with ',' between columns"),
     ("file,kind\nimages/{n}.png,{two}\nimages/1.png,", {}, "row 12 has no label in column kind"),
     ("id,kind\n{n},0", {}, "no image column found; name it with --image_column NAME"),
-    ("file,kind\nimages/{n}.png,0", {"label_column": "picture,kind"}, "no column picture"),
+    ("file,kind\nimages/{n}.png,0", {"label_column": "picture,kind"}, "has no column picture; it has file, kind"),
+    ("file,x,age\nimages/{n}.png,{two},{n}", {}, "x, age could each be the label"),
+    ("file,x,age\nimages/{n}.png,{two},{n}", {"label_column": "x,age"}, "row 2 has 2 in column age; each of several"),
+    ("file,kind,split\nimages/{n}.png,{two},val\na.png,1,", {}, "row 12 has nothing in the column split, by which"),
+    ("file,kind\n{n}.png,é", {"encoding": "latin-1"}, "labels.csv: not readable as CSV"),
+    ("file,kind\n{n}.png,é", {"encoding": "utf-16"}, "labels.csv: not readable as text"),
 ]
 
 
 @pytest.mark.parametrize("text, flags, told", BAD_CSV)
 def test_csv_refusals_are_one_line_that_names_the_file_and_the_way_out(tmp_path, text, flags, told):
-    assert told in refusal(sheet(tmp_path, text), **flags)
-
-
-@pytest.mark.parametrize("encoding, told", [("latin-1", "not readable as "), ("utf-16", "not readable as text")])
-def test_csv_of_another_encoding_is_refused(tmp_path, encoding, told):
-    (tmp_path / "labels.csv").write_text("file,kind\nimages/0.png,é\n", encoding=encoding)
-    assert f"labels.csv: {told}" in refusal(tmp_path / "labels.csv")
+    flags = dict(flags)
+    file = sheet(tmp_path, text, encoding=flags.pop("encoding", "utf-8"))
+    assert told in refusal(file, **flags)
 
 
 def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(tmp_path):
@@ -609,12 +532,9 @@ def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(
 
 
 def test_a_folder_of_links_that_lead_nowhere_is_refused_with_the_count(tmp_path):
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-        for row in range(5):
-            (tmp_path / name / f"{row}.jpg").symlink_to(tmp_path / "annex" / f"{row}.jpg")
-    assert "10 of 10 images are missing, the first is" in refusal(tmp_path)
     pets(tmp_path, cats=40, dogs=40)
+    for row in range(10):
+        (tmp_path / f"cat/annexed{row}.jpg").symlink_to(tmp_path / "annex" / f"{row}.jpg")
     assert "10 of 90 images are missing, the first is" in refusal(tmp_path, max_broken_share=0.02)
     with pytest.raises(Refused, match="--data here: a part of it has no images"):
         refuse_broken("here", read(tmp_path)[0].select(np.arange(0)), 0.02)
@@ -625,31 +545,40 @@ def test_a_folder_of_links_that_lead_nowhere_is_refused_with_the_count(tmp_path)
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub that answers; the list that comes back shows the requests."""
+    """A Hub that has the data set owner/name; the list that comes back shows the requests."""
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     asked = []
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, timeout: asked.append((name, timeout)))
 
-    def load_dataset(*name_and_config):
-        asked.append(name_and_config)
+    class NotFound(RepositoryNotFoundError):
+        __init__ = Exception.__init__  # without the HTTP response that the real one wants
+
+    def dataset_info(self, name, timeout):
+        asked.append((name, timeout))
+        if name != "owner/name":
+            raise NotFound("404")
+
+    def load_dataset(name, config):
+        asked.append((name, config))
+        if config is None:
+            raise ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']")
         return datasets.DatasetDict({"train": classified(12)})
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return asked
 
 
 def test_a_name_that_is_no_path_is_asked_of_the_hub(hub, tmp_path, monkeypatch):
-    for data, name, config in (
-        ("owner/name", "owner/name", None),
-        ("o-w/n.a_me:plain_text", "o-w/n.a_me", "plain_text"),
-    ):
-        train, val = read(data)
-        assert hub == [(name, huggingface._HUB_TIMEOUT), (name, config)]
-        check_rows(train)
-        assert val.name(0) == f"{data} train[{val.rows[0]}]"
-        hub.clear()
+    train, val = read("owner/name:plain_text")
+    assert hub == [("owner/name", huggingface._HUB_TIMEOUT), ("owner/name", "plain_text")]
+    check_rows(train)
+    assert val.name(0) == f"owner/name:plain_text train[{val.rows[0]}]"
+    assert "Config name is missing. Please pick one among: ['a', 'b']" in refusal("owner/name")
+    assert "--data owner/typo: nothing of this name is here or on the Hugging Face Hub" in refusal("owner/typo")
+    hub.clear()
     monkeypatch.chdir(tmp_path)
     pets(Path("owner/name"))
     assert read("owner/name")[0].classes == ("cat", "dog")
@@ -657,94 +586,62 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(hub, tmp_path, monkeypatch):
     assert not hub  # of a path
 
 
-def test_an_unknown_name_and_a_failing_download_are_refused(hub, monkeypatch):
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    def failing(*_):
-        raise ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']")
-
-    monkeypatch.setattr(datasets, "load_dataset", failing)
-    assert "Config name is missing. Please pick one among: ['a', 'b']" in refusal("owner/name")
-
-    class NotFound(RepositoryNotFoundError):
-        __init__ = Exception.__init__  # without the HTTP response that the real one wants
-
-    def unknown(self, name, timeout):
-        raise NotFound("404")
-
-    monkeypatch.setattr(HfApi, "dataset_info", unknown)
-    assert "--data owner/name: nothing of this name is here or on the Hugging Face Hub" in refusal("owner/name")
-
-
 def test_a_hub_that_never_answers_is_given_up_soon_and_its_cache_is_used(tmp_path, monkeypatch):
     """After one short wait only the cache is used: `datasets` itself retries for half a minute."""
-    from huggingface_hub import constants
+    from huggingface_hub import HfApi, constants
 
-    loaded = datasets.load_dataset
+    cached = {}
 
-    def load_dataset(*name_and_config):
+    def load_dataset(name, config):
         assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
-        return loaded(*name_and_config)
+        if name not in cached:
+            raise FileNotFoundError(name)
+        return cached[name]
 
     monkeypatch.setattr(huggingface, "_HUB_TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with monkeypatch.context() as patch:
-            patch.setattr(datasets, "load_dataset", load_dataset)
-            assert "the Hugging Face Hub, which can't be reached" in refusal("owner/name")
-        assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE  # as it was before
-        classified(12).to_parquet(tmp_path / "12.parquet")
-        loaded("parquet", data_files=str(tmp_path / "12.parquet"))
-        (cached,) = (tmp_path / ".cache/parquet").glob(
-            "*/*/*/"
-        )  # as a data set from the Hub is kept, but for the names
-        place = tmp_path / ".cache/owner___name/default/0.0.0" / cached.name
-        place.parent.mkdir(parents=True)
-        cached.rename(place)
-        (place / "parquet-train.arrow").rename(place / "name-train.arrow")
+        assert "the Hugging Face Hub, which can't be reached" in refusal("owner/name")
+        cached["owner/name"] = datasets.DatasetDict({"train": classified(12)})
         check_rows(read("owner/name")[0])
-
-
-def test_offline_mode_asks_nobody(monkeypatch):
-    from huggingface_hub import HfApi, constants
-
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE  # as it was before
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: pytest.fail("was asked"))
-    assert "which can't be reached (offline mode is on)" in refusal("owner/name")
+    assert "which can't be reached (offline mode is on)" in refusal("owner/other")
 
 
 # ---- hostile tables
 
 
-def test_thousands_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
+def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
     """`datasets` makes all features each time: 200 columns took 15 s, 2,000 for ever."""
     images = [{"bytes": png(7), "path": None}] * 8
-    bits = {f"c{number}": [0, 1] * 4 for number in range(2_000)}
+    bits = {f"c{number}": [0, 1] * 4 for number in range(500)}
     for name, columns in {"bits": bits, "texts": {key: ["x"] * 8 for key in bits}}.items():
         pq.write_table(pa.table({"image": images} | columns), tmp_path / f"{name}.parquet")
-    with bounded(seconds=60, megabytes=4096):
+    with bounded(seconds=30, megabytes=4096):
         train, _ = read(tmp_path / "bits.parquet")
-        assert len(train.classes) == 2_000 and train.multi_label
+        assert len(train.classes) == 500 and train.multi_label
         text = refusal(tmp_path / "texts.parquet")
-    assert "c19 and 1,980 more could each be the label" in text and len(text) < 1_000
+    assert "c19 and 480 more could each be the label" in text and len(text) < 1_000
 
 
 @pytest.mark.parametrize("how", ["compressed", "repeated", "numbers"])
-def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(how: str, tmp_path) -> None:
+def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(how: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface, "_ROOM", 2**27)
     zeros, path = bytes(2**20), tmp_path / "bomb.parquet"
     schema = pa.schema([("image", pa.int64() if how == "numbers" else pa.binary()), ("label", pa.int64())])
     with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=how == "repeated") as writer:
-        for _ in range(20):
-            count = 2**23 if how == "numbers" else 64
+        for _ in range(5):
+            count = 2**22 if how == "numbers" else 64
             image = pa.array(np.zeros(count, np.int64)) if how == "numbers" else pa.array([zeros] * count)
             writer.write_table(pa.table({"image": image, "label": np.zeros(count, np.int64)}))
-    assert path.stat().st_size < 2**21
-    told = r"its rows take [12]\.. GiB or more, and the file [01]\."
-    with bounded(seconds=20, megabytes=1024), pytest.raises(Refused, match=told):
+    told = r"its rows take 0\.[1-4] GiB or more, and the file [01]\."
+    with bounded(seconds=20, megabytes=512), pytest.raises(Refused, match=told):
         read(path)
 
 

@@ -13,9 +13,8 @@ CLASSES = tuple("abcdefghij")
 
 
 def source_of(labels: np.ndarray):
-    return SimpleNamespace(
-        labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, name=lambda index: f"{index}.png"
-    )
+    name = "{}.png".format
+    return SimpleNamespace(labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, name=name)
 
 
 def looked_at(labels: np.ndarray, logits: torch.Tensor, broken: tuple[int, ...] = ()) -> suspects.Suspects:
@@ -44,16 +43,19 @@ def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tenso
     return labels, torch.from_numpy(logits)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
     labels, logits = doubting(seed=seed)
     found = looked_at(labels, logits)
+    worst = int(found.indices[0])
     assert found.likely == 0 and found.classes == [] and found.looked_at == 4000
+    without = looked_at(labels, logits, broken=(worst,))
+    assert without.looked_at == 3999 and worst not in without.indices
     assert (logits.argmax(1).numpy() != labels).sum() > 20, "it is wrong somewhere, or this proves nothing"
     assert len(found.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
 
 
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("share", [0.02, 0.1])
 def test_changed_labels_are_found_and_the_true_ones_are_suggested(share: float) -> None:
     labels, logits = doubting()
     changed = np.random.default_rng(1).permutation(4000)[: int(4000 * share)]
@@ -80,16 +82,8 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own_and_no_verdict() -> 
     row = dict(zip(header, first, strict=True))
     assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
     assert {dict(zip(header, other, strict=True))["verdict"] for other in others} == {"worth a look"}
-    assert "no label is likely wrong; class j: 20 of 20 images look like others" in suspects.headline(
-        source_of(labels), found
-    )
-
-
-def test_images_that_cannot_be_read_are_left_out() -> None:
-    labels, logits = doubting()
-    worst = int(looked_at(labels, logits).indices[0])
-    found = looked_at(labels, logits, broken=(worst,))
-    assert found.looked_at == 3999 and worst not in found.indices
+    said = suspects.headline(source_of(labels), found)
+    assert "no label is likely wrong; class j: 20 of 20 images look like others" in said
 
 
 def test_of_several_labels_the_decision_that_fits_worst_counts_and_is_only_worth_a_look() -> None:

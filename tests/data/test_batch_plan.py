@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,18 +13,14 @@ from common.errors import Refused
 ARGUMENTS = st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
 
 
-def plan_of(arguments: tuple[int, int, int, int]) -> BatchPlan:
-    try:
-        return BatchPlan(*arguments)
-    except Refused:
-        assume(False)
-
-
 @pytest.mark.smoke
 @given(ARGUMENTS)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> None:
-    plan = plan_of(arguments)
+    try:
+        plan = BatchPlan(*arguments)
+    except Refused:
+        assume(False)
     size, world_size, limit, unit = arguments
     spans = [[plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in spans}) == 1  # collectives stay in phase
@@ -43,23 +38,12 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
 
 
-@given(ARGUMENTS)
-def test_scaled_sums_of_losses_average_to_the_mean_over_the_global_batch(arguments: tuple[int, int, int, int]) -> None:
-    plan = plan_of(arguments)
-    losses = np.random.default_rng(0).normal(3, 2, plan.global_batch_size)
-    of_ranks = [
-        sum(losses[slice(*plan.span(rank, turn))].sum() * plan.loss_scale for turn in range(plan.micro_steps))
-        for rank in range(plan.world_size)
-    ]
-    assert np.mean(of_ranks) == pytest.approx(losses.mean(), rel=1e-12)
-
-
 ADVICE = re.compile(r"take (?:at least )?(?:--(\w+) )?(\d+)(?: or (\d+))?")
 PLACES = {"global_batch_size": 0, "max_micro_batch_size": 2}
 
 
 @given(ARGUMENTS)
-@settings(max_examples=1_000)
+@settings(max_examples=400)
 def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int, int, int]) -> None:
     try:
         return BatchPlan(*arguments) and None

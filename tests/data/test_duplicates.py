@@ -31,12 +31,9 @@ def told(folder: Path) -> dict[str, str]:
     return duplicates.rows(*sources.load(sources.Spec(str(folder), seed=0, val_share=0.2)))
 
 
-def test_different_pictures_are_no_duplicates_and_classes_are_counted(folder: Path) -> None:
-    assert told(folder) == {"balance": "dog has 5, cat 9: 1.8 times as many", "duplicates": "none"}
-
-
 def test_copies_and_other_sizes_are_named_within_and_between_the_parts(folder: Path) -> None:
     train, val = folder / "train/cat", folder / "val/cat"
+    assert told(folder)["duplicates"] == "none"
     shutil.copy(train / "01.png", val / "copy.png")
     shutil.copy(train / "02.png", train / "copy.png")
     picture(4).resize((80, 60)).save(val / "small.jpg", quality=80)

@@ -14,14 +14,9 @@ from PIL import Image, ImageFile, ImageOps
 
 from common.data.images import MAX_PIXELS, SUFFIXES, BrokenImage, open_rgb
 from tests.harness.launching import ROOT
+from tests.harness.photographs import encoded, exif
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def pixels(source, **options) -> np.ndarray:
@@ -80,30 +75,18 @@ EXACT = {
     "one bit": (encoded(Image.fromarray(RAMP % 2 == 1)), grey(RAMP % 2 * 255)),
     "palette": (encoded(RED_BLUE), [[[255, 0, 0], [0, 0, 255]]]),
     "palette, one transparent": (encoded(RED_BLUE, transparency=1), [[[255, 0, 0], WHITE]]),
-    "palette, one transparent, GIF": (encoded(RED_BLUE, "GIF", transparency=1), [[[255, 0, 0], WHITE]]),
     "palette of alphas": (encoded(RED_BLUE, transparency=bytes([255, 128])), [[[255, 0, 0], [127, 127, 255]]]),
     # Transparency lies on white, whatever colour hides under it.
     "RGBA": (encoded(RGBA), [[[10, 20, 30], WHITE, [204, 204, 204]]]),
-    "RGBA, TIFF": (encoded(RGBA, "TIFF"), [[[10, 20, 30], WHITE, [204, 204, 204]]]),
     "LA": (encoded(LA), [[[40, 40, 40], WHITE]]),
     "a transparent colour": (encoded(single("RGB", (9, 9, 9), (1, 2, 3)), transparency=(1, 2, 3)), [[[9] * 3, WHITE]]),
-    "a transparent grey": (encoded(single("L", 9, 7), transparency=7), [[[9] * 3, WHITE]]),
     # Rescaled, not saturated. The scale is the type's: a night picture is not stretched into a day picture.
     "16 bit, PNG": (encoded(Image.fromarray(SIXTEEN)), grey(np.rint(SIXTEEN / 257))),
-    "16 bit, TIFF": (encoded(Image.fromarray(SIXTEEN), "TIFF"), grey(np.rint(SIXTEEN / 257))),
     "16 bit, other order": (encoded(BIG_ENDIAN, "TIFF"), grey(np.rint(SIXTEEN / 257))),
-    "16 bit, as an object": (BIG_ENDIAN, grey(np.rint(SIXTEEN / 257))),
-    "16 bit, dark": (encoded(Image.fromarray(np.full((1, 2), 514, np.uint16))), grey([[2, 2]])),
     "16 bit, colour": (png(2, 1, 16, 2, ROW_OF_16_BITS), [[[255, 128, 0], [1, 1, 1]]]),
-    "16 bit, a colour that is transparent": (
-        png(2, 1, 16, 2, ROW_OF_16_BITS, (b"tRNS", struct.pack(">3H", 1, 2, 3))),
-        [[[255, 128, 0], [1, 1, 1]]],
-    ),
     "16 bit in 32": (integers(*SIXTEEN.ravel()), grey([np.rint(SIXTEEN.ravel() / 257)])),
     "32 bit": (integers(-100, 0, 100_000), grey([[0, 0, 255]])),
-    "all of 32 bit": (integers(-(2**31), 0, 2**31 - 1), grey([[0, 128, 255]])),
     "0 to 1": (floats(0.1, 0.5, 0.9), grey([[26, 128, 230]])),
-    "-1 to 1": (floats(-1, 0, 1), grey([[0, 128, 255]])),
     "a little over 1 is no other unit": (floats(0, 0.5, 1.02), grey([[0, 125, 255]])),
     "another unit": (floats(1000, 1500, 2000), grey([[0, 128, 255]])),
     "all floats": (floats(-3e38, 0, 3e38), grey([[0, 128, 255]])),
@@ -130,6 +113,11 @@ def test_rgb_comes_out_as_it_is_from_every_kind_of_source(tmp_path):
     assert np.array_equal(opened, image) and getattr(opened, "fp", None) is None
 
 
+def test_the_first_frame_of_an_animation_is_seen():
+    frames = [single("P", index, palette=[255, 0, 0, 0, 255, 0]) for index in range(2)]
+    assert np.all(pixels(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])) == (255, 0, 0))
+
+
 def test_cmyk_tiff_and_adobe_inverted_jpeg():
     """Adobe writes CMYK JPEGs with all values inverted: white must not come out black."""
     inks = {(0, 0, 0, 0): (255, 255, 255), (0, 255, 255, 0): (255, 0, 0), (0, 0, 0, 255): (0, 0, 0)}
@@ -138,13 +126,6 @@ def test_cmyk_tiff_and_adobe_inverted_jpeg():
         jpeg = encoded(image, "JPEG", quality=100)
         assert np.all(pixels(encoded(image, "TIFF")) == colour)
         assert b"Adobe" in jpeg and np.abs(pixels(jpeg).astype(int) - colour).max() <= 2
-
-
-def test_ycbcr_tiff_and_the_first_frame_of_an_animation():
-    image = Image.new("RGB", (16, 16), (200, 30, 60))
-    assert np.abs(pixels(encoded(image.convert("YCbCr"), "TIFF")).astype(int) - (200, 30, 60)).max() <= 2
-    frames = [single("P", index, palette=[255, 0, 0, 0, 255, 0]) for index in range(2)]
-    assert np.all(pixels(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])) == (255, 0, 0))
 
 
 # ---- upright
@@ -162,22 +143,14 @@ STORED = {
 }
 
 
-def exif(orientation: int) -> Image.Exif:
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
-@pytest.mark.parametrize("orientation", STORED)
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "JPEG"])
-def test_every_exif_orientation_comes_out_upright(orientation, kind):
+def test_every_exif_orientation_comes_out_upright(kind):
     upright = np.zeros((16, 32, 3), np.uint8)
     upright[:8, :16], upright[:8, 16:], upright[8:, :16] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
-    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](upright)))
     options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(kind, {})
-    data = encoded(stored, kind, exif=exif(orientation), **options)
-    for source in (data, Image.open(io.BytesIO(data))):
-        seen = pixels(source)
+    for orientation, stored in STORED.items():
+        image = Image.fromarray(np.ascontiguousarray(stored(upright)))
+        seen = pixels(encoded(image, kind, exif=exif(orientation), **options))
         assert seen.shape == upright.shape
         assert np.abs(seen.astype(int) - upright).max() <= (6 if kind == "JPEG" else 0)
 
@@ -196,13 +169,6 @@ def test_a_damaged_exif_block_costs_no_image_and_no_warning():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert np.abs(pixels(encoded(image, "JPEG", quality=100, exif=block)).astype(int) - (50, 60, 70)).max() <= 2
-
-
-def test_an_image_given_as_an_object_stays_as_it_was():
-    source = Image.new("LA", (4, 2), (0, 0))
-    source.getexif()[0x0112] = 6
-    open_rgb(source)
-    assert (source.mode, source.size, source.getexif()[0x0112]) == ("LA", (4, 2), 6)
 
 
 # ---- the same without this project
@@ -233,13 +199,12 @@ def test_scripts_that_stand_alone_open_every_kind_of_file_as_the_recipes_do():
 # ---- broken
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"dear diary\n" * 30, b"\x89PNG\r\n\x1a\n"], ids=range(4))
-def test_what_is_no_image_is_broken_also_with_the_name_of_one(tmp_path, data):
-    path = tmp_path / "image.jpg"
-    path.write_bytes(data)
-    for source in (path, data):
-        with pytest.raises(BrokenImage, match="not an image"):
-            open_rgb(source)
+def test_what_is_no_image_is_broken_also_with_the_name_of_one(tmp_path):
+    for data in (b"", b"dear diary\n" * 30, b"\x89PNG\r\n\x1a\n"):
+        (tmp_path / "image.jpg").write_bytes(data)
+        for source in (tmp_path / "image.jpg", data):
+            with pytest.raises(BrokenImage, match="not an image"):
+                open_rgb(source)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP"])
@@ -255,9 +220,9 @@ def test_a_truncated_image_is_broken_wherever_it_was_cut(kind):
 
 def test_any_flipped_byte_gives_an_image_or_broken_but_nothing_else():
     random = np.random.default_rng(0)
-    for kind in ("JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"):
+    for kind in ("PNG", "TIFF", "WEBP", "GIF", "BMP"):
         data = encoded(Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)), kind, exif=exif(6))
-        for place in random.integers(0, len(data), 150):
+        for place in random.integers(0, len(data), 100):
             changed = bytearray(data)
             changed[place] ^= int(random.integers(1, 256))
             try:
@@ -275,11 +240,9 @@ def test_a_bomb_is_refused_from_its_header_with_the_value_and_the_limit():
         warnings.simplefilter("error")
         with pytest.raises(BrokenImage, match=f"10000 x 10000 = 100000000 pixels, the limit is {MAX_PIXELS}"):
             open_rgb(suspicious)
-    small = Image.new("RGB", (11, 10))
-    for source in (small, encoded(small)):
-        with pytest.raises(BrokenImage, match="11 x 10 = 110 pixels, the limit is 109"):
-            open_rgb(source, max_pixels=109)
-        assert open_rgb(source, max_pixels=110).size == (11, 10)
+    with pytest.raises(BrokenImage, match="11 x 10 = 110 pixels, the limit is 109"):
+        open_rgb(Image.new("RGB", (11, 10)), max_pixels=109)
+    assert open_rgb(Image.new("RGB", (11, 10)), max_pixels=110).size == (11, 10)
 
 
 def test_an_image_without_pixels_a_missing_file_and_a_folder_are_broken_in_words(tmp_path):

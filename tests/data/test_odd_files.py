@@ -32,13 +32,6 @@ Place = Callable[[Path], None]
 KINDS = IRREGULAR | {"a huge file": huge}
 
 
-def image(root: Path, put: Place) -> None:
-    put(root / "image.jpg")
-    with pytest.raises(BrokenImage):
-        open_rgb(root / "image.jpg")
-    Picture(root / "image.jpg")
-
-
 def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
     """Puts the odd thing at `file`, and gives its path to `read`."""
 
@@ -102,19 +95,11 @@ def rows(root: Path, put: Place) -> None:
         folder.close()
 
 
-def voc(file: str) -> Callable[[Path, Place], None]:
+def annotation(file: str, content: dict) -> Callable[[Path, Place], None]:
+    """A file of a folder with annotations."""
+
     def read(root: Path, put: Place) -> None:
-        tree(root, {"Annotations": None, "ImageSets/Main": None, "JPEGImages": 1})
-        put(root / file)
-        annotated(root)
-
-    return read
-
-
-def yolo(file: str) -> Callable[[Path, Place], None]:
-    def read(root: Path, put: Place) -> None:
-        images = "list.txt" if file == "list.txt" else "images/train"
-        tree(root, {"images/train": 1, "labels/train": None, "data.yaml": f"names: [a]\ntrain: {images}"})
+        tree(root, content)
         (root / file).unlink(missing_ok=True)
         put(root / file)
         annotated(root)
@@ -122,10 +107,13 @@ def yolo(file: str) -> Callable[[Path, Place], None]:
     return read
 
 
+VOC = {"Annotations": None, "ImageSets/Main": None, "JPEGImages": 1}
+YOLO = {"images/train": 1, "labels/train": None, "data.yaml": "names: [a]\ntrain: images/train"}
 READERS = {
     "--config": at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
     "--class_weights": at("weights.yaml", lambda file: class_weights(file, np.array([0, 1]), ("a", "b"))),
-    "an image": image,
+    "an image": at("image.jpg", open_rgb),
+    "an image that is read in part": at("image.jpg", Picture),
     "a parquet file": at("data.parquet", labelled),
     "a CSV file": at("data.csv", labelled),
     "a saved data set": saved_data_set,
@@ -135,11 +123,11 @@ READERS = {
     **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
     "metrics.jsonl": rows,
     "train.json of COCO": at("train.json", lambda file: annotated(Path(file).parent)),
-    "an XML file of VOC": voc("Annotations/0.xml"),
-    "a list of VOC": voc("ImageSets/Main/train.txt"),
-    "a label file of YOLO": yolo("labels/train/0.txt"),
-    "data.yaml of YOLO": yolo("data.yaml"),
-    "a list of YOLO": yolo("list.txt"),
+    "an XML file of VOC": annotation("Annotations/0.xml", VOC),
+    "a list of VOC": annotation("ImageSets/Main/train.txt", VOC),
+    "a label file of YOLO": annotation("labels/train/0.txt", YOLO),
+    "data.yaml of YOLO": annotation("data.yaml", YOLO),
+    "a list of YOLO": annotation("list.txt", YOLO | {"data.yaml": "names: [a]\ntrain: list.txt"}),
 }
 
 
@@ -156,19 +144,12 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, monkeypatch,
     assert str(raised.value).strip() and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_small_files_of_a_run_count_as_absent(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path / "tracker.json")
-    with bounded():
-        assert read_json(tmp_path / "tracker.json") == {}
-
-
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_an_annotated_image_that_is_no_file_counts_as_unreadable(tmp_path: Path, kind: str) -> None:
+def test_small_files_of_a_run_count_as_absent_and_annotated_images_as_unreadable(tmp_path: Path, kind: str) -> None:
     IRREGULAR[kind](tmp_path / "a.jpg")
-    names = pa.array([b"a.jpg"], pa.large_binary())
     with bounded():
-        assert headers_of_files(str(tmp_path), names).tolist() == [[0, 0, 1, 0]]
+        assert read_json(tmp_path / "a.jpg") == {}
+        assert headers_of_files(str(tmp_path), pa.array([b"a.jpg"], pa.large_binary())).tolist() == [[0, 0, 1, 0]]
 
 
 def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def drawn(stream: Stream, plan: BatchPlan, first: int, last: int) -> np.ndarray:
 
 @pytest.mark.smoke
 @given(plans(), st.integers(1, 150), SEEDS, st.integers(0, 10**6))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_every_epoch_draws_every_sample_once_however_it_is_split(
     plan: BatchPlan, size: int, seed: int, start: int
 ) -> None:
@@ -50,40 +50,20 @@ def test_every_epoch_draws_every_sample_once_however_it_is_split(
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
-@given(plans(), st.integers(1, 9), st.integers(1, 500), SEEDS, st.integers(0, 8))
-def test_a_resume_on_another_layout_draws_exactly_what_comes_next(
-    before: BatchPlan, world_size: int, size: int, seed: int, stop: int
-) -> None:
-    batch = before.global_batch_size
-    after = BatchPlan(batch, min(world_size, batch), 3)
-    resumed = [drawn(Stream(size, batch, seed), plan, *span) for plan, *span in ((before, 0, stop), (after, stop, 8))]
-    assert (np.concatenate(resumed) == drawn(Stream(size, batch, seed), before, 0, 8)).all()
-
-
-@given(
-    st.lists(st.integers(0, 2**50), max_size=30),
-    st.integers(1, 2**45),
-    st.integers(1, 9),
-    st.sampled_from([1, 2, 3]),
-    SEEDS,
-)
-def test_a_position_holds_its_sample_in_whatever_company(
-    positions: list[int], size: int, batch: int, repeats: int, seed: int
-) -> None:
-    stream = Stream(size, batch * repeats, seed, repeats)
+@given(st.lists(st.integers(0, 2**50), max_size=30), st.integers(1, 2**45), st.sampled_from([1, 3]), SEEDS)
+@settings(max_examples=50)
+def test_a_position_holds_its_sample_in_whatever_company(positions: list[int], size: int, repeats: int, seed: int):
+    stream = Stream(size, 5 * repeats, seed, repeats)
     at_once = stream.indices(np.array(positions, np.int64))
     assert at_once.tolist() == [stream.indices(np.array([position]))[0] for position in positions]
     assert ((0 <= at_once) & (at_once < size)).all()
 
 
 def test_the_permutation_is_a_bijection() -> None:
-    for size in range(1, 400):
-        for seed, epoch in ((0, 0), (2**63, 7)):
-            assert sorted(permutation(np.arange(size), size, seed, epoch)) == list(range(size))
-    for size in (2**16 - 1, 2**16, 2**16 + 1, 99_991, 1_281_167):
-        assert (np.bincount(permutation(np.arange(size), size, 3, 1), minlength=size) == 1).all()
+    for size in (*range(1, 100), 2**16 - 1, 2**16, 2**16 + 1, 99_991):
+        assert (np.bincount(permutation(np.arange(size), size, 2**63, 7), minlength=size) == 1).all()
     for size in (10**9, 10**12, 2**62):  # it collides nowhere in a sample
-        places = np.unique(np.random.default_rng(0).integers(0, size, 200_000))
+        places = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
         indices = permutation(places, size, 0, 0)
         assert len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
 
@@ -94,58 +74,42 @@ def _chi_square(counts: np.ndarray, freedom: int) -> float:
     return (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("size", [30_000, 65_536, 1_000_003])
+@pytest.mark.parametrize("size", [30_000, 65_536])
 def test_the_permutation_shows_no_order(size: int) -> None:
-    for epoch in range(3):
-        indices = permutation(np.arange(size), size, 5, epoch)
-        places = np.arange(size)
-        # Where a sample comes to stand is unrelated to where it was.
-        table, *_ = np.histogram2d(places, indices, bins=20)
-        assert abs(_chi_square(table, 19 * 19)) < 4
-        assert abs(np.corrcoef(places, indices)[0, 1]) < 4 / size**0.5
-        # Neither do neighbours stay neighbours, nor at a fixed distance.
-        for lag in (1, 2, 173, 174, int(size**0.5), int(size**0.5) + 1):
-            steps = (indices[lag:] - indices[:-lag]) % size
-            assert abs(_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
-        # The next epoch is unrelated to this one.
-        following = permutation(np.arange(size), size, 5, epoch + 1)
-        table, *_ = np.histogram2d(indices, following, bins=20)
-        assert abs(_chi_square(table, 19 * 19)) < 4
+    indices, places = permutation(np.arange(size), size, 5, 0), np.arange(size)
+    # Where a sample comes to stand is unrelated to where it was.
+    table, *_ = np.histogram2d(places, indices, bins=20)
+    assert abs(_chi_square(table, 19 * 19)) < 4
+    # Neither do neighbours stay neighbours, nor at a fixed distance.
+    for lag in (1, 2, 173, 174, int(size**0.5), int(size**0.5) + 1):
+        steps = (indices[lag:] - indices[:-lag]) % size
+        assert abs(_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
+    # The next epoch is unrelated to this one.
+    table, *_ = np.histogram2d(indices, permutation(places, size, 5, 1), bins=20)
+    assert abs(_chi_square(table, 19 * 19)) < 4
 
 
 def test_orders_of_small_sets_are_equally_frequent() -> None:
-    for size in (2, 3, 4, 5, 6, 7, 10, 16, 17):  # every sample comes to every place equally often
-        orders = np.stack([permutation(np.arange(size), size, 1, epoch) for epoch in range(2_000)])
+    for size in (2, 7, 10):  # every sample comes to every place equally often
+        orders = np.stack([permutation(np.arange(size), size, 1, epoch) for epoch in range(1_000)])
         table = np.stack([np.bincount(column, minlength=size) for column in orders.T])
         assert abs(_chi_square(table, (size - 1) ** 2)) < 4
-    orders = [permutation(np.arange(4), 4, 1, epoch) for epoch in range(2_400)]
-    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    counts = np.unique([permutation(np.arange(4), 4, 1, epoch) for epoch in range(1_200)], axis=0, return_counts=True)[
+        1
+    ]
     assert len(counts) == 24 and abs(_chi_square(counts, 23)) < 4
-    fixed = [np.sum(permutation(np.arange(100), 100, seed, 0) == np.arange(100)) for seed in range(2_000)]
-    assert abs(np.mean(fixed) - 1) < 4 / 2_000**0.5  # one sample stays where it is, on average
-
-
-def test_batches_of_a_sorted_set_hold_all_classes_in_their_proportions() -> None:
-    classes = Stream(20_000, 100, seed=2).indices(np.arange(20_000)) // 2_000
-    counts = np.stack([np.bincount(batch, minlength=10) for batch in classes.reshape(200, 100)])
-    # Drawn without replacement a batch's counts vary (N - n) / (N - 1) as much as with it.
-    deviation = (((counts - 10) ** 2 / 10).sum() / (19_900 / 19_999) - 1_800) / (2 * 1_800) ** 0.5
-    assert abs(deviation) < 4
 
 
 @pytest.mark.smoke
 def test_one_of_4096_ranks_has_its_first_batch_of_a_billion_samples_at_once() -> None:
-    def first_batch() -> np.ndarray:
+    def first_batch() -> float:
         module._round_keys.cache_clear()
-        stream, plan = Stream(10**9, 4096 * 64, seed=0), BatchPlan(4096 * 64, 4096, 32)
-        return stream.indices(stream.positions(123_456_789, plan.span(4095, 0)))
-
-    seconds = []
-    for _ in range(20):
         began = time.perf_counter()
-        first_batch()
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.01  # the shortest of some: that of a quiet machine
+        stream, plan = Stream(10**9, 4096 * 64, seed=0), BatchPlan(4096 * 64, 4096, 32)
+        stream.indices(stream.positions(123_456_789, plan.span(4095, 0)))
+        return time.perf_counter() - began
+
+    assert min(first_batch() for _ in range(20)) < 0.01  # the shortest of some: that of a quiet machine
     tracemalloc.start()
     first_batch()
     assert tracemalloc.get_traced_memory()[1] < 100_000
@@ -164,10 +128,10 @@ def test_weighted_sampling_draws_each_sample_its_expected_number_of_times(
 
 def test_weighted_sampling_is_unbiased_over_epochs_and_in_no_order() -> None:
     weights = np.linspace(0.1, 3, 60)
-    indices = Stream(60, 8, 4, weights=weights).indices(np.arange(60 * 2_000)).reshape(2_000, 60)
+    indices = Stream(60, 8, 4, weights=weights).indices(np.arange(60 * 600)).reshape(600, 60)
     mean = np.stack([np.bincount(epoch, minlength=60) for epoch in indices]).mean(0)
-    assert np.abs(mean - 60 * weights / weights.sum()).max() < 4.5 * 0.5 / 2_000**0.5
-    table, *_ = np.histogram2d(np.tile(np.arange(60), 2_000), indices.ravel(), bins=(6, [0, 20, 30, 40, 50, 60]))
+    assert np.abs(mean - 60 * weights / weights.sum()).max() < 4.5 * 0.5 / 600**0.5
+    table, *_ = np.histogram2d(np.tile(np.arange(60), 600), indices.ravel(), bins=(6, [0, 20, 30, 40, 50, 60]))
     expected = table.sum(0) / 6
     assert ((table - expected) ** 2 / expected).sum() < 60  # chi-square with 20 degrees of freedom: p = 1e-5
 
@@ -180,13 +144,6 @@ def test_repeats_stand_in_every_batch_apart_from_each_other(
     copies = stream.indices(stream.positions(step, (0, distinct * repeats))).reshape(repeats, distinct)
     assert (copies == copies[0]).all()  # copies stand `distinct` positions apart, in whole rounds
     assert (copies[0] == Stream(size, distinct, seed).indices(np.arange(step * distinct, (step + 1) * distinct))).all()
-
-
-@given(st.integers(1, 2_000), st.integers(1, 12), st.integers(2, 4), SEEDS)
-def test_no_mixup_pair_within_an_epoch_holds_an_image_twice(size: int, half: int, repeats: int, seed: int) -> None:
-    stream = Stream(2 * half * size, 2 * half * repeats, seed, repeats)  # no batch straddles epochs
-    pairs = stream.indices(stream.positions(0, (0, stream.global_batch_size))).reshape(-1, 2)
-    assert (pairs[:, 0] != pairs[:, 1]).all()
 
 
 @given(st.decimals(0, 1000, places=3), st.integers(1, 10**10), st.integers(1, 10**5))

@@ -22,7 +22,8 @@ class Processes:
     """Up to `most` worker processes, started once; each case gets a fresh process group of the size it asks for."""
 
     def __init__(self, most: int) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["common.distributed.collectives", "torch.distributed", "scipy.stats", "timm"])
         pipes = [context.Pipe() for _ in range(most)]
         self.connections = [here for here, _ in pipes]
         self.workers = [context.Process(target=_serve, args=(there,), daemon=True) for _, there in pipes]

@@ -83,7 +83,7 @@ def _read_split(
     title, folder, column = split.title, split.folder, split.images(image)
     rows, columns = _objects(title, split.cells(objects))
     none = np.zeros(len(split), np.int64)
-    images = Table(column, np.arange(len(split)), none, (), title, folder)
+    images = Table(column, np.arange(len(split)), title, folder, labels=none, classes=())
     headers = _headers(column, folder)
     given = _class_names(split.features[objects])
     if classes is None:
