@@ -40,8 +40,8 @@ FAMILIES = {
     "rf_detr": "--short_sides 128 --model RF_DETR --width 128",
 }
 FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
-COUNT = 14
-LIMITS = (1, 2, 8, 30)  # images at once
+COUNT = 10
+LIMITS = (1, 3, 30)  # images at once
 TOLERANCE = 5e-4  # of AP
 
 
