@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,36 +139,6 @@ def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: st
                 assert repr(parse(type(config), ["--config", file.name])) == repr(config)
 
     end_well()
-
-
-PRESETS = [path.read_text() for path in sorted(Path(cls.__file__).parent.glob("presets/*.yaml"))]
-TREES = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.binary(max_size=9), st.dates()
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=6,
-)
-NAMES = st.sampled_from([field.name for field in dataclasses.fields(cls.Config)])
-PIECES = ["!!int ", "&a [*a]", "*a", "[" * 99, "{", "'", "\t", "!!python/name:os.x "]
-DOCUMENTS = st.one_of(
-    st.dictionaries(NAMES, TREES, max_size=3).map(yaml.dump),
-    st.builds(
-        lambda text, at, length, new: text[: at % len(text)] + new + text[at % len(text) + length :],
-        st.sampled_from(PRESETS),
-        st.integers(0, 10**4),
-        st.integers(0, 20),
-        st.one_of(st.text(max_size=9), st.sampled_from(PIECES)),
-    ),
-)
-
-
-@settings(max_examples=100, deadline=None, database=None)
-@given(DOCUMENTS)
-def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_line(text: str) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
-        Path(file.name).write_text(text, errors="surrogatepass")
-        one_line(parsed_by, cls.Config, "--config", file.name)
 
 
 PATHS = [word for word in NUMBERS + TEXTS if (word and not word.startswith("x/")) or len(word) < 999]

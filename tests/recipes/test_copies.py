@@ -67,14 +67,6 @@ MEAN_OF_BOXES = """A mean as loss, of shape [].
 -            return losses
 +            return losses.mean()
 """
-COMMENTS = """Words, and no other code.
-@@
--    weights = sample_weights(config.sampling, train.labels, len(train.classes))
-+    # Other words.
-+    weights = sample_weights(
-+        config.sampling, train.labels, len(train.classes)
-+    )  # and more
-"""
 
 
 @pytest.mark.smoke
@@ -89,13 +81,6 @@ def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> N
 @pytest.mark.smoke
 def test_every_change_of_the_page_is_trained() -> None:
     assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys()
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("diff", ["@@\n-no such line\n", "@@ build_samples\n-    return train\n"])
-def test_a_change_that_no_longer_applies_fails(diff: str) -> None:
-    with pytest.raises(AssertionError, match="0 times"):
-        apply(diff, (ROOT / "recipes/cls.py").read_text())
 
 
 @pytest.mark.smoke
@@ -165,17 +150,12 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
                 *short_of_boxes,
                 *output,
             ]
-            first = copy(folder / "det_coloured.py", *(CHANGES[name] for name in DAYS["detector"][0][:2]), recipe="det")
-            cases["coloured boxes"] = [first, *cases["detector"][1:], "--max_steps", 1]
             cases["best boxes"] = [*cases["detector"], "--eval_only", folder / "runs_1/detector/best"]
             cases["without a name"] = [folder / "one_rank.py", *data, *short, "--max_steps", 1, *output, "--name", ""]
             same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
             cases["original"] = same
             cases["finished by the original"] = [copy(folder / "focal/cls.py", CHANGES["focal-loss"]), *same]
-            cases["other words"] = [copy(folder / "words/cls.py", COMMENTS), *same, "--max_steps", 5]
-            allowed = ["--max_steps", 6, "--allow_changed_source"]
-            cases["finished, allowed"] = [folder / "focal/cls.py", *same, "--allow_changed_source", "--max_steps", 5]
-            cases["allowed"] = [folder / "focal/cls.py", *same, *allowed]
+            cases["allowed"] = [folder / "focal/cls.py", *same, "--max_steps", 6, "--allow_changed_source"]
             cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
@@ -239,12 +219,10 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
 
 
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
-    boxes, coloured, best = (runs[1][name] for name in ("detector", "coloured boxes", "best boxes"))
+    boxes, best = (runs[1][name] for name in ("detector", "best boxes"))
     parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
     np.testing.assert_allclose(boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"])
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
-    change = coloured.column("train/loss")[0] - boxes.column("train/loss")[0]
-    assert abs(change) > 1e-9, "in float64; scenes of digits are nearly grey"
     summary = json.loads((boxes.folder / "summary.json").read_text())
     assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
         summary["best"]["eval/AP"]
@@ -330,16 +308,13 @@ def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
 
 
 def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
-    """Also one that is finished; comments and formatting aside, or if it is allowed. The source is kept with the run."""
+    """Also one that is finished, unless it is allowed. The source is kept with the run."""
     refused = runs[1]["finished by the original"]
     assert refused.outcome == "refused" and "finished" not in refused.stdout
     assert "was made by another source of cls.py" in refused.text
     for way_out in ("--name", "--allow_changed_source", "put the source back"):
         assert way_out in refused.text
     assert "+        log_probabilities = logits.log_softmax(1)" in refused.stdout
-    assert "resuming from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
-    finished = runs[1]["finished, allowed"]
-    assert finished.outcome == "refused" and "is finished, and was made by another source" in finished.text
     allowed = runs[1]["allowed"]
     assert allowed.outcome == "ok" and "as --allow_changed_source says" in allowed.stdout
     assert runs[1]["as before"].outcome == "refused", "it was made by the changed one since"
