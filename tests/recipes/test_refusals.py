@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoints.store import verify
 from common.run.folder import RunFolder
-from tests.harness.disks import disk, mount
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.launching import NO_NETWORK, ROOT
 from tests.harness.outcomes import seal
@@ -498,7 +497,7 @@ def test_a_start_that_is_refused_executes_nothing_and_loses_nothing(forks, a_des
 # ---- while it runs: images that do harm, and a disk that takes no more
 
 
-def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_desk, tmp_path) -> None:
+def test_broken_and_hostile_images_are_named_and_counted(run_several, a_desk, tmp_path) -> None:
     """FIFOs, devices, stripes that would be enlarged to gigabytes, folders in circles, names that clear a terminal."""
     for part in ("train", "val"):
         shutil.copytree(a_desk / "pets", tmp_path / "hostile" / part)
@@ -510,17 +509,14 @@ def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_
         (place / "\x1b[2J.png").write_bytes(b"no picture")
         Image.new("RGB", (20_000, 1)).save(place / "stripe.jpg")
     Image.new("1", (89_000_000, 1)).save(tmp_path / "hostile/val/cat/thread.png")
-    for name, count in (("one", 1), ("many", 12)):
-        shutil.copytree(a_desk / "scenes", tmp_path / name)
-        for number in range(count):
-            file = tmp_path / name / f"train/{number}.png"
-            file.write_bytes(file.read_bytes()[:200])  # its header is whole
+    shutil.copytree(a_desk / "scenes", tmp_path / "one")
+    file = tmp_path / "one/train/0.png"
+    file.write_bytes(file.read_bytes()[:200])  # its header is whole
     small = "--short_sides 64 --long_side 64 --global_batch_size 5".split()
     hostile = words_of(FIRST.replace("first", "hostile"))
     cases = {
         "hostile": [*hostile, "--data", tmp_path / "hostile", "--max_steps", 8, "--max_broken_share", 1],
         "one": ["recipes/det.py", "--data", tmp_path / "one", *small, "--max_steps", 10],
-        "many": ["recipes/det.py", "--data", tmp_path / "many", *small, "--max_steps", 40],
     }
     for words in cases.values():
         words += ["--output_dir", tmp_path / "runs", "--workers", 1]
@@ -541,35 +537,12 @@ def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_
     assert (one.folder / "log.txt").read_text().count(said) == 1
     assert one.rows[-1]["data/broken"] == 2 and one.rows[-1]["eval/count"] == 7  # 50 positions over 25 images
 
-    many = runs["many"]
-    assert many.outcome == "refused", many
-    expected = (
-        r"step \d+: \d+ of the last \d+ images could not be read \(the last: .*/many/train/\d+.png: .*\), more than "
-        "--max_broken_share 0.02 of each 1,000: mend the data, or raise the limit"
-    )
-    assert re.fullmatch(expected, many.text), many.text
-    assert json.loads((many.folder / "status.json").read_text())["status"] == "failed"
-
 
 def go_on(forks, desk: Path, output: Path, *words: object, before: Callable[[], None] | None = None):
     """The same command as the desk's run, in another place, for four steps."""
 
     command = [*words_of(FIRST)[1:], "--data", desk / "pets", "--max_steps", 4, "--output_dir", output, *words]
     return forks(*command, before=before)
-
-
-def test_a_read_only_folder_is_refused_and_left_as_it_is(forks, a_desk, tmp_path) -> None:
-    with disk(tmp_path / "disk", "8m") as folder:
-        shutil.copytree(a_desk / "runs/first", folder / "first")
-        before = snapshot(folder)
-        mount("mount", "-o", "remount,ro", folder)
-        for name in ("first", "new"):
-            ended = go_on(forks, a_desk, folder, "--name", name)
-            assert ended.code == 2 and ended.stderr == (
-                f"cls.py: --output_dir {folder}: {folder / name} can't be written (Read-only file system); "
-                "name another folder\n"
-            )
-        assert snapshot(folder) == before
 
 
 def print_to_a_full_disk() -> None:
