@@ -197,33 +197,6 @@ def test_timm_alone_loads_the_exported_model_and_gets_its_results(runs, data, la
     assert json.loads((best / "results.json").read_text())["top1"] == ours["top1"]
 
 
-def test_bf16_is_close_to_fp32_and_a_dry_run_leaves_nothing(run_several, runs, data, tmp_path) -> None:
-    """Under --mixed_precision bf16, on two processes: a run that is another one than in fp32, but not far from it; and
-    --dry_run, which says what it did and takes everything away."""
-    (tmp_path / "temporary").mkdir()
-    cases = {
-        "half": f"--data {data['stripes']} {STRIPES} --output_dir {tmp_path}/runs",
-        "dry": f"--data {data['stripes']} {STRIPES} --output_dir {tmp_path}/nothing --dry_run",
-    }
-    outcomes = run_several(
-        2,
-        {name: flags.split() for name, flags in cases.items()},
-        env={"ACCELERATE_MIXED_PRECISION": "bf16", "TMPDIR": str(tmp_path / "temporary")},
-    )
-    half, single = outcomes["half"].column("train/loss"), runs[2]["stripes"].column("train/loss")
-    assert "bf16" in outcomes["half"].stdout
-    assert 1e-5 < np.abs(half - single).max() < 0.1
-    assert half[-3:].mean() < 0.7 * half[0]
-
-    dry = outcomes["dry"]
-    assert (dry.outcome, dry.text) == ("ok", "")
-    assert not (tmp_path / "nothing").exists()
-    assert not [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()]
-    for part in ("199 + 23 images", "64 = 2 processes x 4 micro-steps x 8 samples", "bf16", "step 2/2", "top-1"):
-        assert part in dry.stdout
-    assert "a checkpoint written, verified and loaded; nothing was kept" in dry.stdout
-
-
 @pytest.mark.long
 def test_compiled_models_train_as_eager_ones(run_several, data) -> None:
     """Three graphs for each size of a micro-batch, whatever the steps; the losses agree."""

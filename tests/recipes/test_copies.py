@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome
@@ -182,7 +181,7 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
             torch.testing.assert_close(cut[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: Path) -> None:
+def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     focal, margin, stages, optimizers, teacher = (
         runs[1][name] for name in ("focal", "margin", "stages", "optimizers", "teacher")
     )
@@ -208,7 +207,6 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
     best = json.loads((optimizers.folder / "summary.json").read_text())["best"]
     assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", optimizers.stdout), "not in per cent"
     assert best["eval/ema_brier"] == min(optimizers.column("eval/ema_brier")), "smaller is better"
-    assert best["eval/ema_brier"] == pytest.approx(brier(optimizers.folder / "best", stripes / "val"), rel=1e-4)
 
     assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
     assert json.loads((teacher.folder / "best/config.json").read_text())["architecture"] == "test_vit"
@@ -227,19 +225,6 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
         summary["best"]["eval/AP"]
     )
-
-
-def brier(model: Path, images: Path) -> float:
-    """The mean over all images of the squared distance between probabilities and the true class."""
-    network = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(network))
-    names, errors = network.pretrained_cfg["label_names"], []
-    for path in images.rglob("*.png"):
-        with torch.no_grad():
-            probabilities = network(transform(Image.open(path))[None]).softmax(1)[0]
-        probabilities[names.index(path.parent.name)] -= 1
-        errors.append(probabilities.square().sum().item())
-    return float(np.mean(errors))
 
 
 @pytest.mark.parametrize("processes", [1, 3])
