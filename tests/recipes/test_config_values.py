@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "field, what", zip(["data", "model", "resume", "eval_only", "output_dir", "name"], REFUSED, strict=True)
+    "field, what", [*zip(["data", "model", "resume", "eval_only", "output_dir", "name"], REFUSED, strict=True)]
 )
 def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> None:
     word, told = REFUSED[what]

@@ -17,7 +17,7 @@ from tests.harness.outcomes import distance, parameters, statistics
 from tests.harness.resumed import assert_same_run, kill_at_step
 from tests.harness.several import load
 
-STEPS = 12
+STEPS = 8
 VARIED = (
     "--short_sides 80,96 --long_side 128 --scale_jitter 0.7-1.3 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 "
     "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3 --copy_paste 0.5 --rotate 20 --translate 0.1 "
