@@ -22,8 +22,8 @@ FLAGS = {
     "cls": "--model test_vit --image_size 16 --global_batch_size 32 --layer_decay 0.8 --ema_decay 0.9",
     "det": "--short_sides 112 --width 32 --global_batch_size 8 --backbone_lr_factor 0.1 --freeze_stages stem",
 }
-COMMON = "--max_steps 6 --log_every 1 --checkpoint_every 3 --eval_every 3 --workers 1 --name run --tags a,b --group g --notes n"
-LAST = 5  # steps of the start that is killed
+COMMON = "--max_steps 7 --log_every 1 --checkpoint_every 3 --eval_every 3 --workers 1 --name run --tags a,b --group g --notes n"
+LAST = 6  # steps of the start that is killed
 
 
 def draw_at_every_evaluation(rank: int) -> None:
@@ -62,7 +62,7 @@ def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
     sent = logged(folder, tracker)
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     assert "first_batch" in sent[1]  # the step that trains on it
-    assert sent.keys() == rows.keys() == {*range(1, 7)}
+    assert sent.keys() == rows.keys() == {*range(1, 8)}
     for step, row in rows.items():
         assert row.keys() - {"step"} <= sent[step].keys() | {key for key in row if row[key] is None}, step
         repeated = tracker == "wandb" and 3 < step < LAST  # then only the first start's pace was sent
@@ -123,7 +123,7 @@ def test_wandb_shows_one_run_with_each_step_once_through_a_kill_and_a_longer_run
         environment = server.environment if mode == "online" else {}
         dies = functools.partial(die_with_the_service, environment, folder / "metrics.jsonl")
         lives = functools.partial(with_environment, environment)
-        for before, steps in ((dies, 6), (lives, 6), (lives, 9)):
+        for before, steps in ((dies, 7), (lives, 7), (lives, 9)):
             longer = [*words, "--max_steps", steps]
             (ended,) = [rank.end() for rank in forks.start_ranks(1, *longer, before=before, pictures=True)]
         assert ended.code == 0, ended

@@ -27,7 +27,8 @@ EXACT = f"{VARIED} --max_steps {STEPS} --log_every 1 --eval_every 1000 --checkpo
 GROUP = "--batch_norm group --norm_batch_size 2 --global_batch_size 8"
 CASES = {
     "fcos": "--detector fcos --batch_norm frozen --drop_path 0.1 --global_batch_size 7",
-    "faster_rcnn": f"--detector faster_rcnn {GROUP} --sync_short_sides --freeze_stages 2 --unfreeze_epochs 1,2 "
+    "faster_rcnn": f"--detector faster_rcnn {GROUP} --sync_short_sides",
+    "thawing": f"--detector fcos {GROUP} --freeze_stages 2 --unfreeze_epochs 1,2 "
     "--backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
     "rf_detr": "--detector rf_detr --model RF_DETR --width 128 --drop_path 0.2 --global_batch_size 7 --lr 2e-3 "
     "--short_sides 64,96,128 --long_side 800",
@@ -37,7 +38,8 @@ CASES = {
 }
 RESUMED = {"fcos": 2, "rf_detr": 1}  # on three processes, halfway, from a run on so many
 MICRO_BATCHES = {1: 8, 2: 2, 3: 4}  # processes -> the most samples that one takes at once
-QUICK = ("fcos-1", "fcos-2", "fcos-resumed", "faster_rcnn-1", "faster_rcnn-3", "rf_detr-1", "rf_detr-resumed")
+QUICK = ("fcos-1", "fcos-2", "fcos-resumed", "faster_rcnn-1", "faster_rcnn-3", "thawing-1", "thawing-2")
+QUICK += ("rf_detr-1", "rf_detr-resumed")
 COMPARED = [f"{name}-{where}" for name in CASES for where in (2, 3, *["resumed"] * (name in RESUMED))]
 
 
