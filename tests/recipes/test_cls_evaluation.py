@@ -40,7 +40,7 @@ def data(stripes, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(run_several, data, tmp_path_factory) -> dict[int, dict[str, Outcome]]:
-    """On one and two processes: training runs, and evaluations of what the runs on one process left."""
+    """On one and two processes: training runs, and evaluations of what those on one process left."""
     root = tmp_path_factory.mktemp("runs")
     stripes, digits = root / "1" / "stripes", root / "1" / "digits"
     commands = {

@@ -15,9 +15,8 @@ from common.config.parsing import parse
 from tests.harness.outcomes import Outcome, Tensors, distance, identical, parameters, statistics
 from tests.harness.several import load
 
-STEPS = (
-    15  # of 44 samples: three epochs, whose ends fall into the middle of batches; three processes have unequal shares
-)
+# Steps of 44 samples: three epochs, whose ends fall into the middle of batches. Three processes have unequal shares.
+STEPS = 15
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,8 @@ def test_every_layout_is_the_same_run(name: str, layout: Layout, runs: dict[str,
         assert {key for key in end if not torch.equal(start[key], end[key])} == {"fc.weight", "fc.bias"}
 
 
-def test_plain_batch_norm_is_another_run_and_that_of_one_machine_is_global_there(runs: dict[str, Outcome]) -> None:
-    """What the exact modes agree on is not there by itself; on one machine `node` is `global` to the bit."""
+def test_plain_batch_norm_is_another_run_and_node_is_global(runs: dict[str, Outcome]) -> None:
+    """What the exact modes agree on is not there by itself; on one machine `node` has global's bits."""
     local, node, whole = (runs[norm].tensors() for norm in NORMS)
     start = start_of(runs["global"])
     assert distance(parameters(whole), parameters(local), start) > 1e-3

@@ -35,7 +35,7 @@ EVERYTHING = (
     *("--freeze_stages", "all", "--unfreeze_epochs", "1,2", "--head_lr_factor", 2.0),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--keep_checkpoints", STEPS),
 )
-# The first and the last step, one before an evaluation, two before a checkpoint, and one that nothing follows.
+# First and last step, one before an evaluation, two before a checkpoint, one that nothing follows.
 KINDS = (1, 4, 5, 6, 8, STEPS)
 
 FILE = re.compile(r"[.\w]+\.(jsonl?|yaml|py|txt|csv|html|safetensors)(\.tmp)?")  # in a file operation
@@ -112,8 +112,11 @@ def content(folder: Path, but: tuple[str, ...] = ("log.txt", ".lock")) -> dict[s
 # --- killed
 
 
-@pytest.mark.parametrize("steps", [KINDS, pytest.param(range(1, STEPS + 1), marks=pytest.mark.long, id="all")])
-def test_run_killed_at_every_kind_of_step_is_bit_equal_to_the_uninterrupted(train, whole, tmp_path, steps):
+EACH = pytest.param(range(1, STEPS + 1), marks=pytest.mark.long, id="each")
+
+
+@pytest.mark.parametrize("steps", [KINDS, EACH])
+def test_run_killed_at_every_kind_of_step_is_bit_equal(train, whole, tmp_path, steps):
     folder = tmp_path / "killed"
     for step in steps:
         died = train("killed", *EVERYTHING, before=functools.partial(kill_at_step, step, once_written=False))
@@ -128,9 +131,9 @@ def test_run_killed_at_every_kind_of_step_is_bit_equal_to_the_uninterrupted(trai
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_path, each):
-    """One start after the other dies, each before a kind of operation that none has died at: also when mending.
+    """One start after the other dies, each before a kind of operation that none has died at.
 
-    In the long test the name of a file makes a kind, and each comes four times.
+    Also when it mends what a kill left. In the long test each file's name makes a kind, four times.
     """
     flags = ("--max_steps", 24, "--checkpoint_every", 1, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
     assert train("whole", *flags).code == 0
@@ -168,7 +171,7 @@ def _whole(folder: Path) -> dict[str, bool]:
 class _Spared(set):
     """What a process does not die at: what others died at, and what comes too often.
 
-    Nor before it reads, syncs or begins to remove a folder: that leaves what dying before the next change does.
+    Nor before it reads, syncs or begins to remove a folder: dying before the next change leaves the same.
     """
 
     def __init__(self, kinds: set[str], each: bool) -> None:
@@ -295,7 +298,7 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(train,
     assert refused.code == 2
     assert "lr 0.004 there, 0.001 here" in refused.stderr and "opt adamw there, sgd here" in refused.stderr
 
-    moved, changed = shutil.copytree(images, tmp_path / "moved"), shutil.copytree(images, tmp_path / "changed")
+    moved, changed = (shutil.copytree(images, tmp_path / name) for name in ("moved", "changed"))
     (changed / "train/a/0.png").unlink()
     refused = train("run", *longer, "--data", changed)
     assert refused.code == 2 and "data" in refused.stderr and "belongs to another run" in refused.stderr
@@ -303,9 +306,8 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(train,
     assert train("run", *longer, "--data", moved).code == 0
 
 
-def test_same_command_without_a_name_resumes_in_another_layout_and_cadence_and_another_seed_does_not(
-    forks, images, tmp_path
-):
+def test_same_command_resumes_with_another_layout_and_cadence_but_not_with_another_seed(forks, images, tmp_path):
+    """Without a --name."""
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
     assert forks(*command, before=functools.partial(kill_at_step, 6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()

@@ -57,7 +57,10 @@ def status_of(folder: Path) -> dict:
 def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
     launch, run_several: Callable[..., dict[str, Outcome]], tmp_path, processes
 ) -> None:
-    """Kills and signals leave no process behind, say how the run stands, and cost no step. The last start is a fork."""
+    """Kills and signals leave no process behind, say how the run stands, and cost no step.
+
+    The last start is a fork.
+    """
     folder = tmp_path / "interrupted"
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--num_processes", processes))
     command = (*WORDS, "--output_dir", tmp_path)

@@ -123,7 +123,8 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
         else:
             broken = [copy(folder / "broken.py", BREAK), *data, *short, "--checkpoint_every", 4, *output]
             stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--wait", 8]
-            stopped += ["--lr", 1e-9, *output, "--name", "stopped"]  # nothing gets better than the first evaluation
+            # Nothing gets better than the first evaluation.
+            stopped += ["--lr", 1e-9, *output, "--name", "stopped"]
             cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
             cases |= {"stopped": stopped, "stopped again": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
             cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
@@ -217,7 +218,7 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     )
 
 
-def test_a_run_that_its_recipe_stops_ends_well_and_stays_ended_until_it_is_to_be_longer(runs) -> None:
+def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) -> None:
     """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
     first, again, longer = (runs[1][name] for name in ("stopped", "stopped again", "stopped, longer"))
     why = "no better result since step 4"

@@ -91,7 +91,7 @@ def test_losses_weights_and_results_do_not_depend_on_the_layout(name, outcomes) 
     assert {key: other.rows[-1][key] for key in results} == pytest.approx(results, rel=1e-8)
 
 
-def test_a_run_killed_again_and_again_is_bit_equal_to_the_uninterrupted(forks, scenes, tmp_path) -> None:
+def test_a_run_killed_again_and_again_is_bit_equal(forks, scenes, tmp_path) -> None:
     """After a step that nothing follows, before an evaluation, and before a checkpoint."""
 
     def train(name: str, before=None):

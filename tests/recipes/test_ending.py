@@ -22,7 +22,7 @@ WHY = "--patience 2: no better top-1 since step 4"
 
 @pytest.fixture(scope="module")
 def runs(run_several, stripes) -> dict[str, Outcome]:
-    """Runs on two processes that end early, the same commands again, and with larger flags; and one on one process."""
+    """Runs on two processes that end early, the same again, and with larger flags; and one on one process."""
     words = [*WORDS, "--data", stripes]
     waiting, timed = ([*words, "--name", name] for name in ("waiting", "timed"))
     cases = {

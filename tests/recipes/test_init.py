@@ -38,7 +38,7 @@ def file(theirs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """An image to train on and four to evaluate on, pieces of photographs with boxes of `Person` and `mug`."""
+    """One image to train on, four to evaluate on: parts of photographs, boxes of `Person` and `mug`."""
     root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     photo = load_sample_images().images[0]
     for part, numbers in (("train", [1]), ("val", range(9, 13))):

@@ -60,7 +60,7 @@ def table(stdout: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z ]+?)  +(.+)$", stdout, re.MULTILINE))
 
 
-def test_a_folder_of_photographs_is_trained_on_as_photographs_on_any_layout(run_several, flowers) -> None:
+def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, flowers) -> None:
     """With an odd batch."""
     command = ["--data", flowers, "--max_steps", 2, "--global_batch_size", 3, "--log_every", 1]
     one, two = (run_several(count, {"run": command}, as_typed=True)["run"] for count in (1, 2))

@@ -79,7 +79,7 @@ OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
 
 @pytest.fixture(scope="module")
 def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """The copy on one process and on two with unequal shares; a dry run at a learning rate that is much too high."""
+    """The copy on one process and on two with unequal shares; a dry run at far too high a rate."""
     folder = tmp_path_factory.mktemp("copy")
     mine = folder / "mine.py"
     source = (ROOT / "recipes" / "cls.py").read_text()

@@ -48,7 +48,7 @@ def config_of(path: Path):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_is_a_configuration_that_can_be_spread_over_the_usual_numbers_of_gpus(path, tmp_path) -> None:
+def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -> None:
     config = config_of(path)
     given = yaml.safe_load(path.read_text()) | {"data": "x"}
     assert {name: type(value)(getattr(config, name)) for name, value in given.items()} == given
@@ -65,7 +65,7 @@ def test_a_preset_is_a_configuration_that_can_be_spread_over_the_usual_numbers_o
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_opens_with_commands_that_run_it_and_says_which_kind_its_figure_is(path, monkeypatch) -> None:
+def test_a_preset_opens_with_its_commands_and_the_kind_of_its_figure(path, monkeypatch) -> None:
     """A reported figure must not pass for a measured one."""
     reported = "Reported by the source, not measured here: "
     kinds = re.findall(rf"^# (Expected: measured here: |Expected: no figure|{reported})", opening(path), re.MULTILINE)

@@ -76,7 +76,7 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
         parse(RunConfig, [f"--profile={text}"])
 
 
-def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_it_shows(forks, tmp_path: Path) -> None:
+def test_every_rank_leaves_a_trace_and_the_main_process_says_what_it_shows(forks, tmp_path) -> None:
     flags = [*FLAGS, "--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
     done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
     assert done.code == other.code == 0, done.stderr

@@ -329,7 +329,7 @@ def test_a_refusal_is_all_that_a_command_prints(forks, a_desk) -> None:
 
 # ---- a launch that can't work, and what a person then sees
 
-LAUNCHES = {  # words of a launch, where each process meets the others before it refuses, or not, and what the recipe says
+LAUNCHES = {  # words of a launch, and the line that the recipe says
     "-m accelerate.commands.launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --data inverted": (
         "det.py: ...train.json: 1 boxes end before they begin ..."
     ),
