@@ -10,9 +10,6 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from common.errors import Refused
-from common.launching.launch_checks import check_launch
-from common.launching.launchers import Launch
 from common.launching.network import await_listener
 from tests.harness.launching import free_port
 
@@ -64,24 +61,6 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return script
 
 
-def worlds(folder: Path) -> dict[str, list]:
-    return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
-
-
-@pytest.mark.smoke
-def test_every_layout_has_its_files() -> None:
-    names = {f"{layout}{suffix}" for layout in GPU_LAYOUTS for suffix in PRECISIONS}
-    assert {path.stem for path in FILES} == names | {"cpu", "multi_cpu", "mps", "2node_cpu"}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_holds_only_keys_that_have_an_effect(path: Path) -> None:
-    assert set(yaml.safe_load(path.read_text())) <= KEYS
-    config = load_config_from_file(str(path))
-    assert config.num_processes % config.num_machines == 0
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_opens_with_its_command_which_is_that_of_every_machine(path: Path) -> None:
@@ -91,7 +70,10 @@ def test_a_file_opens_with_its_command_which_is_that_of_every_machine(path: Path
     assert arguments.config_file == f"accelerate_configs/{path.name}"
     assert arguments.training_script == "recipes/cls.py"
     assert arguments.machine_rank is None, "the address says which machine is the first"
-    assert (arguments.main_process_ip is not None) == (load_config_from_file(str(path)).num_machines > 1)
+    config = load_config_from_file(str(path))
+    assert (arguments.main_process_ip is not None) == (config.num_machines > 1)
+    assert config.num_processes % config.num_machines == 0
+    assert yaml.safe_load(path.read_text()).keys() <= KEYS
 
 
 @pytest.mark.smoke
@@ -107,84 +89,37 @@ def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_gpu_files_of_a_layout_differ_in_precision_alone() -> None:
+def test_files_differ_in_precision_in_the_number_of_machines_and_in_devices_alone() -> None:
     for layout in GPU_LAYOUTS:
         for suffix, precision in PRECISIONS.items():
             assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
-
-
-@pytest.mark.smoke
-def test_more_machines_differ_in_number_alone() -> None:
     two, four = keys_of("2node"), keys_of("4node")
     assert {key for key in four if two.get(key) != four[key]} == {"num_machines", "num_processes"}
     assert four["num_processes"] / 4 == two["num_processes"] / 2 == keys_of("multi_gpu")["num_processes"]
+    assert keys_of("2node_cpu") == two | {"gpu_ids": "-1,-1", "num_processes": 2, "mixed_precision": "no"}
 
 
-@pytest.mark.smoke
-def test_the_rehearsal_of_two_machines_differs_from_the_gpu_files_in_devices_alone() -> None:
-    rehearsal = keys_of("2node_cpu")
-    for suffix, precision in PRECISIONS.items():
-        devices = {"gpu_ids": "-1,-1", "num_processes": 2, "mixed_precision": "no"}
-        gpus = {"num_processes": 16, "mixed_precision": precision}
-        assert rehearsal == {**{k: v for k, v in keys_of(f"2node{suffix}").items() if k not in gpus}, **devices}
+def worlds(folder: Path) -> dict[str, list]:
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("path", [path for path in FILES if "cpu" not in path.stem], ids=lambda path: path.stem)
-def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
-    config = load_config_from_file(str(path))
-    here = config.num_processes // config.num_machines
-    size = {"world_size": config.num_processes, "local_world_size": here, "nodes": config.num_machines}
-    launched = Launch("accelerate launch", **size)
-    environ = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    with pytest.raises(Refused, match="this machine shows none"):
-        check_launch(environ, launched, accelerators=0, asked_for=(config.num_processes, config.num_machines))
-
-
-@pytest.mark.parametrize(
-    "config, flags, layout",
-    [
-        ("cpu", [], [1, 1, "1 process, cpu, fp32, started by accelerate launch"]),
-        ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32, started by accelerate launch"]),
-        pytest.param(
-            "multi_cpu",
-            ["--num_processes", 3, "--mixed_precision", "bf16"],
-            [3, 6, "3 processes on 1 node, cpu (gloo), bf16, started by accelerate launch"],
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, config, flags, layout) -> None:
-    done = launch(config, probe, tmp_path, flags=flags)
+def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path) -> None:
+    done = launch("multi_cpu", probe, tmp_path, flags=["--mixed_precision", "bf16"])
     assert done.returncode == 0, done.stderr
-    assert worlds(tmp_path) == {f"rank{rank}.json": layout for rank in range(layout[0])}
-
-
-def on_two_machines(launch, probe: Path, folder: Path, processes: int) -> list:
-    """Both launchers of 2node_cpu on this machine, run to their end."""
-    port = free_port()
-    flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", processes]
-    first = launch.start("2node_cpu", probe, folder, flags=flags)
-    await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
-    second = launch.start("2node_cpu", probe, folder, flags=[*flags, "--machine_rank", 1])  # which does not look
-    return [node.finish() for node in (first, second)]
-
-
-def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
-    nodes = on_two_machines(launch, probe, tmp_path, processes=2)
-    assert [node.returncode for node in nodes] == [0, 0], nodes
-    layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
+    layout = [2, 3, "2 processes on 1 node, cpu (gloo), bf16, started by accelerate launch"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
-@pytest.mark.long
-def test_three_processes_on_two_machines_are_refused_instead_of_running_two(launch, probe, tmp_path) -> None:
-    nodes = on_two_machines(launch, probe, tmp_path, processes=3)
-    assert all(node.returncode != 0 for node in nodes)
-    assert any(
-        "refused: launched for 3 processes on 2 machines, but on this one 1 started" in node.stderr for node in nodes
-    )
-    assert worlds(tmp_path) == {}
+def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
+    port = free_port()
+    flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
+    await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
+    second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])  # which does not look
+    nodes = [node.finish() for node in (first, second)]
+    assert [node.returncode for node in nodes] == [0, 0], nodes
+    layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
+    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
 def test_a_forgotten_address_of_several_machines_is_named_at_once(launch, probe, tmp_path) -> None:

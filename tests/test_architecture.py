@@ -1,6 +1,6 @@
-"""Rooms of common/ import only from lower rooms, modules say what they are, and a recipe is one readable page.
+"""Rooms of common/ have faces, modules say what they are, and a recipe is one readable page.
 
-Which imports are allowed stands in pyproject.toml, for import-linter. Each other check is shown to fail on made-up source.
+That rooms import only from lower rooms stands in pyproject.toml, for import-linter, which `make lint` runs.
 """
 
 import ast
@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from common.config.fields import OptimizationConfig, RunConfig
 from common.run import Run
@@ -36,16 +35,9 @@ MOST_FIELDS = 45
 STEP = ["backward", "clip_gradients", "step", "zero_grad"]
 RANKS = {"rank", "local_rank", "node_rank", "get_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
 RANKS |= {"is_main", "is_main_process", "is_local_main", "is_local_main_process", "on_main_process"}
-BY_STRING = {"getattr", "setattr", "eval", "exec", "globals", "locals", "vars", "__import__"}
 
 
 # --- rooms
-
-
-@pytest.mark.smoke
-def test_rooms_import_only_from_lower_rooms_and_form_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -67,19 +59,11 @@ def test_a_face_has_the_names_that_it_lists(room: str) -> None:
 # --- docstrings
 
 
-def is_statement(source: str) -> bool:
-    """Whether there is a docstring whose first sentence doesn't ask."""
-    end = re.search(r"[.!?](?=\s|$)", ast.get_docstring(ast.parse(source)) or "?")
-    return not end or end[0] != "?"
-
-
 def test_modules_say_what_they_are() -> None:
-    assert [str(path) for path, source in SOURCES.items() if not is_statement(source)] == []
-
-
-def test_a_module_without_a_statement_would_be_seen() -> None:
-    assert is_statement('"""Log: one JSON object per line, such as log.jsonl. Who reads it? The plots."""')
-    assert not any(map(is_statement, ["import os", '""""""', '"""What is a log?"""', '"""How?\n\nSo."""']))
+    """There is a docstring, whose first sentence doesn't ask."""
+    docstrings = {path: ast.get_docstring(ast.parse(source)) or "?" for path, source in SOURCES.items()}
+    ends = {path: re.search(r"[.!?](?=\s|$)", text) for path, text in docstrings.items()}
+    assert [str(path) for path, end in ends.items() if end and end[0] == "?"] == []
 
 
 # --- recipes
@@ -154,7 +138,7 @@ def rank_tests(source: str) -> list[str]:
 
 
 def bad_fields(source: str) -> list[str]:
-    """Fields of the dataclasses whose name ends in Config: too many, without a docstring, or derived from others.
+    """Fields of the dataclasses whose name ends in Config: too many, or without a docstring.
 
     A shared field that is stated again, to show its default, has its docstring where it is shared.
     """
@@ -169,29 +153,10 @@ def bad_fields(source: str) -> list[str]:
                 restated = explained if node.name == "Config" and node.bases else ()
                 if line in fields and not is_explained and line.target.id not in restated:
                     wrong.append(f"{node.name}.{line.target.id} has no docstring")
-            wrong += [f"{node.name}.{line.name} is a method" for line in node.body if isinstance(line, ast.FunctionDef)]
     return wrong
 
 
-def found_by_string(source: str) -> list[str]:
-    """Calls that find something by text that a user may give; the number type alone is found so."""
-    wrong = []
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        by_string = name_of(call.func) == "import_module" or (
-            isinstance(call.func, ast.Name) and call.func.id in BY_STRING  # not model.eval()
-        )
-        literal = name_of(call.func) == "getattr" and isinstance(call.args[1], ast.Constant)
-        if by_string and not literal and ast.unparse(call) != "getattr(torch, config.dtype)":
-            wrong.append(ast.unparse(call))
-    return wrong
-
-
-def nested_lambdas(source: str) -> list[str]:
-    lambdas = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Lambda)]
-    return [ast.unparse(node) for node in lambdas if sum(isinstance(inner, ast.Lambda) for inner in ast.walk(node)) > 1]
-
-
-CHECKS = [out_of_order, hidden_step, rank_tests, bad_fields, found_by_string, nested_lambdas]
+CHECKS = [out_of_order, hidden_step, rank_tests, bad_fields]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -223,81 +188,3 @@ def test_a_run_is_small_to_look_at() -> None:
 
 def test_shared_fields_of_configurations_are_explained_too() -> None:
     assert bad_fields(SOURCES[Path("common/config/fields.py")]) == []
-
-
-RECIPE = '''
-"""Train a thing."""
-import torch
-from common.launching import launch
-from common.run import Run
-
-class Config:
-    """Fields."""
-    lr: float = 1.0
-    """Rate."""
-
-def build_model(config):
-    return torch.nn.Linear(1, 1).to(getattr(torch, config.dtype))
-
-def evaluate(model):
-    model.eval()
-
-def main():
-    """Twice
-
-    as long."""
-    with Run(config) as run:
-        # model and rate
-        model = build_model(config)
-
-        losses_of = lambda batch: model(batch)  # [B]
-        for step in run.steps():
-            for batch in run.micro_batches():
-                run.backward(losses_of(batch).sum() * run.plan.loss_scale)
-            run.clip_gradients(config.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-
-if __name__ == "__main__":
-    launch.run(main)
-'''.strip()
-
-
-def test_the_example_passes_every_check() -> None:
-    assert [check(RECIPE) for check in CHECKS] == [[]] * len(CHECKS)
-    assert lines_of_main(RECIPE) == 10
-    of_run = {f"run.{name}" for name in ("steps", "micro_batches", "backward", "plan", "clip_gradients")}
-    assert names_in_main(RECIPE) == {"Run", "build_model"} | of_run
-    assert [node.module for node in imports_of(RECIPE)] == ["common.launching", "common.run"]
-
-
-@pytest.mark.parametrize(
-    "check, old, new, told",
-    [
-        (out_of_order, '"""Train a thing."""\n', "", "no docstring"),
-        (out_of_order, "class Config:", "def early(): pass\n\nclass Config:", "Config is not the first"),
-        (out_of_order, "def evaluate", "def draw(): pass\n\ndef build_more(): pass\n\ndef evaluate", "in one block"),
-        (out_of_order, "def evaluate", "def test", "there is not one evaluate"),
-        (out_of_order, "if __name__", "def late(): pass\n\nif __name__", "main is not the last"),
-        (out_of_order, "launch.run(main)", "main()", "does not end in launch.run(main)"),
-        (hidden_step, "            optimizer.zero_grad()\n", "", "main calls"),
-        (hidden_step, "run.clip_gradients(config.clip)", "optimizer.step()", "main calls"),
-        (rank_tests, "model.eval()", "if is_main_process(): print(1)", "is_main_process"),
-        (rank_tests, "model.eval()", "dist.get_rank() or print(1)", "get_rank"),
-        (rank_tests, "model.eval()", "accelerator.on_main_process(print)(1)", "on_main_process"),
-        (rank_tests, "model.eval()", "os.environ['LOCAL_RANK']", "LOCAL_RANK"),
-        (rank_tests, "import torch", "from common.distributed.collectives import rank as r", "rank"),
-        (bad_fields, '    """Rate."""\n', "", "Config.lr has no docstring"),
-        (bad_fields, '"""Rate."""\n', '"""Rate."""\n    mixup: float = 0.0\n', "Config.mixup has no docstring"),
-        (bad_fields, '"""Rate."""\n', '"""Rate."""\n' + "    a: int\n    'A.'\n" * MOST_FIELDS, "46 fields"),
-        (bad_fields, '"""Rate."""\n', '"""Rate."""\n    def end(self): pass\n', "Config.end is a method"),
-        (found_by_string, "model.eval()", "getattr(models, config.model)()", "getattr"),
-        (found_by_string, "model.eval()", "getattr(torch, config.loss)", "getattr"),
-        (found_by_string, "model.eval()", "eval(config.loss)", "eval"),
-        (found_by_string, "model.eval()", "importlib.import_module(config.model)", "import_module"),
-        (nested_lambdas, "lambda batch: model(batch)", "lambda batch: lambda: model(batch)", "lambda"),
-    ],
-)
-def test_a_worse_recipe_would_be_seen(check, old: str, new: str, told: str) -> None:
-    assert RECIPE.count(old) == 1
-    assert told in "; ".join(check(RECIPE.replace(old, new)))

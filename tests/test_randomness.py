@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,13 +70,3 @@ def test_dropout_is_a_function_of_the_key() -> None:
         seed_model(key, torch.device("cpu"))
         masks.append(dropout(torch.ones(64)))
     assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
-
-
-def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate calls the device of a single process "cuda"."""
-    generators = tuple(torch.Generator() for _ in range(3))
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    seed_model(5, torch.device("cuda"))
-    seed_model(6, torch.device("cuda:2"))
-    assert [generator.initial_seed() for generator in generators[1:]] == [5, 6]

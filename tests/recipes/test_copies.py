@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome
@@ -49,7 +48,7 @@ STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 BREAK = """The loop is left behind a step.
 @@
                  run.save()
-+            if run.step == 4:
++            if run.step == 2:
 +                break
 """
 DRAWS = """Says when it draws.
@@ -67,14 +66,6 @@ MEAN_OF_BOXES = """A mean as loss, of shape [].
 -            return losses
 +            return losses.mean()
 """
-COMMENTS = """Words, and no other code.
-@@
--    weights = sample_weights(config.sampling, train.labels, len(train.classes))
-+    # Other words.
-+    weights = sample_weights(
-+        config.sampling, train.labels, len(train.classes)
-+    )  # and more
-"""
 
 
 @pytest.mark.smoke
@@ -89,13 +80,6 @@ def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> N
 @pytest.mark.smoke
 def test_every_change_of_the_page_is_trained() -> None:
     assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys()
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("diff", ["@@\n-no such line\n", "@@ build_samples\n-    return train\n"])
-def test_a_change_that_no_longer_applies_fails(diff: str) -> None:
-    with pytest.raises(AssertionError, match="0 times"):
-        apply(diff, (ROOT / "recipes/cls.py").read_text())
 
 
 @pytest.mark.smoke
@@ -127,28 +111,25 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
     own["detector"] = ["--data", scenes]
     own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
     data, short = ["--data", stripes], "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split()
+    one_rank = copy(folder / "one_rank.py", STOP_ON_ONE_RANK)
     for processes in (1, 3):
         cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
             kind, diffs = recipe_of(changes[0]), [CHANGES[change] for change in changes]
             recipe = copy(folder / f"{name}.py", *diffs, *[DRAWS] * (kind == "cls"), recipe=kind)
             cases[name] = [recipe, *own.get(name, data), *EXACT, *flags.split(), *output]
-        one_rank, mean, broken = (
-            copy(folder / f"{name}.py", diff)
-            for name, diff in (
-                ("one_rank", STOP_ON_ONE_RANK),
-                ("mean", MEAN),
-                ("broken", BREAK.replace("4", str(5 - processes))),
-            )
-        )
-        cases["one_rank"] = [one_rank, *data, *short, *output]
-        cases["mean"] = [mean, *data, *short, *output]
-        cases["broken"] = [broken, *data, *short, "--checkpoint_every", 4, *output]
-        stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--wait", 8]
-        stopped += ["--lr", 1e-9, *output, "--name", "stopped"]  # nothing gets better than the first evaluation
-        cases |= {"stopped": stopped, "stopped again": stopped, "broken again": [*cases["broken"], "--name", "broken"]}
-        if processes == 1:
-            cases["stopped, longer"] = [*stopped, "--max_steps", 44]
+        if processes == 3:
+            cases["one_rank"] = [one_rank, *data, *short, *output]
+        else:
+            broken = [copy(folder / "broken.py", BREAK), *data, *short, "--checkpoint_every", 4, *output]
+            stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--wait", 8]
+            # Nothing gets better than the first evaluation.
+            stopped += ["--lr", 1e-9, *output, "--name", "stopped"]
+            cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
+            cases |= {"stopped": stopped, "stopped again": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
+            cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
+            mean_of_boxes = copy(folder / "mean_of_boxes.py", MEAN_OF_BOXES, recipe="det")
+            cases["mean of boxes"] = [mean_of_boxes, *"--max_steps 2 --global_batch_size 4".split(), *output]
             for name in ("optimizers", "teacher"):
                 words = [word for word in cases[name][1:] if word not in own.get(name, ())]
                 cases[f"original of {name}"] = ["recipes/cls.py", *words, *data, "--max_steps", 1]
@@ -159,23 +140,12 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
             cases["resumed, longer"] = [*module, "--name", "resumed"]
             for what in ("best", "checkpoints/step_00000008"):
                 cases[f"module's {what}"] = [*module, "--eval_only", folder / "runs_1/module" / what]
-            short_of_boxes = "--max_steps 2 --global_batch_size 4".split()
-            cases["mean of boxes"] = [
-                copy(folder / "mean_of_boxes.py", MEAN_OF_BOXES, recipe="det"),
-                *short_of_boxes,
-                *output,
-            ]
-            first = copy(folder / "det_coloured.py", *(CHANGES[name] for name in DAYS["detector"][0][:2]), recipe="det")
-            cases["coloured boxes"] = [first, *cases["detector"][1:], "--max_steps", 1]
             cases["best boxes"] = [*cases["detector"], "--eval_only", folder / "runs_1/detector/best"]
-            cases["without a name"] = [folder / "one_rank.py", *data, *short, "--max_steps", 1, *output, "--name", ""]
+            cases["without a name"] = [one_rank, *data, *short, "--max_steps", 1, *output, "--name", ""]
             same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
             cases["original"] = same
             cases["finished by the original"] = [copy(folder / "focal/cls.py", CHANGES["focal-loss"]), *same]
-            cases["other words"] = [copy(folder / "words/cls.py", COMMENTS), *same, "--max_steps", 5]
-            allowed = ["--max_steps", 6, "--allow_changed_source"]
-            cases["finished, allowed"] = [folder / "focal/cls.py", *same, "--allow_changed_source", "--max_steps", 5]
-            cases["allowed"] = [folder / "focal/cls.py", *same, *allowed]
+            cases["allowed"] = [folder / "focal/cls.py", *same, "--max_steps", 6, "--allow_changed_source"]
             cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
@@ -202,7 +172,7 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
             torch.testing.assert_close(cut[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: Path) -> None:
+def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     focal, margin, stages, optimizers, teacher = (
         runs[1][name] for name in ("focal", "margin", "stages", "optimizers", "teacher")
     )
@@ -228,7 +198,6 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
     best = json.loads((optimizers.folder / "summary.json").read_text())["best"]
     assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", optimizers.stdout), "not in per cent"
     assert best["eval/ema_brier"] == min(optimizers.column("eval/ema_brier")), "smaller is better"
-    assert best["eval/ema_brier"] == pytest.approx(brier(optimizers.folder / "best", stripes / "val"), rel=1e-4)
 
     assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
     assert json.loads((teacher.folder / "best/config.json").read_text())["architecture"] == "test_vit"
@@ -239,46 +208,28 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]], stripes: P
 
 
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
-    boxes, coloured, best = (runs[1][name] for name in ("detector", "coloured boxes", "best boxes"))
+    boxes, best = (runs[1][name] for name in ("detector", "best boxes"))
     parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
     np.testing.assert_allclose(boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"])
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
-    change = coloured.column("train/loss")[0] - boxes.column("train/loss")[0]
-    assert abs(change) > 1e-9, "in float64; scenes of digits are nearly grey"
     summary = json.loads((boxes.folder / "summary.json").read_text())
     assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
         summary["best"]["eval/AP"]
     )
 
 
-def brier(model: Path, images: Path) -> float:
-    """The mean over all images of the squared distance between probabilities and the true class."""
-    network = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(network))
-    names, errors = network.pretrained_cfg["label_names"], []
-    for path in images.rglob("*.png"):
-        with torch.no_grad():
-            probabilities = network(transform(Image.open(path))[None]).softmax(1)[0]
-        probabilities[names.index(path.parent.name)] -= 1
-        errors.append(probabilities.square().sum().item())
-    return float(np.mean(errors))
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-def test_a_run_that_its_recipe_stops_ends_well_and_stays_ended(processes: int, runs) -> None:
-    """Where all ranks say so after an evaluation, it ends there; pictures, results and best/ are those of a run's end."""
-    first, again = runs[processes]["stopped"], runs[processes]["stopped again"]
+def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) -> None:
+    """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
+    first, again, longer = (runs[1][name] for name in ("stopped", "stopped again", "stopped, longer"))
     why = "no better result since step 4"
     for run in (first, again):
         assert run.outcome == "ok" and re.search(f"12 steps in [0-9]+ s of training, ended by {why}", run.stdout)
-    assert processes == 1 or status(again) == ("finished", 12, why)  # of one process it has gone on since
-    assert (
-        f"this run was ended at step 12 of 40 by {why}; a larger --epochs or --max_steps takes it further"
-        in again.stdout
-    )
-    assert processes == 1 or first.column("eval/top1").size == 3
+    told = f"this run was ended at step 12 of 40 by {why}; a larger --epochs or --max_steps takes it further"
+    assert told in again.stdout
     assert (first.folder / "best/model.safetensors").is_file()
     assert "draws at step 12" in first.stdout
+    assert longer.outcome == "ok" and "resuming from step 12 of 44" in longer.stdout
+    assert status(longer)[:2] == ("finished", 16), "it waits for 8 steps at most, and has waited longer"
 
 
 def test_one_rank_can_stop_a_run(runs) -> None:
@@ -289,27 +240,19 @@ def test_one_rank_can_stop_a_run(runs) -> None:
     assert "eval/top1" in run.rows[-1] and run.rows[-1]["step"] == 5
 
 
-def test_a_longer_run_goes_on_where_it_was_stopped(runs) -> None:
-    run = runs[1]["stopped, longer"]
-    assert run.outcome == "ok" and "resuming from step 12 of 44" in run.stdout
-    assert status(run)[:2] == ("finished", 16), "it waits for 8 steps at most, and has waited longer"
-
-
 def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:
-    why = "the recipe, which left its loop"
-    for processes, step in ((1, 4), (3, 2)):  # where a checkpoint is due, and where none is
-        run, again = runs[processes]["broken"], runs[processes]["broken again"]
-        assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
-        assert status(run) == ("finished", step, why) and run.checkpoint.name == f"step_0000000{step}"
-        assert again.outcome == "ok" and f"this run was ended at step {step} of 8 by {why}" in again.stdout
+    """Where no checkpoint is due."""
+    run, again, why = runs[1]["broken"], runs[1]["broken again"], "the recipe, which left its loop"
+    assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
+    assert status(run) == ("finished", 2, why) and run.checkpoint.name == "step_00000002"
+    assert again.outcome == "ok" and f"this run was ended at step 2 of 8 by {why}" in again.stdout
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_a_mean_as_loss_is_refused_before_the_first_step(processes: int, runs) -> None:
-    refused = [runs[processes]["mean"]] + [runs[1]["mean of boxes"]] * (processes == 1)
-    for run in refused:
-        assert run.outcome == "refused" and not run.folder.exists()
-        assert "one loss per sample; take reduction='none'" in run.text and "\n" not in run.text
+@pytest.mark.parametrize("name", ["mean", "mean of boxes"])
+def test_a_mean_as_loss_is_refused_before_the_first_step(name: str, runs) -> None:
+    run = runs[1][name]
+    assert run.outcome == "refused" and not run.folder.exists()
+    assert "one loss per sample; take reduction='none'" in run.text and "\n" not in run.text
 
 
 def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
@@ -330,16 +273,13 @@ def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
 
 
 def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
-    """Also one that is finished; comments and formatting aside, or if it is allowed. The source is kept with the run."""
+    """Also one that is finished, unless it is allowed. The source is kept with the run."""
     refused = runs[1]["finished by the original"]
     assert refused.outcome == "refused" and "finished" not in refused.stdout
     assert "was made by another source of cls.py" in refused.text
     for way_out in ("--name", "--allow_changed_source", "put the source back"):
         assert way_out in refused.text
     assert "+        log_probabilities = logits.log_softmax(1)" in refused.stdout
-    assert "resuming from step 4 of 5" in runs[1]["other words"].stdout and runs[1]["other words"].outcome == "ok"
-    finished = runs[1]["finished, allowed"]
-    assert finished.outcome == "refused" and "is finished, and was made by another source" in finished.text
     allowed = runs[1]["allowed"]
     assert allowed.outcome == "ok" and "as --allow_changed_source says" in allowed.stdout
     assert runs[1]["as before"].outcome == "refused", "it was made by the changed one since"

@@ -13,7 +13,7 @@ import timm
 from safetensors.torch import load_file
 
 from common.training import timm_models
-from tests.harness.drawings import draw_stripes, save_colours
+from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended, Forks
 
 STUFFS = [f"stuff_{number}" for number in range(5)]
@@ -62,7 +62,6 @@ def root(tmp_path_factory) -> Path:
         copy(root / "flat" / STUFFS[number], root / "some" / STUFFS[number])
         copy(root / "flat" / STUFFS[number], root / "others" / STUFFS[number])
     copy(root / "flat" / STUFFS[0], root / "others" / "cat")
-    save_colours(root / "labels")
     return root
 
 
@@ -168,15 +167,9 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
 
 def test_classes_that_the_model_does_not_know_are_refused(odd, root, forks) -> None:
     checkpoint = odd / "checkpoints/step_00000006"
-    for weights in (odd / "best", checkpoint):
-        word = refusal(forks("--eval_only", weights, "--data", root / "others"))
-        assert (
-            f"{weights} does not know 1 of the 3 classes of --data {root}/others (cat); it knows stuff_0, stuff_1"
-            in word
-        )
-    assert "10 of the 10 classes of --data digits (0, 1, 2, 3, 4, ...)" in refusal(
-        forks("--eval_only", odd / "best", "--data", "digits")
-    )
+    word = refusal(forks("--eval_only", checkpoint, "--data", root / "others"))
+    told = f"{checkpoint} does not know 1 of the 3 classes of --data {root}/others (cat); it knows stuff_0, stuff_1"
+    assert told in word
 
 
 def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
@@ -188,61 +181,22 @@ def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd,
     assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
     results, said = printed(forks("--eval_only", folder, "--data", root / "flat", "--workers", 0))
     assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
-    sized, said_of_sized = printed(
-        forks("--eval_only", folder, "--data", root / "flat", "--image_size", 64, "--crop_pct", 0.9, "--workers", 0)
-    )
-    assert_same(results, {key: value for key, value in sized.items() if key != "eval_only"})
-    assert f"{folder}, which names no run\n" in said
-    assert (
-        "; --image_size 64, where the folder has its own; --crop_pct 0.9, where the folder has its own\n"
-        in said_of_sized
-    )
+    assert results["count"] == 72 and f"{folder}, which names no run\n" in said
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
     assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
 
 
-def test_the_start_table_says_what_a_new_run_begins_with(odd, root, forks, tmp_path) -> None:
-    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {tmp_path}".split()
-    ended = forks("--model", odd / "best", "--data", root / "others", "--image_size", 48, *common)
-    assert ended.code == 0, ended.stderr
-    everything = len(load_file(odd / "best/model.safetensors"))
-    said = f"{everything - 2} of {everything} tensors of {odd}/best, head new for 1 of 3 classes ("
-    assert re.search(rf"begins with +{re.escape(said)}\w+\), kept for \w+, \w+\n", ended.stdout), ended.stdout
-    ended = forks("--model", "test_vit", "--data", root / "others", *common)
-    assert ended.code == 0 and "begins with" not in ended.stdout
-
-
-def test_several_labels_an_image_are_matched_by_name_too(train, root, forks) -> None:
-    run = train("labels", f"--data {root}/labels --loss bce --model test_vit --max_steps 5 --lr 2e-3 --image_size 32")
-    results, _ = printed(forks("--eval_only", run / "best", "--workers", 0))
-    assert_same(results, recorded(run / "best"))
-    assert list(results["per_class"]) == ["red", "green", "blue"]
-    best = root / "labels best"
-    shutil.copytree(run / "best", best)
-    content = json.loads((best / "config.json").read_text())
-    assert content["problem_type"] == "multi_label_classification"
-    content["label_names"] = ["blue", "green", "red"]
-    (best / "config.json").write_text(json.dumps(content))
-    turned, said = printed(forks("--eval_only", best, "--workers", 0))
-    assert "in another order" in said and turned["f1"] != results["f1"]
-
-
-def test_what_is_no_weights_is_refused_before_anything_is_read(odd, train, scenes, forks, tmp_path) -> None:
-    word = f"cls.py: --eval_only {odd}: is a run folder; name {odd}/best or a folder in {odd}/checkpoints"
-    assert refusal(forks("--eval_only", odd)) == word
+def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(odd / "best", bare, ignore=shutil.ignore_patterns("*.safetensors"))
     assert "has no weights (model.safetensors); copy the whole folder" in refusal(forks("--eval_only", bare))
-    assert "nothing is there; name a run's best/" in refusal(forks("--eval_only", tmp_path / "nowhere"))
-    for name, content in (("run.json", "[]"), ("run.json", '{"name": "x"}'), ("config.json", "{")):
-        torn = tmp_path / f"torn {len(content)} {name}"
-        shutil.copytree(odd / "best", torn)
-        (torn / name).write_text(content)
-        assert f"--eval_only {torn}: not a whole one (" in refusal(forks("--eval_only", torn))
-    for weights in (odd / "best", odd / "checkpoints/step_00000006"):
-        word = refusal(forks("--eval_only", weights, recipe="det"))
-        assert f"--eval_only {weights}: its run has flags that det.py does not know (--" in word
-        assert word.endswith("; evaluate it with the recipe that trained it, cls")
+    torn = tmp_path / "torn"
+    shutil.copytree(odd / "best", torn)
+    (torn / "run.json").write_text('{"name": "x"}')
+    assert f"--eval_only {torn}: not a whole one (" in refusal(forks("--eval_only", torn))
+    word = refusal(forks("--eval_only", odd / "best", recipe="det"))
+    assert f"--eval_only {odd}/best: its run has flags that det.py does not know (--" in word
+    assert word.endswith("; evaluate it with the recipe that trained it, cls")
 
 
 DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
@@ -259,10 +213,6 @@ def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> No
         assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
         other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, "--workers", 0, recipe="det"))
         assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
-        word = refusal(forks("--eval_only", weights))
-        assert "cls.py does not know (--" in word and word.endswith(
-            "; evaluate it with the recipe that trained it, det"
-        )
     common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {root}/nothing".split()
     ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
     assert ended.code == 0, ended.stderr

@@ -29,7 +29,7 @@ CHANGES = {
 """,
     "                if run.should_draw():\n": "                if run.should_draw() or True:\n",  # pictures at each evaluation
 }
-FLAGS = "--model test_vit --dtype float64 --global_batch_size 50 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
+FLAGS = "--model test_vit --dtype float64 --global_batch_size 51 --max_steps 6 --eval_every 3 --log_every 2 --lr 1e-3"
 NOISE = """Random numbers of each place that a copy may draw them in.
 @@
 +class Noise(Normalize):
@@ -79,7 +79,7 @@ OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
 
 @pytest.fixture(scope="module")
 def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """The copy on one process and on three with unequal shares; a dry run at a learning rate that is much too high."""
+    """The copy on one process and on two with unequal shares; a dry run at far too high a rate."""
     folder = tmp_path_factory.mktemp("copy")
     mine = folder / "mine.py"
     source = (ROOT / "recipes" / "cls.py").read_text()
@@ -94,19 +94,19 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     for name, diff in MISTAKES.items():
         cases[name] = [copy(folder / f"{name}.py", diff), "--dry_run"]
     cases["dropout is none"] = "--drop 0.5 --drop_path 0.2 --mixup 0.2 --random_erasing 0.3 --dry_run".split()
-    three = {"three": f"{FLAGS} --max_micro_batch_size 9".split()}
-    three["of one rank"] = [copy(folder / "of_one_rank.py", OF_ONE_RANK), *"--max_steps 2 --model test_vit".split()]
+    two = {"two": f"{FLAGS} --max_micro_batch_size 9".split()}
+    two["of one rank"] = [copy(folder / "of_one_rank.py", OF_ONE_RANK), *"--max_steps 2 --model test_vit".split()]
     one = {"one": cases.pop("one")}
     ones = run_several(1, one, recipe=mine, pictures=True) | run_several(1, cases, recipe=mine)
-    return ones | run_several(3, three, recipe=mine)
+    return ones | run_several(2, two, recipe=mine)
 
 
 def test_numbers_of_ones_own_stand_in_the_rows_and_are_the_same_on_any_layout(outcomes) -> None:
-    one, three = outcomes["one"], outcomes["three"]
-    assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
-    assert [row["step"] for row in one.rows] == [row["step"] for row in three.rows] == [2, 3, 4, 6]
+    one, two = outcomes["one"], outcomes["two"]
+    assert (one.outcome, two.outcome) == ("ok", "ok"), one.text + two.text
+    assert [row["step"] for row in one.rows] == [row["step"] for row in two.rows] == [2, 3, 4, 6]
     for name in (*OWN, "train/weight_norm", "train/update_ratio"):
-        np.testing.assert_allclose(three.column(name), one.column(name), rtol=1e-8)
+        np.testing.assert_allclose(two.column(name), one.column(name), rtol=1e-8)
         assert len(one.column(name)) == 4 and (name == "train/half" or np.ptp(one.column(name)) > 0)
     # Squares of the losses whose mean stands beside them.
     assert (one.column("train/squared") > one.column("train/loss") ** 2).all()
@@ -122,12 +122,8 @@ def test_the_tracker_has_them_and_each_picture_at_its_step_and_what_the_start_ta
         assert [event.step for event in events.Images(name)] == steps
     (config,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
     told = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
-    assert told["model"] == "test_vit"
-    wanted = {"train_images": "1438", "val_images": "359", "classes": "10", "input_size": "(3, 32, 32)", "steps": "6"}
-    wanted |= {"world_size": "1", "micro_batch_size": "17", "micro_steps": "3", "precision": "fp64"}
-    wanted |= {"parameters": told["run/parameters"], "peak_learning_rate": told["run/peak_learning_rate"]}
-    assert {name: told[f"run/{name}"] for name in wanted} == wanted
-    assert int(told["run/parameters"]) > 1e5 and float(told["run/peak_learning_rate"]) > 0
+    wanted = {"model": "test_vit", "run/train_images": "1438", "run/micro_steps": "3", "run/precision": "fp64"}
+    assert {name: told[name] for name in wanted} == wanted
     assert re.search(rf"fingerprint +{told['run/fingerprint']},", one.stdout)
 
 
@@ -149,7 +145,8 @@ def test_the_tracker_has_them_and_each_picture_at_its_step_and_what_the_start_ta
 def test_what_would_depend_on_the_layout_or_be_lost_is_refused_by_name(outcomes, name: str, text: str) -> None:
     assert outcomes[name].outcome == "refused" and outcomes[name].text.startswith(text), outcomes[name].text
     assert "\n" not in outcomes[name].text
-    assert outcomes["dropout is none"].outcome == "ok", outcomes["dropout is none"].text
+    fine = outcomes["dropout is none"]
+    assert fine.outcome == "ok" and not fine.folder.exists(), "a dry run leaves nothing"
 
 
 def test_a_dry_run_whose_loss_explodes_is_refused(outcomes) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from common.config.fields import RunConfig
 from common.config.parsing import parse
-from common.distributed import watchdog
 from common.errors import Refused
 from common.run.profiling import idle_time_of
-from tests.harness.launching import Launcher
 
 FLAGS = ["--tracker", "none", "--workers", 0]
 
@@ -54,17 +52,6 @@ def test_gaps_between_steps_and_within_them_are_told_apart(tmp_path: Path) -> No
     )
 
 
-def test_an_evaluation_between_steps_is_no_gap(tmp_path: Path) -> None:
-    spans = [(1, 9), (50, 60), (101, 109), (110, 119)]
-    trace = write(
-        tmp_path,
-        *marks([("training", 0, 119)], (0, 10), (100, 109.5), (109.5, 120)),
-        *(event("cpu_op", "aten::add", *span) for span in spans),
-    )
-    idle = idle_time_of(trace)
-    assert idle.between_ms == pytest.approx([1]) and idle.phase == "training" and idle.within_ms == 0
-
-
 def test_on_a_gpu_its_kernels_count_by_the_step_that_launched_them(tmp_path: Path) -> None:
     launched, ran = [1, 2, 11], [(3, 9), (9, 14), (14.25, 19)]  # the second still runs while the host is a step ahead
     trace = write(
@@ -82,21 +69,17 @@ def test_on_a_gpu_its_kernels_count_by_the_step_that_launched_them(tmp_path: Pat
     assert idle.between_ms == pytest.approx([0.25]) and idle.within_ms == 0
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("text", ["x", "9-3", "0", "0-3", "3-", "-3", "3-4-5", "1.5", "1-101"])
+@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
     limit = "more than 100 steps" if text == "1-101" else "must be FIRST-LAST"
     with pytest.raises(Refused, match=rf"^--profile {re.escape(text)}: .*{limit}"):
         parse(RunConfig, [f"--profile={text}"])
-    assert parse(RunConfig, ["--profile", "3-102"]).profile == "3-102"
 
 
-def test_every_rank_leaves_a_trace_of_the_steps_and_the_main_process_says_what_it_shows(
-    launch: Launcher, tmp_path: Path
-) -> None:
+def test_every_rank_leaves_a_trace_and_the_main_process_says_what_it_shows(forks, tmp_path) -> None:
     flags = [*FLAGS, "--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
-    done = launch("multi_cpu", "recipes/cls.py", *flags)
-    assert done.returncode == 0, done.stderr
+    done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
+    assert done.code == other.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr
     folder = tmp_path / "a" / "profile"
     assert {path.name for path in folder.iterdir()} == {"steps_3-6_rank0.json.gz", "steps_3-6_rank1.json.gz"}
@@ -117,7 +100,6 @@ def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_sev
     (tmp_path / "obstructed/profile").write_text("in the way")
     cases = {
         "beyond": ["--max_steps", 12, "--profile", "5-13"],
-        "beyond the epochs": ["--epochs", 0.1, "--profile", "2-5"],
         "one": ["--max_steps", 2, "--profile", 1],
         "later": ["--max_steps", 3, "--profile", "1-2", "--name", "one", "--resume", "auto"],
         "obstructed": ["--max_steps", 3, "--profile", "2-3", "--output_dir", tmp_path],
@@ -126,21 +108,9 @@ def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_sev
     assert outcomes["obstructed"].outcome == "ok"
     said = outcomes["obstructed"].stdout
     assert re.search(r"^the profile is incomplete: rank 0: FileExistsError: ", said, re.MULTILINE)
-    for name in ("beyond", "beyond the epochs"):
-        assert outcomes[name].outcome == "refused" and "\n" not in outcomes[name].text
-        assert not outcomes[name].folder.exists()
+    assert outcomes["beyond"].outcome == "refused" and not outcomes["beyond"].folder.exists()
     assert outcomes["beyond"].text == "--profile 5-13: the run ends with step 12; name steps up to that one"
-    assert outcomes["beyond the epochs"].text == "--profile 2-5: the run ends with step 3; name steps up to that one"
     assert re.search(
         r"^profile: [0-9.]+ ms a step; within a step .*/steps_1-1_rank0", outcomes["one"].stdout, re.MULTILINE
     )
     assert "--profile 1-2: 2 steps were made before this start; name later ones\n" in outcomes["later"].stdout
-
-
-def test_who_listens_hears_what_is_noted_until_the_end() -> None:
-    heard = []
-    watchdog.listen(heard.append)
-    watchdog.note("training", 3)
-    watchdog.end()
-    watchdog.note("settling")
-    assert heard == ["training"]

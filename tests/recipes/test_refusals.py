@@ -12,7 +12,6 @@ import re
 import resource
 import shlex
 import shutil
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoints.store import verify
 from common.run.folder import RunFolder
-from tests.harness.disks import disk, mount
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.launching import NO_NETWORK, ROOT
-from tests.harness.outcomes import Outcome, seal
-from tests.harness.waiting import Limit
+from tests.harness.outcomes import seal
 
 SMALL = "--opt sgd --global_batch_size 8 --batch_norm local --eval_every 1000 --schedule constant --tracker none --workers 0"
 FIRST = f"cls --data pets --name first {SMALL} --max_steps 2"
@@ -38,124 +35,58 @@ WORDS = """
 -- flags that other tools have
 cls --learning_rate 0.1
     unknown flag --learning_rate; here it is --lr
-cls --batch-size 32
-    unknown flag --batch-size; here it is --global_batch_size, the total over all processes
 cls -b 32
     Unrecognized options: -b, 32; here it is --global_batch_size, the total over all processes
 cls epochs=10
     Unrecognized options: epochs=10; a flag begins with two dashes: --epochs 10
-cls lr0=0.1
-    Unrecognized options: lr0=0.1; a flag begins with two dashes: --lr0 0.1; here it is --lr
-cls --wd 0.05
-    unknown flag --wd; here it is --weight_decay
-cls --imgsz 640
-    unknown flag --imgsz; here it is --image_size
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
     unknown flag --accum_iter; not needed: --max_micro_batch_size limits what a device takes at once, ...
-cls --sync_bn
-    unknown flag --sync_bn; here it is --batch_norm global for statistics over all processes
-cls --model_ema
-    unknown flag --model_ema; here it is --ema_decay 0.9999, a decay above 0 turns it on
 cls --weights IMAGENET1K_V1
     unknown flag --weights; --model FOLDER for weights of your own, --pretrained for those that timm publishes
-det --weights COCO_V1
-    unknown flag --weights; here it is --init for a detector of this recipe, --pretrained for a backbone
-cls --start-epoch 3
-    unknown flag --start-epoch; not needed: the same command resumes (--resume for another checkpoint)
 cls --detector fcos
     unknown flag --detector; it is a flag of recipes/det.py
 cls --global_batchsize 8
     unknown flag --global_batchsize; did you mean global_batch_size...?
-cls --no_pretraind
-    unknown flag --no_pretraind; did you mean pretrained...
 cls /data/imagenet
     Unrecognized options: /data/imagenet; each value stands behind its flag, as in --data FOLDER
 
 -- what the launch decides, given to the recipe
-cls --num_processes 2
-    unknown flag --num_processes; it is a flag of accelerate launch, which stands before the recipe
-cls --multi_gpu
-    unknown flag --multi_gpu; it is a flag of accelerate launch, which stands before the recipe
 cls --config_file accelerate_configs/cpu.yaml
     unknown flag --config_file; it is a flag of accelerate launch, which stands before the recipe
-cls --nproc_per_node 8
-    unknown flag --nproc_per_node; accelerate launch starts the processes: its --num_processes stands before the recipe
 cls --amp
     unknown flag --amp; the file given to accelerate launch --config_file decides: one that ends in _bf16 or _fp16, ...
-cls --device cuda:0
-    unknown flag --device; the file given to accelerate launch --config_file decides: accelerate_configs/ has cpu.yaml, ...
 cls --dtype bf16
     --dtype bf16: must be one of float32, float64
 
 -- values
 cls --lr 0,001
     --lr 0,001: must be a number
-cls --lr
-    --lr needs a value
-cls --lr -0.1
-    --lr -0.1: must be between 0 and 1000000
-cls --epochs inf
-    --epochs inf: must be a finite number
 cls --drop_path nan
     --drop_path nan: must be a finite number
-cls --max_steps 1e4
-    --max_steps 1e4: must be a whole number
 cls --image_size 224x224
     --image_size 224x224: must be a whole number
-cls --norm_batch_size 0
-    --norm_batch_size 0: must be at least 2
-cls --drop 2
-    --drop 2.0: must be between 0 and 1
-cls --pretrained True
-    --pretrained takes no value: give --pretrained or --no_pretrained
 cls --batch_norm sync
     --batch_norm sync: must be one of local, group, node, global, frozen
-cls --tracker mlflow
-    --tracker mlflow: must be one of wandb, tensorboard, trackio, none
-cls --schedule cosineannealing
-    --schedule cosineannealing: must be one of cosine, linear, step, constant
-det --detector yolo
-    --detector yolo: must be one of fcos, retinanet, faster_rcnn, mask_rcnn, rtdetr_v2, dfine, deimv2, rf_detr
 cls --data=
     --data is missing: name your images, or train on digits: --config recipes/presets/digits.yaml
-cls --data pets --val_share 20
-    --val_share 20.0: must be between 0 and 1
 cls --resume LONG
     --resume x...: is too long for a path: ...
 
 -- files of settings
 cls --config digits
     --config digits: no such file; did you mean recipes/presets/digits.yaml?
-cls --config recipes/presets
-    --config recipes/presets: a folder, not a file; did you mean ...?
 cls --config /dev/zero
     --config /dev/zero: can't be read: not a regular file
-cls --config a.yaml --config=b.yaml
-    --config is given 2 times: name one file and ...
-cls --config --name x
-    --config --name: no such file
 cls recipes/presets/digits.yaml
     Unrecognized options: recipes/presets/digits.yaml; each value stands behind its flag, as in --data FOLDER
 cls --config recipes/presets/coco_fcos_r50.yaml
     --config recipes/presets/coco_fcos_r50.yaml: is for recipes/det.py: cls.py has no detector
-det --config runs/first/config.yaml
-    --config runs/first/config.yaml: is for recipes/cls.py: det.py has no ...
 cls --config indented.yaml
     --config indented.yaml: not readable as YAML: mapping values are not allowed here ... line 2, ...
-cls --config nested.yaml
-    --config nested.yaml: unknown key optimizer; here it is --opt
-cls --config list.yaml
-    --config list.yaml: must hold `key: value` lines, found a list
 cls --config mmdet.py
     --config mmdet.py: must hold `key: value` lines, found a str
-cls --config switch.yaml
-    --config switch.yaml: lr: True is not of the right type
-cls --config deep.yaml
-    --config deep.yaml: not readable as YAML: nested too deeply ...
-cls --config bytes.yaml
-    --config bytes.yaml: not readable as YAML: ...
 cls --config code.yaml
     --config code.yaml: not readable as YAML: unknown tag tag:yaml.org,2002:python/object...
 """
@@ -164,50 +95,30 @@ REQUESTS = """
 -- sizes that do not fit
 cls --epochs 0
     --epochs 0.0: no step to make; train longer, or take --eval_only
-cls --schedule step --step_epochs 30;60
-    --step_epochs 30;60: must be epochs above 0, ...
 cls --global_batch_size 1 --batch_norm local
     --global_batch_size 1 leaves some of 2 processes without ...
 cls --global_batch_size 2 --batch_norm local
     the model can't make a step: Expected more than 1 value per channel ...; look at --image_size, --global_batch_size and ...
 cls --global_batch_size 7 --mixup 0.2 --batch_norm local
     --global_batch_size 7 does not divide into the 2 samples that belong together (...): take 6 or 8
-cls --max_micro_batch_size 1 --cutmix 1 --batch_norm local
-    --max_micro_batch_size 1 is less ...
 cls --global_batch_size 40 --batch_norm group --norm_batch_size 16
     --global_batch_size 40 does not divide into the 16 samples that belong together (...): take 32 or 48
-cls --batch_norm group --norm_batch_size 16 --max_micro_batch_size 8
-    --max_micro_batch_size 8 is less than the 16 ...
 cls --batch_norm global --max_micro_batch_size 8
     --batch_norm global needs the whole share ... not 4 micro-steps: raise --max_micro_batch_size to 32, ...
-cls --repeats 3
-    --global_batch_size 64 does not divide by --repeats 3: take 66
 cls --model test_vit --image_size 33
     the model can't make a step: Input height (33) should be divisible by patch size (16); look at --image_size, ...
 cls --model test_vit_relpos --image_sizes 32,48
     --image_sizes: VisionTransformerRelPos can't take images of 48 x 48 pixels: ...; leave out this size, or take ...
 cls --crop_pct 1e-9
     the model's images can't be made ...look at --image_size and ...
-det --levels 3
-    --levels 3: must be two numbers joined by a dash, such as 3-7
-det --levels 3-99
-    --levels 3-99: the first ... and at most the second, ...at most 12
 det --model test_convnext --levels 1-4
     --levels 1-4: test_convnext has features at strides 4, 8, 16, 32 (level l is stride 2^l)
-det --short_sides 640x640
-    --short_sides 640x640: must be lengths in pixels joined by commas, ...
-det --short_sides 64,99999
-    --short_sides 64,99999: must be ...from 1 to 8192
 det --detector faster_rcnn --variant torchvision_v2 --levels 2-5 --batch_norm group --norm_batch_size 4
     --batch_norm group: the heads of --variant torchvision_v2 see another number of proposals of each image, ...
 det --width 100
     --width 100: the heads normalise 32 groups of channels; take a multiple of 32
 det --config square.yaml --detector rtdetr_v2 --short_sides 96,100
     --short_sides, --eval_short_side: a square of 100 pixels is no multiple of 32, as ... needs; take 128
-det --config square.yaml --detector dfine --long_side 640
-    --long_side 640: --detector dfine stretches images to squares; leave it out
-det --config square.yaml --detector rf_detr --model rf_detr_nano --width 32
-    --width 32: --detector rf_detr has its own width; leave it out
 
 -- models
 cls --opt adammw
@@ -216,16 +127,10 @@ cls --augment randaugment
     --augment randaugment: not a policy of timm (...); examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a
 cls --model resnet-50
     --model resnet-50: not a model of timm ...; did you mean resnet50, ...?
-cls --model vit
-    --model vit: not a model of timm ...; did you mean ...vit...?
-cls --model yolov8n
-    --model yolov8n: not a model of timm ...; timm.list_models() lists them
 cls --model google/vit-base-patch16-224
     --model google/...: not a model of timm ...; there is no such folder, and a model of the hub is hf-hub:google/...
 cls --model weights.pth
     --model weights.pth: a file; name the folder of a model that timm saved, such as a run's best/
-cls --model empty
-    --model empty: the folder has no config.json; one that timm saved has it, as a run's best/ does
 cls --model "piped model"
     --model piped model: can't be made...: ...model.safetensors: not a regular file
 det --model detector
@@ -238,32 +143,20 @@ cls --data petss
     --data petss: nothing of this name is here or in the cache of the Hugging Face Hub, ...; did you mean pets?
 cls --data ./petz
     --data ./petz: nothing is there; expected digits, ...; did you mean pets?
-det --data ./petz
-    --data ./petz: nothing is there; expected digits, ...; did you mean pets?
 det --data recipes
     --data recipes: a folder or file of a kind that is not known; expected digits, ...COCO...
 cls --data pets --split test
     --split test: --data pets has no such part; there is ...
 cls --data labels.csv
     ...: 2 of 2 images are missing, the first is ...nowhere/0.png (paths start from the folder of the table...
-cls --data bare.csv
-    bare.csv: its first line must name the columns, such as image,label; it is 'pets/cat/0.png,cat'
 cls --data flat
     .../flat: no class folders; images belong in one subfolder per class, of two classes or more
 cls --data "a new class"
     .../a new class/val/emu: a class that .../train does not have...
 cls --data https://example.com/pets.zip
     --data https://example.com/pets.zip: tar/WebDataset shards, URLs and streaming are not supported yet; ...
-cls --data shards
-    .../shards: tar/WebDataset shards, ...convert to parquet
-cls --data torn.parquet
-    --data torn.parquet: can't be read as a Hugging Face ...
 cls --data zero.parquet
     --data zero.parquet: can't be read ...: not a regular file
-cls --data pets --val_share 1
-    --val_share 1.0: must lie between 0 and 1, ...
-cls --data pets --class_weights 0.3,0.7
-    --class_weights 0.3,0.7: none, sqrt, balanced or a YAML file of `class name: weight`, and there is no such file
 cls --data pets --class_weights weights.yaml
     ...one positive weight a class; ...: dog, emu
 cls --data pets --class_weights pipe
@@ -272,14 +165,10 @@ cls --decode device --cache 32
     --decode device: --cache ...
 cls --cache 1000000
     --cache 1000000: 1,438 images take up to ... GiB, and memory has ...
-det --data moved
-    .../moved/train.json: its image x/0.png is missing; looked in ...
 det --data resized
     .../resized/train.json: 1 of 25 images have another size than annotated, first ...: 640 x 480 in ..., ... in the file; ...
 det --data bare --detector mask_rcnn
     .../bare/train.json: none of its ... objects has an outline ...; add them, or choose a detector of boxes ...
-det --data bare --copy_paste 0.5
-    .../bare/train.json: none of its ... objects has an outline ... for masks or --copy_paste; add them, or ...
 
 -- what is to be evaluated, or begun with
 cls --eval_only runs/first
@@ -288,20 +177,14 @@ det --eval_only /nowhere/best
     /nowhere/best: nothing is there; there are a run's best/, torchvision:NAME, ...
 det --eval_only runs/boxes/best --data strangers
     runs/boxes/best does not know 1 of the ... classes of --data strangers (...); it knows 0, 1, 2, 3, 4, ...
-det --init weights.pth
-    weights.pth: not a whole file of torch.save; copy it again
 det --init runs/boxes/best --detector retinanet --width 32
     runs/boxes/best is of another detector: --detector fcos there, retinanet here; --width 64 there, 32 here; leave these ...
 
 -- run folders
 cls --output_dir weights.pth
     --output_dir weights.pth: weights.pth/cls-... can't be written (...); name another folder
-cls --output_dir /proc/runs
-    --output_dir /proc/runs: /proc/runs/cls-... can't be written (...); name another folder
 cls --name my/run
     --name my/run: must be a folder name without slashes; where it lies is --output_dir
-cls --name ..
-    --name ..: must be a folder name without slashes; where it lies is --output_dir
 FIRST --lr 0.5
     runs/first/checkpoints/step_00000002 belongs to another run: lr 0.004 there, 0.5 here; give this run another --name
 FIRST --tracker trackio --max_steps 4
@@ -310,8 +193,6 @@ cls --name second --resume runs/first
     --resume runs/first: no checkpoint, no manifest.json is in it; name a folder such as RUN/checkpoints/step_00000200
 cls --name first --resume never
     --resume never: runs/first holds step_00000002; give this run another --name, or remove that folder
-cls --name third --resume true
-    --resume true: no checkpoint, nothing is there; name a folder such as RUN/checkpoints/step_00000200
 """
 
 
@@ -355,27 +236,18 @@ def a_desk(forks, tmp_path_factory) -> Path:
     desk = tmp_path_factory.mktemp("desk")
     files = {
         "labels.csv": "image,label\nnowhere/0.png,cat\nnowhere/1.png,dog\n",
-        "bare.csv": "pets/cat/0.png,cat\npets/dog/0.png,dog\n",
         "detector/config.json": '{"detector": "fcos", "classes": ["cat"]}',
         "piped model/config.json": '{"architecture": "test_resnet"}',
-        "empty/readme": "",
-        "shards/train-0000.tar": "",
         "weights.pth": "weights",
         "weights.yaml": "cat: 1\nemu: 2",
-        "torn.parquet": "PAR1 and nothing more",
         "indented.yaml": "lr: 0.1\n  epochs: 3\n",
-        "nested.yaml": "optimizer:\n  lr: 0.1\n",
-        "list.yaml": "[]\n",
         "mmdet.py": "model = dict(type='FCOS')\n",
-        "switch.yaml": "lr: yes",
-        "deep.yaml": "lr: " + "[" * 20_000,
-        "bytes.yaml": b"\xff\xfe\x00\x01",
         "code.yaml": f"name: !!python/object/apply:os.mkdir [{desk}/executed]",
         "square.yaml": "data: digits\n",
     }
     for name, content in files.items():
         (desk / name).parent.mkdir(exist_ok=True)
-        (desk / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (desk / name).write_text(content)
     draw_stripes(desk / "pets", (8, 8))
     for number, name in enumerate(("cat", "dog")):
         (desk / f"pets/stuff_{number}").rename(desk / "pets" / name)
@@ -404,7 +276,6 @@ def a_desk(forks, tmp_path_factory) -> Path:
 
 
 CHANGED_SCENES: dict[str, Callable[[dict], object]] = {
-    "moved": lambda coco: [image.update(file_name=f"x/{Path(image['file_name']).name}") for image in coco["images"]],
     "resized": lambda coco: coco["images"][1].update(width=640, height=480),
     "bare": lambda coco: [annotation.pop("segmentation") for annotation in coco["annotations"]],
     "strangers": lambda coco: coco["categories"][0].update(name="emu"),
@@ -449,41 +320,26 @@ def test_each_mistake_is_answered_by_one_line_on_all_ranks_and_leaves_nothing_be
 def test_a_refusal_is_all_that_a_command_prints(forks, a_desk) -> None:
     """Before and after the parser, in a process of its own: no warning, no traceback, and exit code 2."""
     table = rows(WORDS + REQUESTS)
-    for command in ("cls --lr 0,001", "FIRST --lr 0.5", "det --data moved", "cls --model vit"):
+    for command in ("cls --lr 0,001", "FIRST --lr 0.5", "det --data resized"):
         recipe, *words = words_of(command)
         ended = forks.start(*words, recipe=Path(recipe).stem, before=partial(in_folder, a_desk)).end()
         assert ended.code == 2 and matches(f"{Path(recipe).name}: {table[command]}\n", ended.stderr), ended
     assert matches("a ... c", "a b c") and not matches("a ... c", "a b d") and not matches("a", "a b")
 
 
-def in_a_terminal() -> None:
-    os.environ["COLUMNS"] = "80"
-
-
-def test_help_fits_a_terminal(forks) -> None:
-    ended = forks("--config", "recipes/presets/digits.yaml", "--lr", 1, "--help", before=in_a_terminal)
-    assert ended.code == 0 and not ended.stderr, ended
-    flags = re.findall(r"^[^-\w]*(--\w+)", ended.stdout, flags=re.MULTILINE)
-    assert {"--config", "--data"} < {*flags} and max(map(len, ended.stdout.splitlines())) <= 80
-
-
 # ---- a launch that can't work, and what a person then sees
 
-LAUNCHES = {  # words of accelerate launch, then those of the recipe
-    "multi_cpu --mixed_precision bf16 | cls --dtype float64": (
-        "--dtype float64 would be computed in bf16, as the launch says: launch with ..."
+LAUNCHES = {  # words of a launch, and the line that the recipe says
+    "-m accelerate.commands.launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --data inverted": (
+        "det.py: ...train.json: 1 boxes end before they begin ..."
     ),
-    "multi_gpu --num_processes 2 | cls": "launched for ... this machine shows none: ...",
-    "multi_cpu | det --data inverted": "...train.json: 1 boxes end before they begin ...",
-}
-# Without a file of accelerate_configs/, Accelerate's own words stand around the line.
-BARE_LAUNCHES = {
+    # Without a file of accelerate_configs/, Accelerate's own words stand around the line.
     "-m accelerate.commands.launch recipes/cls.py": (
-        "launched for 1 GPU, but this machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the CPU with "
-        "--config_file accelerate_configs/cpu.yaml before the recipe"
+        "cls.py: launched for 1 GPU, but this machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the "
+        "CPU with --config_file accelerate_configs/cpu.yaml before the recipe"
     ),
     "-m torch.distributed.run --nproc_per_node 2 --rdzv_backend machines recipes/cls.py --lr fast": (
-        "--lr fast: must be a number"
+        "cls.py: --lr fast: must be a number"
     ),
 }
 LATE_FIRST_RANK = """
@@ -515,9 +371,6 @@ def main():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
-if sys.argv[1] == "asked":  # before it can hear it
-    Path(sys.argv[2], os.environ["RANK"]).touch()
-    time.sleep(600)
 launch.run(main)
 """
 
@@ -527,36 +380,25 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch,
     """Whatever the launcher and other ranks have to say about it; also where the first rank is the last to refuse."""
     started, runs = {}, tmp_path / "runs"
     for command, line in LAUNCHES.items():
-        (config, *flags), (recipe, *words) = map(str.split, command.split("|"))
-        words = [str(a_desk / word) if word == "inverted" else word for word in words]
-        words = ["--config", ROOT / f"recipes/presets/{'det_' * (recipe == 'det')}digits.yaml", *words]
-        env = {"CUDA_VISIBLE_DEVICES": ""}
-        run = launch.start(config, f"recipes/{recipe}.py", *words, "--output_dir", runs, flags=flags, env=env)
-        started[command] = run, f"{recipe}.py: {line}"
+        words = [a_desk / word if word == "inverted" else word for word in command.split()]
+        started[line] = launch.start_python(*words, "--output_dir", runs, env={"CUDA_VISIBLE_DEVICES": ""})
     (tmp_path / "cls.py").write_text(LATE_FIRST_RANK)
-    late = launch.start("multi_cpu", tmp_path / "cls.py", tmp_path / "refused")
-    started["late"] = late, "cls.py: no"
-    for command, (run, line) in started.items():
+    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", tmp_path / "refused")
+    for line, run in started.items():
         done = run.finish()
-        assert (done.returncode, done.stdout) == (2, "") and matches(f"{line}\n", done.stderr), (command, done)
-        assert done.stderr.count("\n") == 1, done.stderr
-    bare = [launch.start_python(*command.split(), "--output_dir", runs) for command in BARE_LAUNCHES]
-    for run, (command, line) in zip(bare, BARE_LAUNCHES.items(), strict=True):
-        done = run.finish()
-        said = [word for word in done.stderr.splitlines() if word.startswith("cls.py: ")]
-        assert done.returncode and said == [f"cls.py: {line}"], done
-        if "accelerate" not in command:
-            assert done.returncode == 2 and "Traceback" not in done.stderr, done
+        bare = "1 GPU" in line or "--lr" in line
+        said = [text for text in done.stderr.splitlines() if not bare or text.startswith("cls.py: ")]
+        assert len(said) == 1 and matches(line, said[0]), done
+        assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), done
     assert not any(runs.glob("*"))
 
 
-def test_a_launcher_shows_a_crash_once_and_ends_without_a_word_where_it_was_asked_to(launch, tmp_path) -> None:
+def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     """Else the cause would stand between two tracebacks of the launcher."""
     script, host = tmp_path / "cls.py", os.uname().nodename
     script.write_text(ONE_FAILS)
-    started = {kind: launch.start("multi_cpu", script, kind, tmp_path) for kind in ("raises", "killed", "asked")}
-    asked = started.pop("asked")
-    raised, killed = (each.finish() for each in started.values())
+    started = [launch.start("multi_cpu", script, kind) for kind in ("raises", "killed")]
+    raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
     of_rank, process = (
         rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n",
@@ -567,13 +409,6 @@ def test_a_launcher_shows_a_crash_once_and_ends_without_a_word_where_it_was_aske
     )
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
     assert re.fullmatch(rf"{host}: {process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
-
-    for _ in Limit(60).turns():
-        if all((tmp_path / str(rank)).exists() for rank in (0, 1)) or asked.process.poll() is not None:
-            break
-    asked.process.send_signal(signal.SIGINT)
-    done = asked.finish()
-    assert done.returncode == 75 and done.stderr == done.stdout == "", done
 
 
 # ---- a run folder that holds something already
@@ -605,22 +440,17 @@ def of_another_version(checkpoint: Path, payload: bytes) -> None:
     seal(checkpoint)
 
 
-def without_optimizer(checkpoint: Path, payload: bytes) -> None:
-    (checkpoint / "optimizer.safetensors").unlink()
-    seal(checkpoint)
-
-
 def link_to_device(checkpoint: Path, payload: bytes) -> None:
     (checkpoint / "manifest.json").unlink()
     (checkpoint / "manifest.json").symlink_to("/dev/zero")
 
 
 DAMAGED = "RUN/checkpoints: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name"
-FILES = ("model.safetensors", "optimizer.safetensors", "record.json", "manifest.json")
+FILES = ("model.safetensors", "optimizer.safetensors", "record.json")
 NOT_WHOLE = "...: not a whole checkpoint (optimizer.pt was not written with it..."
 STANDING = {  # what is done to the checkpoint of two steps, words of the next start, and what it says
-    **{f"pickle as {file}": (put(file), "", DAMAGED) for file in FILES},
-    **{f"pickle as {file}, sealed": (put(file, True), "", DAMAGED) for file in FILES[:-1]},
+    "a pickle as the manifest": (put("manifest.json"), "", DAMAGED),
+    **{f"a pickle as {file}, sealed": (put(file, True), "", DAMAGED) for file in FILES},
     "pickle beside": (put("custom_checkpoint_0.pkl"), "", DAMAGED),
     "pickle beside, by path": (put("optimizer.pt"), "--resume RUN/checkpoints/step_00000002", NOT_WHOLE),
     "pickle beside, to evaluate": (put("optimizer.pt"), "--eval_only RUN/checkpoints/step_00000002", NOT_WHOLE),
@@ -630,7 +460,6 @@ STANDING = {  # what is done to the checkpoint of two steps, words of the next s
         "... is of another model: fc.bias (missing there, ...), fc.weight ((1000, ...) there, (2, ...) here), new.bias (...",
     ),
     "another version": (of_another_version, "", "...step_00000002 is not as this version ...KeyError: 'ledger'..."),
-    "no optimizer": (without_optimizer, "", "...step_00000002 is not as this version ...KeyError: 'optimizer'..."),
     "a device as manifest": (link_to_device, "", DAMAGED),
     "two at once": (
         lambda *_: None,
@@ -665,23 +494,10 @@ def test_a_start_that_is_refused_executes_nothing_and_loses_nothing(forks, a_des
     assert marker.exists(), "the pickle of this test would not execute"
 
 
-def test_a_model_folder_with_pickled_weights_executes_nothing(forks, a_desk, tmp_path) -> None:
-    model, marker = tmp_path / "best", tmp_path / "executed"
-    shutil.copytree(a_desk / "runs/first/best", model)
-    (model / "model.safetensors").unlink()
-    torch.save(Payload(marker), model / "pytorch_model.bin")
-    for flag in ("--model", "--eval_only"):
-        words = words_of(FIRST)[1:] if flag == "--model" else ["--data", "pets"]
-        ended = forks(*words, flag, model, "--output_dir", tmp_path / "runs", before=partial(in_folder, a_desk))
-        assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
-        assert ended.stderr.startswith(f"cls.py: --model {model}: can't be made"), ended
-    assert not marker.exists() and not (tmp_path / "runs/first").exists()
-
-
 # ---- while it runs: images that do harm, and a disk that takes no more
 
 
-def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_desk, tmp_path) -> None:
+def test_broken_and_hostile_images_are_named_and_counted(run_several, a_desk, tmp_path) -> None:
     """FIFOs, devices, stripes that would be enlarged to gigabytes, folders in circles, names that clear a terminal."""
     for part in ("train", "val"):
         shutil.copytree(a_desk / "pets", tmp_path / "hostile" / part)
@@ -693,17 +509,14 @@ def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_
         (place / "\x1b[2J.png").write_bytes(b"no picture")
         Image.new("RGB", (20_000, 1)).save(place / "stripe.jpg")
     Image.new("1", (89_000_000, 1)).save(tmp_path / "hostile/val/cat/thread.png")
-    for name, count in (("one", 1), ("many", 12)):
-        shutil.copytree(a_desk / "scenes", tmp_path / name)
-        for number in range(count):
-            file = tmp_path / name / f"train/{number}.png"
-            file.write_bytes(file.read_bytes()[:200])  # its header is whole
+    shutil.copytree(a_desk / "scenes", tmp_path / "one")
+    file = tmp_path / "one/train/0.png"
+    file.write_bytes(file.read_bytes()[:200])  # its header is whole
     small = "--short_sides 64 --long_side 64 --global_batch_size 5".split()
     hostile = words_of(FIRST.replace("first", "hostile"))
     cases = {
         "hostile": [*hostile, "--data", tmp_path / "hostile", "--max_steps", 8, "--max_broken_share", 1],
         "one": ["recipes/det.py", "--data", tmp_path / "one", *small, "--max_steps", 10],
-        "many": ["recipes/det.py", "--data", tmp_path / "many", *small, "--max_steps", 40],
     }
     for words in cases.values():
         words += ["--output_dir", tmp_path / "runs", "--workers", 1]
@@ -724,35 +537,12 @@ def test_broken_and_hostile_images_are_named_counted_and_limited(run_several, a_
     assert (one.folder / "log.txt").read_text().count(said) == 1
     assert one.rows[-1]["data/broken"] == 2 and one.rows[-1]["eval/count"] == 7  # 50 positions over 25 images
 
-    many = runs["many"]
-    assert many.outcome == "refused", many
-    expected = (
-        r"step \d+: \d+ of the last \d+ images could not be read \(the last: .*/many/train/\d+.png: .*\), more than "
-        "--max_broken_share 0.02 of each 1,000: mend the data, or raise the limit"
-    )
-    assert re.fullmatch(expected, many.text), many.text
-    assert json.loads((many.folder / "status.json").read_text())["status"] == "failed"
-
 
 def go_on(forks, desk: Path, output: Path, *words: object, before: Callable[[], None] | None = None):
     """The same command as the desk's run, in another place, for four steps."""
 
     command = [*words_of(FIRST)[1:], "--data", desk / "pets", "--max_steps", 4, "--output_dir", output, *words]
     return forks(*command, before=before)
-
-
-def test_a_read_only_folder_is_refused_and_left_as_it_is(forks, a_desk, tmp_path) -> None:
-    with disk(tmp_path / "disk", "8m") as folder:
-        shutil.copytree(a_desk / "runs/first", folder / "first")
-        before = snapshot(folder)
-        mount("mount", "-o", "remount,ro", folder)
-        for name in ("first", "new"):
-            ended = go_on(forks, a_desk, folder, "--name", name)
-            assert ended.code == 2 and ended.stderr == (
-                f"cls.py: --output_dir {folder}: {folder / name} can't be written (Read-only file system); "
-                "name another folder\n"
-            )
-        assert snapshot(folder) == before
 
 
 def print_to_a_full_disk() -> None:
@@ -780,39 +570,3 @@ def test_a_run_outlives_its_terminal_and_a_limit_on_file_sizes_costs_no_checkpoi
     assert [path.name for path in (folder / "first/checkpoints").iterdir()] == ["step_00000002"]
     ended = go_on(forks, a_desk, folder)
     assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended
-
-
-@pytest.mark.long
-def test_a_full_disk_stops_all_ranks_with_one_line_and_a_larger_one_goes_on(
-    run_several, forks, a_desk, tmp_path
-) -> None:
-    """The disk holds one checkpoint, but not a second, for which the first would have to go before it is there."""
-    size = sum(path.stat().st_size for path in (a_desk / "runs/first").rglob("*") if path.is_file())
-    with disk(tmp_path / "disk", f"{size + 300_000}") as folder, disk(tmp_path / "tiny", "60k") as tiny:
-        shutil.copytree(a_desk / "runs/first", folder / "first")
-        before = snapshot(folder / "first")
-        pets = ["--data", a_desk / "pets"]
-        cases = {
-            "full": [*words_of(FIRST), *pets, "--max_steps", 4, "--output_dir", folder],
-            "rows": [*words_of(FIRST.replace("first", "rows")), *pets, "--output_dir", tiny],
-            "fresh": [*words_of(FIRST.replace("first", "fresh")), *pets, "--output_dir", tiny],
-        }
-        cases["rows"] += ["--max_steps", 500, "--log_every", 1]
-        full, in_rows, fresh = run_several(2, cases).values()
-        for outcome in (full, in_rows, fresh):
-            assert outcome.outcome == "refused", outcome
-            assert re.fullmatch(".* can't be written .*No space left on device.*", outcome.text), outcome
-            assert "\n" not in outcome.text and str(outcome.folder) in outcome.text
-        after = snapshot(full.folder)
-        checkpoint = [name for name in before if name.startswith("checkpoints/")]
-        assert len(checkpoint) == 5 and all(after[name] == before[name] for name in checkpoint)
-        assert before.keys() == after.keys() and load_file(full.folder / "best/model.safetensors")
-        assert json.loads(after["status.json"])["status"] == "failed"
-        steps = [row["step"] for row in in_rows.rows]
-        assert steps == [*range(1, len(steps) + 1)] and 20 < len(steps) < 499
-        assert not fresh.folder.exists()
-
-        mount("mount", "-o", "remount,size=40m", folder)
-        ended = go_on(forks, a_desk, folder)
-        assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended
-        assert [row["step"] for row in Outcome("ok", "", "", 0.0, folder / "first").rows] == [2, 4]
