@@ -277,7 +277,7 @@ class EvaluationScenes(Dataset):
         return [one.sizes(indices, self.source.sizes[indices]) for one in self.views.augmentations]
 
     def merged(self, found: list[list[dict[str, torch.Tensor]]], batch: DetectionBatch) -> list[dict]:
-        """Of each image of a batch, what is found in it in pixels of the original; masks become `rles` of its pixels.
+        """What is found in each image of a batch, in pixels of the original; masks become `rles`.
 
         `found` has the detections of each view, in the order of `views`, in pixels of their canvas.
         """

@@ -21,12 +21,12 @@ def build_stream(config: Any, source: Annotated) -> Stream:
 
 
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
-    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: then all are drawn equally often.
+    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all are drawn equally often.
 
-    A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the weight of its rarest
-    class, and 1 without objects. Crowd regions do not count. An epoch stays N positions, so common images become rarer.
-    Raises `Refused` for scenes that are new at each position. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the
-    threshold is 0.001.
+    A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the
+    weight of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N
+    positions, so common images become rarer. Raises `Refused` for scenes that are new at each
+    position. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
     """
     if not threshold:
         return None

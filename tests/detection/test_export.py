@@ -72,7 +72,7 @@ for folder in ("fcos", "mask_rcnn"):
 
 
 def test_the_script_detects_without_this_project(tmp_path) -> None:
-    """What it finds in images of other sizes is compared in tests/recipes/test_det_evaluation.py, for three families."""
+    """Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
     detectors = (
         make("fcos", "test_mambaout", (3, 7)),
         make("mask_rcnn", "test_efficientnet", (3, 4)),
@@ -81,7 +81,7 @@ def test_the_script_detects_without_this_project(tmp_path) -> None:
         leave(detector, tmp_path / family)
     shutil.copy(SCRIPT, tmp_path)
     blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
-    image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)  # no multiple of the coarser strides
+    image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
     image.save(tmp_path / "photo.png")
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     words, options = [sys.executable, "-I", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}

@@ -1,4 +1,4 @@
-"""Images with rare classes are drawn more often, by the rule of LVIS; a step holds similar shapes, each image once an epoch."""
+"""Rare classes are drawn more often, as in LVIS; steps hold similar shapes, an epoch each image once."""
 
 import numpy as np
 import pytest

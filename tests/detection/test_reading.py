@@ -101,7 +101,7 @@ def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         ((1920, 1080), 256, 70, 4, 0.25),
     ],
 )
-def test_pixels_boxes_and_masks_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
+def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
     data = file(*size)
     lazy, whole = Picture(data), Picture(pixels_of(open_rgb(data)))
     draws = np.random.default_rng(0)

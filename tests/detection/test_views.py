@@ -42,7 +42,7 @@ class Painted(FixedImages):
 
 
 class Bright(torch.nn.Module):
-    """Finds the bright pixels: one box, with a mask of those that are brighter. Mirror images get the best score."""
+    """Finds the bright pixels: one box, with a mask of the brighter ones; best in mirror images."""
 
     def detect(self, images, sizes):
         found = []

@@ -135,7 +135,8 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
     train, val = load_digits()
     fresh = _scenes(train, key_of(seed, "scenes"), True, _NOMINAL_EPOCH, "fresh scenes", masks)
-    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, "fixed scenes of held-out digits", masks)
+    part = "fixed scenes of held-out digits"
+    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, part, masks)
     return fresh, fixed
 
 

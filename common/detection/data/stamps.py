@@ -37,8 +37,8 @@ class Stamps:
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
     """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
 
-    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Threads ask for
-    several files at once, since a network file system is slow.
+    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Threads
+    ask for several files at once, since a network file system is slow.
     """
     above = os.path.join(os.fsencode(folder), b"")
 

@@ -1,4 +1,4 @@
-"""Anchors of a detector, which boxes they are matched with, and which of them an R-CNN learns from."""
+"""Anchors of a detector, the boxes they are matched with, and a sample of them to learn from."""
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +66,10 @@ def match(
 
 
 def draws_of(ids: Tensor, key: int) -> Tensor:
-    """Random numbers in [0, 2^61) for `ids` int64[...]: a pure function of (id, key), equal on every device.
+    """Random numbers in [0, 2^61) for `ids` int64[...]: a function of (id, key), equal on every device.
 
-    It is `common.randomness.mix` without its last three bits, in the signed arithmetic that torch has on accelerators.
+    It is `common.randomness.mix` without its last three bits, in the signed arithmetic that torch has
+    on accelerators.
     """
     x = (ids + _signed(key)) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -77,14 +78,15 @@ def draws_of(ids: Tensor, key: int) -> Tensor:
 
 
 def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Sample `size` of n places by their random numbers; foreground comes first, up to `share` of them.
+    """Sample `size` of n places by their random numbers; foreground comes first, up to a `share`.
 
     Args:
         foreground, background: bool[n], never both; what is neither is not sampled.
         draws: int64[n] in [0, 2^61).
 
     Returns:
-        indices int64[k], k = min(size, n), and whether each was really sampled, bool[k]: there may be too few of both kinds.
+        indices int64[k], k = min(size, n), and whether each was really sampled, bool[k]: there may be
+        too few of both kinds.
         The counts stay on the device, so the host need not wait.
     """
     limit = int(size * share)

@@ -319,7 +319,7 @@ def begins_with_rows(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) 
 
 
 def with_rows(fresh: nn.Linear, layer: nn.Linear, kept: Tensor) -> nn.Linear:
-    """A new layer that scores classes, with the `kept` rows int64[2, n] (its own, theirs) of a trained one."""
+    """A new layer for scores, with the `kept` rows int64[2, n] (its own, theirs) of a trained one."""
     nn.init.constant_(fresh.bias, -math.log(99))  # a probability of 0.01
     with torch.no_grad():
         fresh.weight[kept[0]], fresh.bias[kept[0]] = layer.weight[kept[1]], layer.bias[kept[1]]

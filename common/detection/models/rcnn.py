@@ -1,4 +1,4 @@
-"""Faster R-CNN, a detector in two stages, proposals and boxes; and Mask R-CNN, which adds a mask for each box."""
+"""Faster R-CNN: a detector in two stages, proposals and boxes. Mask R-CNN adds a mask for each box."""
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ class FasterRCNN(nn.Module):
 
 
 class MaskRCNN(FasterRCNN):
-    """Faster R-CNN with a mask for each box. Targets need masks, uint8[n, H, W] of 0 and 1 on the canvas.
+    """Faster R-CNN with a mask for each box. Targets need masks, uint8[n, H, W] on the canvas.
 
     The mask loss of an image is the mean over its foreground proposals and their pixels, divided by
     the images of the global batch (torchvision divides by the foreground proposals of the batch,

@@ -60,7 +60,7 @@ FOLDERS = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_later_start_finds_what_an_earlier_one_found_without_reading_it(tmp_path, place, only_cache, kind):
+def test_a_later_start_finds_the_same_without_reading_it(tmp_path, place, only_cache, kind):
     root, masks = FOLDERS[kind](tmp_path / "data"), "masks" in kind
     first = read(root, masks)
     (file,) = place.iterdir()
@@ -194,7 +194,8 @@ def test_other_code_or_another_copy_of_the_data_has_a_cache_of_its_own(tmp_path,
     monkeypatch.setattr(annotation_cache, "_CODE", code)
     read(root)
     assert len([*place.iterdir()]) == 2
-    (root / "train.json").write_text(json.dumps(json.loads((root / "train.json").read_text()), indent=1))
+    content = json.loads((root / "train.json").read_text())
+    (root / "train.json").write_text(json.dumps(content, indent=1))
     read(root)
     assert len([*place.iterdir()]) == 3
 

@@ -34,7 +34,11 @@ CASES = {
     "YOLO, an endless class": ("labels/1.txt", "inf .5 .5 .1 .1", "are no numbers"),
     "YOLO, no text": ("labels/1.txt", b"\xff\xfe\x00", "not readable as text"),
 }  # fmt: skip
-IMAGES = {"Annotations/1.xml": "JPEGImages/1.png", "train.json": "1.png", "labels/1.txt": "images/1.png"}
+IMAGES = {
+    "Annotations/1.xml": "JPEGImages/1.png",
+    "train.json": "1.png",
+    "labels/1.txt": "images/1.png",
+}
 
 
 @pytest.fixture(autouse=True)

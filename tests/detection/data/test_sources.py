@@ -46,10 +46,12 @@ def check_columns(source):
     kinds = {np.int64: "offsets labels image_ids category_ids", np.float64: "areas truth", np.int32: "sizes"}
     for kind, names in (kinds | {np.float32: "boxes", bool: "crowd"}).items():
         assert {getattr(source, name).dtype for name in names.split()} == {np.dtype(kind)}
-    assert source.offsets[0] == 0 and source.offsets[-1] == len(source.boxes) == len(source.labels) == len(source.areas)
+    assert source.offsets[0] == 0
+    assert source.offsets[-1] == len(source.boxes) == len(source.labels) == len(source.areas)
     limits = np.repeat(source.sizes, np.diff(source.offsets), axis=0)
     assert (source.boxes[:, :2] >= 0).all() and (source.boxes[:, 2:] <= limits).all()
-    assert len(np.unique(source.image_ids)) == len(source) and len(source.category_ids) == len(source.classes)
+    assert len(np.unique(source.image_ids)) == len(source)
+    assert len(source.category_ids) == len(source.classes)
 
 
 # ---- COCO
@@ -212,8 +214,12 @@ def test_the_fingerprint_changes_with_any_content(tmp_path):
     """A run would otherwise resume on other data."""
     moved = [annotation(4, [1, 2, 10, 8.01], 90)]
     renamed = [c | {"name": c["name"] + "s"} for c in CATEGORIES]
-    contents = ({}, {}, {"annotations": moved}, {"annotations": [moved[0] | {"iscrowd": 1}]}, {"categories": renamed})
-    prints = [read(coco(coco(tmp_path, **content), "val", **content))[0].fingerprint for content in contents]
+    crowd = [moved[0] | {"iscrowd": 1}]
+    contents = ({}, {}, {"annotations": moved}, {"annotations": crowd}, {"categories": renamed})
+    prints = []
+    for content in contents:
+        train, _ = read(coco(coco(tmp_path, **content), "val", **content))
+        prints.append(train.fingerprint)
     assert prints[0] == prints[1] and len(set(prints)) == 4
 
 
@@ -237,7 +243,7 @@ def rotated(root: Path, orientations, upright: bool):
 
 @pytest.mark.parametrize("upright", [False, True])
 def test_rotated_images_turn_their_boxes(tmp_path, upright):
-    """Those on their side say by their size which way they were annotated; those upside down follow them."""
+    """The size of those on their side says how they were annotated; those upside down follow."""
     train = rotated(tmp_path, range(1, 9), upright)
     for index in range(8):
         assert train.image(index).size == tuple(train.sizes[index]) == ((40, 30) if index < 4 else (30, 40))
@@ -247,7 +253,8 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
 
 
 def test_headers_are_those_that_pillow_reads(tmp_path):
-    files = [picture(tmp_path / f"{n}{suffix}", (9 + n, 7)) for n, suffix in enumerate((".jpg", ".png", ".webp"))]
+    suffixes = enumerate((".jpg", ".png", ".webp"))
+    files = [picture(tmp_path / f"{n}{suffix}", (9 + n, 7)) for n, suffix in suffixes]
     files += [picture(tmp_path / f"turned{suffix}", (9, 7), orientation=6) for suffix in (".png", ".jpg")]
     Image.new("L", (5, 4)).save(tmp_path / "progressive.jpg", progressive=True, icc_profile=b"x" * 20_000)
     (tmp_path / "cut.jpg").write_bytes(files[0].read_bytes()[:30])
@@ -275,9 +282,8 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
 
 
 def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
-    root = voc(
-        tmp_path / "VOCdevkit/VOC2007", {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
-    )
+    lists = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path / "VOCdevkit/VOC2007", lists)
     train, val = read(root.parents[1])
     assert (len(train), len(val), val.name(0)[-5:]) == (1, 1, "c.jpg")
     assert val.part == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
@@ -421,7 +427,8 @@ def test_the_box_format_is_never_guessed(tmp_path):
         train, _ = read(tmp_path / "either", box_format=name)
         assert boxes_of(train, 0) == [expected] and not any("can only be" in note for note in train.notes)
     assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "either", box_format="yxyx")
-    assert "fit neither of" in refusal(stored("neither", [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]))
+    neither = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
+    assert "fit neither of" in refusal(stored("neither", neither))
     assert "in shares of the image" in refusal(stored("shares", [[[0.1, 0.2, 0.3, 0.4]]] * 2))
 
 

@@ -86,7 +86,7 @@ TIDE = {
 
 
 def test_costs_and_counts_are_those_of_tide() -> None:
-    """Of detections without crowds and tied scores, and none of a class without objects, which TIDE counts otherwise."""
+    """Without crowds, tied scores, and classes without objects, which TIDE counts otherwise."""
     source, found = awkward(4)
     detections = Detections()
     detections.update(range(21), found)

@@ -1,4 +1,4 @@
-"""The twelve numbers equal those of pycocotools: on awkward data, and where overlaps lie exactly on a threshold."""
+"""The twelve numbers equal those of pycocotools, on awkward data and with overlaps on a threshold."""
 
 import json
 
@@ -69,7 +69,7 @@ SIDE, IMAGES = 400, 40
 
 
 def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]], np.ndarray]:
-    """COCO boxes in decimals, and detections float32[n, 4] (corners) that overlap them by 0.5, 0.55, ... 0.95."""
+    """COCO boxes in decimals, and float32[n, 4] corners that overlap them by 0.5, 0.55, ... 0.95."""
     given, found = [], []
     for row in range(12):
         threshold = 0.5 + 0.05 * random.integers(10)

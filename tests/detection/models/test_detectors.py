@@ -109,8 +109,8 @@ def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
 
 
 @EVERY
-def test_without_boxes_gradients_are_finite_and_crowd_regions_are_neither_foreground_nor_background(family):
-    """An image without boxes is all background. One that is all crowd teaches nothing, except of the boxes within."""
+def test_crowd_regions_and_images_without_boxes_are_learnt_from_as_they_should(family):
+    """The latter are all background. An image that is all crowd teaches nothing but boxes within."""
     detector = make(family)
     images, _ = five()
     everywhere, within = [0, 0, CANVAS[1], CANVAS[0]], [20, 10, 60, 55]

@@ -1,4 +1,4 @@
-"""Detectors of transformers have its losses on any layout, and export folders in which it finds the same boxes."""
+"""Detectors of transformers have its losses, and export folders in which it finds the same boxes."""
 
 import copy
 import functools
@@ -116,7 +116,7 @@ def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family, dense):
         torch.testing.assert_close(terms[name].sum(), value, rtol=tolerance, atol=1e-8)
 
 
-# At 96 position embeddings are as they are trained, at 128 transformers interpolates them in float32.
+# At 128 transformers interpolates position embeddings in float32.
 @pytest.mark.parametrize("side, tolerance", [(SIDE, 1e-12), (128, 1e-7)])
 def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
     detector, canvas = make_rf_detr().double(), (side, side)
@@ -173,7 +173,7 @@ def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(f
 
 
 def test_queries_and_boxes_are_matched_as_transformers_matches_them():
-    """Images with any number of boxes, also none or more than queries; with predictions that are not finite."""
+    """With no boxes, or more than queries; with predictions that are not finite."""
     matching = importlib.import_module("transformers.loss.loss_rt_detr")
     detector = build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 5, width=32))
     generator = torch.Generator().manual_seed(1)
@@ -200,7 +200,7 @@ def test_queries_and_boxes_are_matched_as_transformers_matches_them():
 
 
 def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
-    """A positive keeps most of its box, and most labels; a negative does not. Both are the same in any batch."""
+    """A positive keeps most of its box, a negative does not. Both are the same in any batch."""
     images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
     options = {"classes": 4, "queries": 10, "budget": 24, "label_noise": 0.5, "box_noise": 1.0}
 
@@ -337,9 +337,10 @@ def test_initial_weights_of_rf_detr_are_those_of_the_authors():
     assert detector.no_weight_decay() == {"model.model.backbone.backbone.embeddings.position_embeddings"}
 
 
-PUBLISHED = """rtdetr_v2_r18vd 20, rtdetr_v2_r34vd 31, rtdetr_v2_r50vd 42, rtdetr_v2_r101vd 76, dfine_n 4, dfine_s 10,
-dfine_m 19, dfine_l 31, dfine_x 62, deimv2_atto 0.5, deimv2_femto 1.0, deimv2_pico 1.5, deimv2_n 3.6, deimv2_s 9.7,
-deimv2_m 18.1, deimv2_l 32.2, deimv2_x 50.3, rf_detr_nano 30.5, rf_detr_small 32.1, rf_detr_medium 33.7"""  # in millions
+PUBLISHED = """rtdetr_v2_r18vd 20, rtdetr_v2_r34vd 31, rtdetr_v2_r50vd 42, rtdetr_v2_r101vd 76,
+dfine_n 4, dfine_s 10, dfine_m 19, dfine_l 31, dfine_x 62, deimv2_atto 0.5, deimv2_femto 1.0,
+deimv2_pico 1.5, deimv2_n 3.6, deimv2_s 9.7, deimv2_m 18.1, deimv2_l 32.2, deimv2_x 50.3,
+rf_detr_nano 30.5, rf_detr_small 32.1, rf_detr_medium 33.7"""  # in millions
 
 
 @pytest.mark.parametrize("name, published", map(str.split, PUBLISHED.split(",")))
@@ -380,7 +381,7 @@ def test_what_can_not_be_built_is_refused_in_one_line(words):
     assert "\n" not in str(raised.value)
 
 
-def test_a_folder_of_another_family_and_a_machine_without_transformers_are_refused(tmp_path, monkeypatch):
+def test_another_familys_folder_and_a_machine_without_transformers_are_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rt_detr_v2"}))
     with pytest.raises(Refused, match="a rt_detr_v2, which --detector dfine can't train"):
         build_model(DetectorSpec("dfine", str(tmp_path), 4))

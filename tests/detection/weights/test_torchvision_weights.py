@@ -21,8 +21,9 @@ from common.errors import Refused
 from tests.harness.several import load
 
 RECIPE = load(Path("recipes/det.py"))
-# In make test are those that have the most parts of their own: FCOS, and the second versions of RetinaNet and Mask R-CNN.
-LONG = ("retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2", "maskrcnn_resnet50_fpn")
+# The others have the most parts of their own.
+LONG = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
+LONG += ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
 SKIPPED = {"fcos_resnet50_fpn": 0.2}  # scores up to this are no detections of torchvision's
 
 
