@@ -59,18 +59,6 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
     assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
 
 
-def test_the_worst_miss_is_the_largest_that_others_do_not_cover() -> None:
-    small, large, hidden = (0, 0, 20, 20), (30, 30, 60, 60), (60, 60, 100, 100)
-    cover = (60, 60, 100, 96)
-    matches = one_image(
-        [(small, 0, False), (large, 1, False), (hidden, 1, False), (cover, 2, False)], [(cover, 0.9, 2)]
-    )
-    assert [miss.object for miss in matches.misses(9)] == [1, 0, 2]
-    weak = one_image([(A, 0, False), (B, 1, False)], [(A, 0.2, 0), (B, 0.9, 1)])
-    weak.threshold = 0.5
-    assert weak.misses(9)[0].score == pytest.approx(0.2)
-
-
 def test_crowd_regions_are_neither_missed_nor_background() -> None:
     crowd = (0, 0, 100, 40)
     inside = ((0, 0, 10, 10), 0.9, 0)

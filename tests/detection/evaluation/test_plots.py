@@ -100,26 +100,6 @@ def test_the_dashboard_gets_what_the_sheet_shows(tmp_path: Path) -> None:
     assert box.score is None and 0.3 <= guess.score <= 1 and image.name == source.name(0)
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")
-def test_names_of_detections_never_cover_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Matplotlib's own measure of the texts, in a crowded image."""
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
-    source = annotated(1, 3, 60)
-    guesses = plots._boxes_of_detections(source, found_in(source, 0.5), np.arange(60))
-    plots.detections(source.image(0).convert("RGB"), guesses, np.zeros((0, 1, 1), np.uint8), tmp_path)
-    (figure,) = figures
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = sorted((text.get_window_extent().extents for text in axes.texts), key=lambda box: box[0])
-    inside = axes.get_window_extent().extents
-    for place, (left, bottom, right_side, top) in enumerate(boxes):
-        assert left >= inside[0] - 1 and right_side <= inside[2] + 1, "reaches out of its picture"
-        for other in boxes[place + 1 :]:
-            assert other[0] > right_side - 1 or other[1] > top - 1 or other[3] < bottom + 1
-    assert len(boxes) > 10
-
-
 @pytest.mark.parametrize("classes", [1, 21])
 def test_precision_over_recall_is_drawn_for_any_number_of_classes(tmp_path: Path, classes: int) -> None:
     falling = np.linspace(1, 0, 101)[None] ** np.linspace(0.2, 3, classes)[:, None]
