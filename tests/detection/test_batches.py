@@ -96,6 +96,13 @@ def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
     assert all(len(target["boxes"]) == 0 for target in dark.targets)
 
 
+def test_padding_is_the_share_of_the_pixels_that_no_image_has():
+    samples = samples_of(source(), ways={"jitter": (0.5, 1.0)})
+    batch = samples.__getitems__(np.arange(6, 12))
+    covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
+    assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
+
+
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
     """Of a mosaic with MixUp and copy-paste, those of six images; the images with the most."""
     data = source()
