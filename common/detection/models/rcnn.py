@@ -99,7 +99,7 @@ class FasterRCNN(nn.Module):
         return self._add_masks(features, images.shape[2:], found)
 
     def _predict(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of the places of all images, not in half precision."""
+        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all places, not in half precision."""
         pooled = self._pool(self.box_pool, features, places, canvas)
         logits, deltas = self.roi_heads["box_predictor"](self.roi_heads["box_head"](pooled))
         dtype = self.rpn.head.cls_logits.weight.dtype
@@ -190,7 +190,7 @@ class MaskRCNN(FasterRCNN):
         return {"mask": torch.stack(costs)}
 
     def _add_masks(self, features: list[Tensor], canvas: tuple[int, int], found: list[dict]) -> list[dict]:
-        """Add masks [n, 28, 28] in 0..1, each on the grid of its box; see torchvision's `paste_masks_in_image`."""
+        """Add masks [n, 28, 28] in 0..1 on the grids of their boxes, for `paste_masks_in_image`."""
         places, labels = [one["boxes"] for one in found], [one["labels"] + 1 for one in found]
         masks = self._mask_logits(features, places, labels, canvas).sigmoid().split([one.shape[0] for one in places])
         return [one | {"masks": mask} for one, mask in zip(found, masks, strict=True)]
@@ -198,7 +198,7 @@ class MaskRCNN(FasterRCNN):
     def _mask_logits(
         self, features: list[Tensor], places: list[Tensor], labels: list[Tensor], canvas: tuple[int, int]
     ) -> Tensor:
-        """Mask logits [R, 28, 28] of the places of all images, for the class 1..K of each, not in half precision."""
+        """Mask logits [R, 28, 28] of all places, each for its class 1..K, not in half precision."""
         pooled = self._pool(self.mask_pool, features, places, canvas)
         logits = self.roi_heads["mask_predictor"](self.roi_heads["mask_head"](pooled))
         labels = torch.cat(labels)
