@@ -1,4 +1,4 @@
-"""Faster R-CNN: a detector in two stages, proposals and boxes. Mask R-CNN adds a mask for each box."""
+"""Faster R-CNN: two stages, proposals and boxes. Mask R-CNN adds a mask for each box."""
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ class FasterRCNN(nn.Module):
         return self._add_masks(features, images.shape[2:], found)
 
     def _predict(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all places, not in half precision."""
+        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all places, in full precision."""
         pooled = self._pool(self.box_pool, features, places, canvas)
         logits, deltas = self.roi_heads["box_predictor"](self.roi_heads["box_head"](pooled))
         dtype = self.rpn.head.cls_logits.weight.dtype
@@ -112,7 +112,7 @@ class FasterRCNN(nn.Module):
             return pool(named, places, [tuple(canvas)] * len(places))
 
     def _draw(self, boxes: Tensor, anchors: Tensor, after: int, target: dict, canvas: Tensor) -> dict[str, Tensor]:
-        """Sampled proposals [k, 4] of one image, what they are matched with, and whether each counts.
+        """Sampled proposals [k, 4] of one image, their matches, and whether each counts.
 
         The target's own boxes are proposals, too. A proposal has the random number of its anchor, so that the sample does
         not depend on the order of nearly equal scores.
