@@ -277,32 +277,23 @@ class EvaluationScenes(Dataset):
         return [one.sizes(indices, self.source.sizes[indices]) for one in self.views.augmentations]
 
     def merged(self, found: list[list[dict[str, torch.Tensor]]], batch: DetectionBatch) -> list[dict]:
-        """`restored` detections of each image of a batch; `found` has the detections of each view, in the order of `views`."""
-        if len(found) == 1:
-            of_images = zip(found[0], batch.positions.tolist(), batch.sizes, strict=True)
-            return [self.restored(*of_image) for of_image in of_images]
+        """What is found in each image of a batch, in pixels of the original; masks become `rles`.
+
+        `found` has the detections of each view, in the order of `views`, in pixels of their canvas.
+        """
         images = []
         for place, index in enumerate(batch.positions.tolist()):
-            parts = []
+            original, parts = self.source.sizes[index], []
             for view, of_view in zip(batch.views, found, strict=True):
                 part, size = of_view[place], view.sizes[place]
                 part = mirrored_back(part, size[0]) if view.mirrored else part
-                parts.append(part | {"boxes": self.to_original(part["boxes"], index, size)})
-            original = torch.from_numpy(self.source.sizes[index]).to(batch.sizes)
-            images.append(self.restored(self.views.merged(parts), index, original))
+                scale = torch.from_numpy(original).to(part["boxes"]) / size.to(part["boxes"])
+                parts.append(part | {"boxes": part["boxes"] * scale[[0, 1, 0, 1]]})
+            of_image = self.views.merged(parts) if len(parts) > 1 else parts[0]
+            if "masks" in of_image:
+                of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original)
+            images.append(of_image)
         return images
-
-    def restored(self, found: dict[str, torch.Tensor], index: int, size: torch.Tensor) -> dict:
-        """Detections on the canvas -> with boxes in pixels of the original image, and masks as `rles` of its pixels."""
-        found = found | {"boxes": self.to_original(found["boxes"], index, size)}
-        if "masks" in found:
-            found["rles"] = pasted(found.pop("masks"), found["boxes"], self.source.sizes[index])
-        return found
-
-    def to_original(self, boxes: torch.Tensor, index: int, size: torch.Tensor) -> torch.Tensor:
-        """Boxes [n, 4] in pixels of the canvas -> pixels of the original image."""
-        original = torch.from_numpy(self.source.sizes[index]).to(boxes)
-        return boxes * (original / size.to(boxes))[[0, 1, 0, 1]]
 
 
 _NO_BOXES = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)

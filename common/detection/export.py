@@ -22,7 +22,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
     `export(folder, classes, side)` of its own, as transformers' have, writes the first two itself. The folder must not exist.
     """
     folder.mkdir(parents=True)
-    if _is_transformers(detector):
+    if hasattr(detector, "export"):
         detector.export(folder, source.classes, max(plain.short_sides))
     else:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in detector.state_dict().items()}
@@ -66,7 +66,3 @@ def describe(detector: Detector) -> dict:
             **{f"{'box_' * two_stages}{name}": value for name, value in thresholds.items()},
         },
     }
-
-
-def _is_transformers(detector: Detector) -> bool:
-    return hasattr(detector, "export")

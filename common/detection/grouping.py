@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from common.data.stream import Stream
-from common.detection.balancing import repeat_weights
 from common.detection.data.annotated import Annotated
+from common.errors import Refused
 from common.randomness import key_of, uniforms
 
 
@@ -18,6 +18,32 @@ def build_stream(config: Any, source: Annotated) -> Stream:
         return Stream.of(config, len(source), weights)
     aspects = source.sizes[:, 0] / source.sizes[:, 1]
     return GroupedStream.of(config, len(source), weights, aspects=aspects, window=config.group_window)
+
+
+def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
+    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all are drawn equally often.
+
+    A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the
+    weight of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N
+    positions, so common images become rarer. Raises `Refused` for scenes that are new at each
+    position. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
+    """
+    if not threshold:
+        return None
+    if source.fresh:
+        raise Refused(
+            f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none can be drawn more often; set 0"
+        )
+    rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
+    labels = source.labels[~source.crowd]
+    rows, labels = np.divmod(
+        np.unique(rows * len(source.classes) + labels), len(source.classes)
+    )  # each class once per image
+    share = np.bincount(labels, minlength=len(source.classes)) / len(source)
+    of_class = np.maximum(1, np.sqrt(threshold / share.clip(min=1 / len(source))))
+    weights = np.ones(len(source))
+    np.maximum.at(weights, rows, of_class[labels])
+    return weights
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Augmentation and resizing of images with boxes; the size of each image is known before it is decoded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,12 +251,19 @@ def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...],
             "640,672,704, each from 1 to 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
-    if square and (uneven := [side for side in (*short_sides, eval_side) if side % stride]):
-        raise Refused(
-            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as "
-            f"--detector {config.detector} needs; take {-(-uneven[0] // stride) * stride}"
-        )
+    if square:
+        refuse_uneven("--short_sides, --eval_short_side", (*short_sides, eval_side), stride, config.detector)
     return short_sides, eval_side
+
+
+def refuse_uneven(flag: str, sides: Sequence[int], stride: int, family: str) -> None:
+    """Raise `Refused` for sides of squares that are no multiples of `stride`."""
+    for side in sides:
+        if side % stride:
+            raise Refused(
+                f"{flag}: a square of {side} pixels is no multiple of {stride}, as --detector {family} needs; "
+                f"take {-(-side // stride) * stride}"
+            )
 
 
 def read_range(flag: str, text: str) -> tuple[float, float] | None:

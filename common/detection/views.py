@@ -9,8 +9,7 @@ from torch import Tensor
 from common.config.fields import whole_numbers
 from common.detection.models.boxes import suppress
 from common.detection.models.postprocessing import LIMIT
-from common.detection.transforms import BoxAugmentation
-from common.errors import Refused
+from common.detection.transforms import BoxAugmentation, refuse_uneven
 from common.launching import launch
 
 _NMS = 0.7  # of families that suppress no boxes themselves
@@ -36,11 +35,8 @@ class Views:
         Raises `Refused` for a size that the family can't have.
         """
         sides = whole_numbers(config.eval_sizes, ",") or plain.short_sides
-        if plain.square and (uneven := [side for side in sides if side % detector.stride]):
-            raise Refused(
-                f"--eval_sizes {config.eval_sizes}: a square of {uneven[0]} pixels is no multiple of {detector.stride}, as "
-                f"--detector {config.detector} needs; take {-(-uneven[0] // detector.stride) * detector.stride}"
-            )
+        if plain.square:
+            refuse_uneven(f"--eval_sizes {config.eval_sizes}", sides, detector.stride, config.detector)
         longest = [max(1, round(plain.long_side * side / max(plain.short_sides))) for side in sides]
         sizes = [replace(plain, short_sides=(side,), long_side=long) for side, long in zip(sides, longest, strict=True)]
         threshold, limit = getattr(detector, "nms_threshold", _NMS), getattr(detector, "limit", LIMIT)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -15,9 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data.decoding import Picture
-from common.data.images import open_rgb
-from common.detection.batches import EvaluationScenes, blank_padding
 from common.detection.data import scenes
 from common.detection.export import export
 from common.detection.models.detectors import Matched, build_detector
@@ -30,7 +26,6 @@ from common.training import timm_models
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "detect.py"
 SOURCE = scenes.load(0)[1]  # ten classes
-TOLERANCE = 0.05  # pixels; the script prints two digits
 
 
 def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
@@ -67,80 +62,41 @@ def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
     return folder
 
 
-def photo(folder, width, height):
-    path = folder / "photo.png"
-    random = np.random.default_rng(0).integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
-    Image.fromarray(random).resize((width, height), Image.Resampling.NEAREST).save(path)
-    return path
-
-
-class One:
-    """A source of one image."""
-
-    def __init__(self, path) -> None:
-        self.only = open_rgb(path)
-        self.sizes = np.array([self.only.size])
-
-    def __len__(self) -> int:
-        return 1
-
-    def picture(self, index):
-        return Picture(self.only)
-
-
-def ours(detector, path, short_side=128, long_side=256):
-    """What an evaluation of this image finds: class names, scores, boxes in its own pixels."""
-    mean, std = (255 * torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
-    fill = tuple(mean.flatten().round().int().tolist())
-    scenes = EvaluationScenes(One(path), BoxAugmentation(0, (short_side,), long_side), detector.stride, fill)
-    batch = scenes.__getitems__(np.array([0]))
-    found = detector.detect(blank_padding((batch.images - mean) / std, batch.sizes), batch.sizes)[0]
-    boxes = scenes.to_original(found["boxes"], 0, batch.sizes[0])
-    return [SOURCE.classes[label] for label in found["labels"]], found["scores"].tolist(), boxes.numpy()
-
-
-def agree(printed, wanted):
-    lines = [line.split()[1:] for line in printed.splitlines()]
-    names, scores, boxes = wanted
-    assert len(lines) == len(names) >= 20, "a comparison of next to nothing"
-    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=2e-4)
-    # Boxes of equal score may change places.
-    key = [(name, round(score, 3)) for name, score in zip(names, scores, strict=True)]
-    found = np.array([[float(side) for side in line[2:]] for line in lines])
-    same = [line[0] == name for line, (name, _) in zip(lines, key, strict=True)]
-    assert np.mean(same) > 0.95
-    apart = np.abs(found - boxes).max(1)[same]
-    assert np.quantile(apart, 0.95) < TOLERANCE, np.sort(apart)[-10:]
+TWICE = """
+import runpy, sys
+for folder in ("fcos", "mask_rcnn"):
+    sys.argv = ["detect.py", folder, "photo.png"]
+    runpy.run_path("detect.py")
+    print("end")
+"""
 
 
 def test_the_script_detects_without_this_project(tmp_path) -> None:
-    detector = make("fcos", levels=(3, 7))
-    folder = leave(detector, tmp_path / "best")
+    """Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
+    detectors = (
+        make("fcos", "test_mambaout", (3, 7)),
+        make("mask_rcnn", "test_efficientnet", (3, 4)),
+    )  # the first: channels last
+    for detector, family in zip(detectors, ("fcos", "mask_rcnn"), strict=True):
+        leave(detector, tmp_path / family)
     shutil.copy(SCRIPT, tmp_path)
-    image = photo(tmp_path, 160, 128)  # 160 is no multiple of the coarser strides
-    words = [sys.executable, "-I", "detect.py", folder, image]
+    blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
+    image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
+    image.save(tmp_path / "photo.png")
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    words, options = [sys.executable, "-I", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, **options)
     assert done.returncode == 0, done.stderr
-    agree(done.stdout, ours(detector, image))
-    assert not re.search(r"^(from|import) (common|recipes)", SCRIPT.read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    "family, backbone, levels, size",
-    [
-        ("fcos", "test_mambaout", (3, 5), (300, 211)),  # channels last
-        ("retinanet", "test_convnext", (4, 5), (500, 211)),
-        ("faster_rcnn", "test_resnet", (2, 6), (200, 300)),
-        ("mask_rcnn", "test_efficientnet", (3, 4), (90, 64)),
-    ],
-)
-def test_it_loads_every_family_and_resizes_as_we_do(family, backbone, levels, size, tmp_path, capsys, monkeypatch):
-    detector = make(family, backbone, levels)
-    folder, image = leave(detector, tmp_path / "best"), photo(tmp_path, *size)
-    monkeypatch.setattr(sys, "argv", ["detect.py", str(folder), str(image)])
-    runpy.run_path(str(SCRIPT))
-    agree(capsys.readouterr().out, ours(detector, image))
+    for detector, printed in zip(detectors, done.stdout.split("end\n"), strict=False):
+        mean, std = (torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+        pixels = ((torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / std)[None]
+        (found,) = detector.detect(pixels, torch.tensor([[160, 128]]))
+        _, names, scores, *sides = zip(*(line.split() for line in printed.splitlines()), strict=True)
+        assert len(names) >= 20, "a comparison of next to nothing"
+        np.testing.assert_allclose(np.array(scores, float), found["scores"], atol=2e-4)
+        same = np.array([SOURCE.classes.index(name) for name in names]) == found["labels"].numpy()
+        apart = np.abs(np.array(sides, float).T - found["boxes"].numpy()).max(1)
+        assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05  # boxes of equal score may change places
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +116,7 @@ def test_a_folder_says_what_the_data_calls_its_classes_and_is_for_more_than_its_
     assert config["classes"] == ["cat", "dog", "emu"] and config["category_ids"] == [7, 1, 90]
     assert json.loads((folder / "results.json").read_text()) == {"AP": 0.5}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "results.json"]
-    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {(folder / "config.json").stat().st_mode & 0o777}
+    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1  # it is for more than its owner
     with pytest.raises(FileExistsError):
         leave(detector, folder)
 
@@ -177,50 +132,39 @@ def test_a_folder_is_loaded_bit_by_bit_also_where_the_script_can_not(family, bac
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.parametrize(
-    "family, options, says",
-    [
+def test_another_detector_is_refused_with_the_flag_that_differs(best) -> None:
+    for family, options, says in (
         ("fcos", {}, "--detector faster_rcnn there, fcos here; leave"),
-        ("faster_rcnn", {"backbone": "test_convnext"}, "--model test_resnet there, test_convnext here"),
         ("faster_rcnn", {"levels": (3, 6)}, "--levels 3-5 there, 3-6 here; leave these flags out"),
-        ("faster_rcnn", {"width": 64}, "--width 32 there, 64 here; leave these flags out"),
-    ],
-)
-def test_another_detector_is_refused_with_the_flag_that_differs(family, options, says, best) -> None:
-    with pytest.raises(Refused, match=says) as error:
-        begin(make(family, classes=3, **options), best[1], Three.classes)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(Refused, match=says) as error:
+            begin(make(family, classes=3, **options), best[1], Three.classes)
+        assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("config.json", None, "no exported detector, no config.json is in it"),
-        ("config.json", "[]", "not a whole exported detector .TypeError"),
-        ("config.json", "{", "not a whole exported detector .JSONDecodeError"),
-        ("model.safetensors", None, "not a whole exported detector .FileNotFoundError"),
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(best, tmp_path) -> None:
+    for name, content, says in (
         ("model.safetensors", "torn", "not a whole exported detector .SafetensorError"),
-    ],
-)
-def test_a_folder_that_is_not_whole_is_refused_in_one_line(name, content, says, best, tmp_path) -> None:
-    shutil.copytree(best[1], tmp_path / "best")
-    (tmp_path / "best" / name).unlink()
-    if content:
-        (tmp_path / "best" / name).write_text(content)
-    with pytest.raises(Refused, match=says) as error:
-        read(str(tmp_path / "best"))
-    assert "\n" not in str(error.value)
+        ("config.json", "{", "not a whole exported detector .JSONDecodeError"),
+        ("config.json", None, "no exported detector, no config.json is in it"),
+    ):
+        folder = shutil.copytree(best[1], tmp_path / "best", dirs_exist_ok=True)
+        (folder / name).unlink()
+        if content:
+            (folder / name).write_text(content)
+        with pytest.raises(Refused, match=says) as error:
+            read(str(folder))
+        assert "\n" not in str(error.value)
 
 
 NEW_CLASSES = {
     "emu cat dog": (3, 0),  # in another order
-    "elk emu gnu": (3, 2),  # as many
     "gnu elk dog fox cat": (5, 3),
     "elk gnu": (2, 2),
 }
 
 
-@pytest.mark.parametrize("family", ["fcos", "retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("family", ["retinanet", "mask_rcnn"])
 def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp_path) -> None:
     options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
     trained = make(family, classes=3, **options)
@@ -266,13 +210,7 @@ def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
     built = build_detector(DetectorSpec(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64))
     said = re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with)
     taken, everything = map(int, said.groups())
-    trained, mine = source.state_dict().values(), built.state_dict()
-
-    def is_trained(tensor: torch.Tensor) -> bool:
-        return any(tensor.shape == other.shape and torch.equal(tensor, other) for other in trained)
-
-    loaded = [name for name, tensor in mine.items() if "backbone" in name and is_trained(tensor)]
-    assert len(mine) == everything > len(loaded) >= taken > 70
+    assert len(built.state_dict()) == everything > taken > 70
 
 
 def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
@@ -290,9 +228,8 @@ def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
 
 def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
     pytest.importorskip("transformers")
-    detector, other = (
-        build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 10, width=64, seed=seed)) for seed in (1, 2)
-    )
+    specs = (DetectorSpec("rtdetr_v2", "test_resnet", 10, width=64, seed=seed) for seed in (1, 2))
+    detector, other = map(build_detector, specs)
     folder = leave(detector, tmp_path / "best")
     other.flags = SimpleNamespace(detector="rtdetr_v2", init_classes="", eval_only="")
     begin(other, folder, SOURCE.classes)
@@ -300,17 +237,3 @@ def test_a_folder_of_transformers_is_loaded_bit_by_bit(tmp_path) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     with pytest.raises(Refused, match="--detector rtdetr_v2 there, fcos here"):
         begin(make("fcos"), folder, SOURCE.classes)
-    names = [*SOURCE.classes[:2], "cat"]  # as --model, and as --init: what it knows of classes by name is kept
-    again = build_detector(DetectorSpec("rtdetr_v2", str(folder), 3, names=names))
-    head = [name for name in mine if "class_embed" in name or "enc_score_head" in name]
-    said = (
-        f"{len(mine) - len(head)} of {len(mine)} tensors of {folder}, head new for 1 of 3 classes (cat), kept for 0, 1"
-    )
-    fresh = build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 3, width=64))
-    assert (again.begins_with, fresh.begins_with) == (said, "")
-    assert sum(torch.equal(mine[name], tensor) for name, tensor in again.state_dict().items()) >= len(mine) - len(head)
-    begun = build_detector(DetectorSpec("rtdetr_v2", "test_resnet", 3, names=names, width=64))
-    begun.flags = other.flags
-    assert begin(begun, folder, names) == said
-    for name in head:
-        assert torch.equal(begun.state_dict()[name][:2], mine[name][:2])

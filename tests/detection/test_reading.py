@@ -1,7 +1,6 @@
 """Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily, cached, on the device."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from common.config.parsing import identity, parse
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture, pixels_of
@@ -19,10 +17,10 @@ from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages, Sample
+from common.detection.samples import extents
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.harness.detections import columns
-from tests.harness.several import load
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 FILL = (7, 8, 9)
@@ -98,19 +96,21 @@ def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     "size, short_side, most, mean, edge",
     [  # of 255, of the worst image; in pixels of the canvas
         ((640, 480), 800, 0, 0, 0),  # nothing is reduced
-        ((333, 501), 480, 0, 0, 0),
         ((640, 480), 480, 20, 0.3, 0.25),  # zoomed out to a quarter
         ((640, 480), 120, 50, 3, 0.25),  # always reduced: an edge moves by half a pixel of what is decoded
         ((1920, 1080), 256, 70, 4, 0.25),
     ],
 )
-def test_pixels_and_boxes_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
+def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
     data = file(*size)
     lazy, whole = Picture(data), Picture(pixels_of(open_rgb(data)))
     draws = np.random.default_rng(0)
     low = draws.random((6, 2)) * 0.7
     boxes = (np.concatenate([low, low + 0.05 + 0.25 * draws.random((6, 2))], 1) * np.tile(size, 2)).astype(np.float32)
-    columns = boxes, np.arange(6), np.zeros(6, bool)
+    masks = np.zeros((6, size[1], size[0]), np.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, np.rint(boxes).astype(int), strict=True):
+        mask[top:bottom, left:right] = 1
+    columns = boxes, np.arange(6), np.zeros(6, bool), masks
     augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
     for position in range(24):
         one, other = (augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole))
@@ -119,47 +119,24 @@ def test_pixels_and_boxes_are_those_of_decoding_everything(size, short_side, mos
         means.append(off.mean().item())
         assert off.max() <= most and means[-1] <= mean
         assert not len(one.boxes) or (one.boxes - other.boxes).abs().max() <= edge
+        assert not len(one.boxes) or (extents(one.masks) - one.boxes).abs().max() <= 2  # a pixel, enlarged
     assert np.mean(means) <= 1.5 and (most == 0 or max(means) > 0)
 
 
-def test_masks_follow_a_reduced_resolution() -> None:
-    """They end where their boxes do."""
-    picture = Picture(file(1201, 803))
-    boxes = np.array([[100.0, 200.0, 700.0, 620.0]], np.float32)
-    masks = np.zeros((1, 803, 1201), np.uint8)
-    masks[0, 200:620, 100:700] = 1
-    augmentation, seen = BoxAugmentation(0, (128,), 256, **GEOMETRY), 0
-    for position in range(40):
-        sample = augmentation([Sample(picture, boxes, np.zeros(1, int), np.zeros(1, bool), masks)], position, FILL)
-        for box, mask in zip(sample.boxes, sample.masks, strict=True):
-            rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
-            ends = torch.tensor([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
-            assert (ends - box).abs().max() <= 1.25
-            seen += 1
-    assert seen > 20
-
-
-def test_every_kind_of_file_is_upright_and_shows_its_objects() -> None:
+def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> None:
+    """As the script beside an exported detector does, at whatever size."""
     data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
+    evaluation = EvaluationScenes(data, shown, 16, FILL)
     for index, content in enumerate(FILES.values()):
-        image = open_rgb(content)
+        image, result = open_rgb(content), shown([data.sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])
-        result = shown([data.sample(index, 0)], index, FILL)
-        expected = image.resize(result.image.shape[:0:-1], Image.Resampling.BILINEAR)
-        assert pixels_off(result.image, pixels_of(expected)).mean() <= 3
+        width, height = result.image.shape[:0:-1]
+        expected = pixels_of(image.resize((width, height), Image.Resampling.BILINEAR))
+        assert pixels_off(result.image, expected).mean() <= 3
+        evaluated = evaluation.__getitems__(np.array([index])).images[0, :, :height, :width]
+        assert pixels_off(evaluated, expected).max() <= 1
         boxes = torch.from_numpy(data.sample(index, 0).boxes) * 48 / max(image.size)
         assert torch.allclose(result.boxes, boxes, atol=0.6)
-
-
-def test_an_evaluation_decodes_everything() -> None:
-    """As the script beside an exported detector does, at whatever size."""
-    data = source(FILES)
-    evaluation = EvaluationScenes(data, BoxAugmentation(0, (24,), 100), 16, FILL)
-    for index, content in enumerate(FILES.values()):
-        batch = evaluation.__getitems__(np.array([index]))
-        width, height = batch.sizes[0].tolist()
-        expected = pixels_of(open_rgb(content).resize((width, height), Image.Resampling.BILINEAR))
-        assert pixels_off(batch.images[0, :, :height, :width], expected).max() <= 1
 
 
 @pytest.mark.parametrize("decode", ["worker", "device"])
@@ -207,43 +184,11 @@ def test_the_device_shows_what_a_worker_shows() -> None:
     assert torch.equal(images, by_device[0].images)
 
 
-def test_a_cache_keeps_boxes_and_canvas() -> None:
-    """Images are kept at a smaller size; edges move by half a pixel of it."""
-    files = {str(number): file(640 - 37 * number, 480 - 11 * number) for number in range(8)}
-    data = source(files)
-    samples = samples_of(data, (160, 200), cache=open_cache(len(data), 200, ""))
-    first, again, plain = (batches(one) for one in (samples, samples, samples_of(data, (160, 200))))
-    for mine, later, theirs in zip(first[:-1], again[:-1], plain[:-1], strict=True):
-        assert torch.equal(mine.images, later.images) and boxes_off(mine.targets, later.targets) == 0
-        assert mine.images.shape == theirs.images.shape and torch.equal(mine.sizes, theirs.sizes)
-        assert boxes_off(mine.targets, theirs.targets) <= 1
-        assert pixels_off(mine.images, theirs.images).mean() <= 6
-
-
 def test_what_does_not_go_together_is_refused() -> None:
-    data = source(FILES)
-    for name in ("photometric", "mosaic", "mixup"):
-        with pytest.raises(Refused, match=f"--decode device: {name} work on pixels .*, or take --decode worker"):
-            samples_of(data, ways={name: 0.1}, decode="device")
+    data, small = source(FILES), open_cache(8, 32, "")
+    with pytest.raises(Refused, match=r"--decode device: mosaic work on pixels .*, or take --decode worker"):
+        samples_of(data, ways={"mosaic": 0.1}, decode="device")
     with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
-        samples_of(data, decode="device", cache=open_cache(len(data), 32, ""))
+        samples_of(data, decode="device", cache=small)
     with pytest.raises(Refused, match="--cache: every position has an image of its own"):
-        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))
-
-
-def test_a_trial_decodes_too() -> None:
-    """It takes the memory that a step takes."""
-    batch = samples_of(source(FILES), decode="device").blank(3)
-    assert len(batch.encoded.places) == 3
-    done = batch.complete()
-    assert done.images.float().std() > 20 and done.encoded is None
-
-
-def test_how_images_are_read_is_part_of_a_run() -> None:
-    config_class = load(Path("recipes/det.py")).Config
-    plain, cached, device = (
-        identity(parse(config_class, ["--data", "x", *words.split()]))
-        for words in ("", "--cache 64", "--decode device")
-    )
-    assert cached == plain | {"cache": 64}
-    assert device == plain | {"decode": "device"}
+        samples_of(scenes.load(0)[0], cache=small)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.decoding import Picture, pixels_of
-from common.detection import transforms
 from common.detection.data.annotated import Sample
-from common.detection.samples import extents, moved, pasted
+from common.detection.samples import extents, moved
 from common.detection.transforms import BoxAugmentation, read_range
 from common.errors import Refused
 
@@ -62,16 +61,6 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
     return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
 
 
-def boxed(size, boxes, crowd=()) -> Sample:
-    """A sample of tensors: a black image, and masks that fill `boxes`."""
-    width, height = size
-    masks = torch.zeros(len(boxes), height, width, dtype=torch.uint8)
-    for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True):
-        mask[top:bottom, left:right] = 1
-    pixels, numbers = torch.zeros(3, height, width, dtype=torch.uint8), torch.arange(len(boxes))
-    return Sample(pixels, torch.tensor(boxes).float(), numbers, torch.isin(numbers, torch.tensor(crowd)), masks)
-
-
 def vary(augmentation, position, own, others=None) -> Sample:
     others = others or [painted((70, 90), 3, seed) for seed in range(5)]
     return augmentation([own, *others[: len(augmentation.partners(position))]], position, FILL)
@@ -87,13 +76,13 @@ def test_what_happens_is_a_function_of_seed_and_position(way):
     own = painted((100, 80), 3)
     augmentation = build(**ALL[way], photometric=1.0)
     before = own.boxes.copy(), own.image.whole().clone()
-    first = [vary(augmentation, position, own) for position in range(12)]
+    first = [vary(augmentation, position, own) for position in range(6)]
     random.seed(5), np.random.seed(6), torch.manual_seed(7)
-    for position in reversed(range(12)):
+    for position in reversed(range(6)):
         assert same(vary(augmentation, position, own), first[position])
     assert np.array_equal(own.boxes, before[0]) and torch.equal(own.image.whole(), before[1])
-    assert len({one.image.numpy().tobytes() for one in first}) == 12
-    other = [vary(build(1, **ALL[way], photometric=1.0), position, own) for position in range(12)]
+    assert len({one.image.numpy().tobytes() for one in first}) == 6
+    other = [vary(build(1, **ALL[way], photometric=1.0), position, own) for position in range(6)]
     assert not any(same(*pair) for pair in zip(first, other, strict=True))
 
 
@@ -101,18 +90,15 @@ def test_what_happens_is_a_function_of_seed_and_position(way):
 def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
     """Each object's colour fills its box, as long as resizing has blurred its edges by two pixels at most."""
     augmentation, looked = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {})), 0
-    for position in range(60):
+    for position in range(40):
         result = vary(augmentation, position, painted((100, 80), 3, seed=position))
         height, width = result.image.shape[1:]
-        assert [column.dtype for column in result[1:4]] == [torch.float32, torch.int64, torch.bool]
         assert len(result.boxes) == len(result.labels) == len(result.crowd) == len(result.masks)
         assert (result.boxes[:, :2] >= 0).all() and (result.boxes[:, 2:] <= torch.tensor([width, height])).all()
         assert result.masks.shape[1:] == (height, width)
-        for box, label, mask in zip(result.boxes, result.labels.tolist(), result.masks, strict=True):
+        assert not len(result.boxes) or (extents(result.masks) - result.boxes).abs().max() <= 1.01
+        for box, label in zip(result.boxes, result.labels.tolist(), strict=True):
             left, top, right, bottom = box.tolist()
-            rows, columns = (mask.any(axis).nonzero()[:, 0] for axis in (1, 0))
-            ends = [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
-            assert max(abs(a - b) for a, b in zip(ends, box.tolist(), strict=True)) <= 1.01
             left, top, right, bottom = round(left) + 2, round(top) + 2, round(right) - 2, round(bottom) - 2
             if right > left and bottom > top:
                 part = result.image[0, top:bottom, left:right].float()
@@ -122,10 +108,10 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
                 else:
                     assert (part - (60 + 40 * label)).abs().max() <= 2
                 looked += 1
-    assert looked > 50
+    assert looked > 30
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     st.integers(0, 2**40),
     st.tuples(st.integers(1, 300), st.integers(1, 300)),
@@ -138,21 +124,12 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
     result = vary(augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)])
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
+    several = augmentation.sizes(np.array([position + 1, position]), np.array([(9, 8), size]))  # as a step asks
+    assert np.array_equal(several[1], bound)
     whole = build(short_sides=ALL[way].get("short_sides", (64,))).sizes(np.array([position]), np.array([size]))[0]
     assert (bound <= whole).all() and bound.max() <= 120
     if way in ("plain", "short sides", "mirror", "mosaic", "rotate", "translate"):
         assert (np.array(result.image.shape[:0:-1]) == bound).all()
-
-
-def test_sizes_of_many_positions_are_those_of_each():
-    augmentation = build(**ALL["all of them"])
-    draws = np.random.default_rng(0)
-    positions, sizes = draws.integers(0, 2**40, 5_000), draws.integers(1, 2_000, (5_000, 2))
-    at_once = augmentation.sizes(positions, sizes)
-    assert at_once.min() >= 1 and at_once.max() <= 120
-    for place in range(0, 5_000, 97):
-        alone = augmentation.sizes(positions[place : place + 1], sizes[place : place + 1])[0]
-        assert np.array_equal(alone, at_once[place])
 
 
 @pytest.mark.parametrize("way", NOT_FILLED)
@@ -173,22 +150,6 @@ def test_masks_lie_on_their_objects_and_boxes_around_the_masks(way):
     assert looked > 50
 
 
-def test_pasting_covers_what_is_below_and_boxes_shrink_to_what_is_seen():
-    """An object below a pasted one loses its pixels. It is left out with less than a tenth visible; a crowd region stays."""
-    below = boxed((40, 20), [(30, 0, 40, 10), (0, 0, 20, 20), (30, 12, 40, 20)], crowd=[2])
-    above, narrow = boxed((40, 20), [(30, 0, 40, 19)]), boxed((40, 20), [(30, 0, 38, 19)])
-    below.image[:], above.image[:] = 50, 200
-    result, shares = pasted(below, above)
-    assert shares.tolist() == pytest.approx([0, 1, 1 / 8, 1])
-    assert result.boxes.tolist() == [[0, 0, 0, 0], [0, 0, 20, 20], [30, 19, 40, 20], [30, 0, 40, 19]]
-    assert result.labels.tolist() == [0, 1, 2, 0] and result.masks[2].sum() == 10
-    assert torch.equal(result.image[0] == 200, above.masks[0].bool()) and (result.masks.sum(0) <= 1).all()
-    assert transforms._visible(result, shares).labels.tolist() == [1, 2, 0]
-    result, shares = pasted(below, narrow)  # two columns of the first object are left: a fifth
-    assert shares[0] == pytest.approx(0.2) and result.boxes[0].tolist() == [38, 0, 40, 10]
-    assert below.masks.flatten(1).sum(1).tolist() == [100, 400, 80]  # the arguments stay as they are
-
-
 def test_some_objects_are_pasted_but_never_crowd_regions():
     """With equal chances, and at least one."""
     own, other = painted((100, 80), 0), painted((100, 80), 4, crowd=[2])
@@ -199,9 +160,9 @@ def test_some_objects_are_pasted_but_never_crowd_regions():
     assert len(regions.labels) == 0 and torch.equal(regions.image, vary(build(), 0, own).image)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.floats(-180, 180), st.floats(-30, 30), st.floats(-30, 30), st.integers(3, 40), st.integers(3, 60))
-def test_a_turned_box_is_that_of_its_mask_or_of_its_ellipse(degrees, right, down, wide, high):
+def test_a_turned_box_without_a_mask_is_that_of_its_ellipse(degrees, right, down, wide, high):
     """The points of an object move by the matrix of the rotation. No ellipse's box exceeds that of the turned corners."""
     size, angle = np.array([90, 70]), np.deg2rad(degrees)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -214,42 +175,24 @@ def test_a_turned_box_is_that_of_its_mask_or_of_its_ellipse(degrees, right, down
     def area(box: np.ndarray) -> float:
         return np.prod(np.maximum(box[2:] - box[:2], 0))
 
-    sample = boxed((90, 70), [(5, 4, 5 + wide, 4 + high), (80 - wide, 68 - high, 80, 68)])
-    exact, _ = moved(sample, degrees, (right, down), FILL)
-    loose, shares = moved(sample._replace(masks=None), degrees, (right, down), FILL)
+    boxes = torch.tensor([(5.0, 4, 5 + wide, 4 + high), (80.0 - wide, 68 - high, 80, 68)])
+    sample = Sample(torch.zeros(3, 70, 90, dtype=torch.uint8), boxes, torch.arange(2), torch.zeros(2).bool())
+    turned, shares = moved(sample, degrees, (right, down), FILL)
     circle = np.stack([np.cos(np.linspace(0, 7, 500)), np.sin(np.linspace(0, 7, 500))], 1)
     for place, (left, top, end, bottom) in enumerate(sample.boxes.tolist()):
         corners = around(np.array([[left, top], [end, top], [left, bottom], [end, bottom]]))
         ellipse = around(circle * [(end - left) / 2, (bottom - top) / 2] + [(left + end) / 2, (top + bottom) / 2])
         seen = ellipse.clip(0, [*size, *size])
-        assert np.abs(loose.boxes[place].numpy() - seen).max() < 0.05
+        assert np.abs(turned.boxes[place].numpy() - seen).max() < 0.05
         assert shares[place] == pytest.approx(area(seen) / area(ellipse), abs=0.02)
         assert (ellipse[:2] >= corners[:2]).all() and (ellipse[2:] <= corners[2:]).all()
-        y, x = exact.masks[place].numpy().nonzero()
-        if len(x):
-            assert exact.boxes[place].tolist() == [x.min(), y.min(), x.max() + 1, y.max() + 1]
-        if (corners >= 0).all() and (corners <= [*size, *size]).all():  # the mask fills the original box
-            assert np.abs(exact.boxes[place].numpy() - corners).max() <= 1.01
-
-
-def test_an_object_that_is_turned_out_of_view_is_left_out_and_a_crowd_region_stays():
-    for masks in (True, False):
-        kept = {False: 0, True: 0}
-        for position in range(60):
-            for crowd in kept:
-                own = painted((100, 80), 2, seed=position, crowd=[0, 1] if crowd else [])
-                own = own if masks else own._replace(masks=None)
-                result = vary(build(rotate=180.0, translate=0.9), position, own)
-                assert (result.boxes[:, 2:] - result.boxes[:, :2] >= 1).all()
-                kept[crowd] += len(result.boxes)
-        assert 120 > kept[True] > kept[False] > 20
 
 
 def test_an_object_of_which_little_is_left_is_left_out_and_a_crowd_region_stays():
     """Enlarged twice and cut, a wide box keeps less than a tenth of itself in some places."""
     augmentation = build(jitter=(8.0, 8.0))
     kept = {False: [], True: []}
-    for position in range(150):
+    for position in range(80):
         for crowd in kept:
             own = painted((100, 80), 1, seed=3, crowd=[0] if crowd else [])
             result = vary(augmentation, position, own)

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
-from PIL import ExifTags, Image
+from PIL import Image
 
 from common.data.decoding import size_of_usual
-from common.data.images import MAX_PIXELS
+from common.data.images import MAX_PIXELS, orientation_of
 from common.errors import Refused
 from common.files import OddFile, open_regular
 
@@ -28,15 +28,12 @@ def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) ->
     `may_miss` gives width 0 and size -1 for them.
     """
 
-    def read(start: int) -> list[tuple[int, int, int, int] | None]:
+    def read(start: int) -> np.ndarray:
         part = paths[start : start + 512].to_pylist()
-        return [_header_of_file(os.path.join(os.fsencode(folder), path)) for path in part]
+        return np.array([_header_of_file(os.path.join(os.fsencode(folder), path)) for path in part], np.int64)
 
     with ThreadPoolExecutor(16) as pool:
-        parts = [
-            np.array([found or (0, 0, 0, -1) for found in part]) for part in pool.map(read, range(0, len(paths), 512))
-        ]
-    headers = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
+        headers = np.concatenate([np.zeros((0, 4), np.int64), *pool.map(read, range(0, len(paths), 512))])
     if not may_miss and (missing := np.flatnonzero(headers[:, 3] < 0)).size:
         first = os.path.join(folder, paths[int(missing[0])].as_py().decode(errors="backslashreplace"))
         raise Refused(
@@ -54,42 +51,38 @@ def headers_of_bytes(cells: Iterable[pa.Scalar]) -> np.ndarray:
         if buffer is None:
             found.append((0, 0, 1, 0))
         else:
-            stored = _of_jpeg(bytes(buffer[:_HEAD])) or _of_any(io.BytesIO(buffer))
-            found.append((*stored, buffer.size))
+            found.append((*_stored(bytes(buffer[:_HEAD]), io.BytesIO(buffer)), buffer.size))
     return np.array(found, np.int64).reshape(-1, 4)
 
 
-def _header_of_file(path: bytes) -> tuple[int, int, int, int] | None:
+def _header_of_file(path: bytes) -> tuple[int, int, int, int]:
+    missing = 0, 0, 0, -1
     try:
         with open_regular(path) as file:
             head, size = os.read(file.fileno(), _HEAD), os.fstat(file.fileno()).st_size
-            return (*(_of_jpeg(head) or _of_any(file)), size)
+            return (*_stored(head, file), size)
     except OddFile:
         return 0, 0, 1, 0
     except ValueError:  # a NUL in its name
-        return None
+        return missing
     except OSError as error:
         if error.errno not in _MISSING:
             raise
-        return None
+        return missing
 
 
-def _of_jpeg(head: bytes) -> tuple[int, int, int] | None:
-    """Width, height and orientation 1 of a JPEG without EXIF data, else None. Pillow would take 90 µs per file."""
-    size = size_of_usual(head)
-    return (*size[::-1], 1) if size else None
-
-
-def _of_any(source) -> tuple[int, int, int]:
+def _stored(head: bytes, source) -> tuple[int, int, int]:
+    """Width, height and orientation of an image that begins with `head`; width 0 if it can't be read."""
+    if size := size_of_usual(head):  # a JPEG without EXIF data, for which Pillow would take 90 µs
+        return (*size[::-1], 1)
     try:
         with Image.open(source) as image:
             if math.prod(image.size) > MAX_PIXELS:
                 return 0, 0, 1
-            if (
-                image.format == "PNG" and "exif" not in image.info
-            ):  # Pillow would decode it to look for EXIF data after the pixels
+            # Pillow would decode a PNG to look for EXIF data after its pixels.
+            if image.format == "PNG" and "exif" not in image.info:
                 return (*image.size, 1)
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            orientation = orientation_of(image)
             return (*image.size, orientation if orientation in range(1, 9) else 1)
     except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will give the reason
         return 0, 0, 1

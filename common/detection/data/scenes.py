@@ -134,22 +134,15 @@ class Scenes:
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
     train, val = load_digits()
-    return (
-        _scenes(train, key_of(seed, "scenes"), fresh=True, count=_NOMINAL_EPOCH, part="fresh scenes", has_masks=masks),
-        _scenes(
-            val,
-            key_of("validation scenes"),
-            fresh=False,
-            count=_VALIDATION,
-            part="fixed scenes of held-out digits",
-            has_masks=masks,
-        ),
-    )
+    fresh = _scenes(train, key_of(seed, "scenes"), True, _NOMINAL_EPOCH, "fresh scenes", masks)
+    part = "fixed scenes of held-out digits"
+    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, part, masks)
+    return fresh, fixed
 
 
-def _scenes(digits: Digits, key: int, **options) -> Scenes:
+def _scenes(digits: Digits, key: int, fresh: bool, count: int, part: str, masks: bool) -> Scenes:
     ink = np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels])
-    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, **options)
+    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, fresh, count, part, masks)
 
 
 def _background(random: np.random.Generator) -> np.ndarray:

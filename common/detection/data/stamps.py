@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 _COARSEST = 2.0  # seconds: resolution of a file system's clock (FAT); a change within it would not be seen
-_FAR = 100e-6  # seconds per file from which a file system counts as slow
 
 
 class Stamps:
@@ -38,25 +37,17 @@ class Stamps:
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
     """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
 
-    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Takes 2 µs
-    per file. If the first files are slow, as on a network file system, threads ask for the others;
-    on a fast one threads would take longer.
+    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Threads
+    ask for several files at once, since a network file system is slow.
     """
-    above, first = os.path.join(os.fsencode(folder), b""), min(256, len(paths))
+    above = os.path.join(os.fsencode(folder), b"")
 
-    def look(start: int, stop: int) -> np.ndarray:
-        part = paths[start:stop].to_pylist()
-        return np.array([_stamp(path if path[:1] == b"/" else above + path) for path in part], np.int64).reshape(-1, 3)
+    def look(start: int) -> np.ndarray:
+        part = paths[start : start + 512].to_pylist()
+        return np.array([_stamp(path if path[:1] == b"/" else above + path) for path in part], np.int64)
 
-    began = time.perf_counter()
-    found = [look(0, first)]
-    is_far = time.perf_counter() - began > _FAR * first
-    starts = range(first, len(paths), 4096)
-    stops = (min(start + 4096, len(paths)) for start in starts)
-    if is_far:
-        with ThreadPoolExecutor(16) as pool:
-            return np.concatenate(found + list(pool.map(look, starts, stops)))
-    return np.concatenate(found + list(map(look, starts, stops)))
+    with ThreadPoolExecutor(16) as pool:
+        return np.concatenate([np.zeros((0, 3), np.int64), *pool.map(look, range(0, len(paths), 512))])
 
 
 def _stamp(path: bytes) -> tuple[int, int, int]:

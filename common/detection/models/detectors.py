@@ -11,8 +11,7 @@ from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fcos import FCOS
 from common.detection.models.fpn import build_backbone
-from common.detection.models.mask_rcnn import MaskRCNN
-from common.detection.models.rcnn import FasterRCNN
+from common.detection.models.rcnn import FasterRCNN, MaskRCNN
 from common.detection.models.retinanet import RetinaNet
 from common.detection.models.rf_detr import RFDETR
 from common.detection.models.spec import DetectorSpec

@@ -318,6 +318,14 @@ def begins_with_rows(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) 
     return timm_models.begins_with(taken, len(everything), spec.model, fresh, names)
 
 
+def with_rows(fresh: nn.Linear, layer: nn.Linear, kept: Tensor) -> nn.Linear:
+    """A new layer for scores, with the `kept` rows int64[2, n] (its own, theirs) of a trained one."""
+    nn.init.constant_(fresh.bias, -math.log(99))  # a probability of 0.01
+    with torch.no_grad():
+        fresh.weight[kept[0]], fresh.bias[kept[0]] = layer.weight[kept[1]], layer.bias[kept[1]]
+    return fresh
+
+
 def _set_classes(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> None:
     """Give `model` heads for the spec's classes, with the `kept` rows of its own."""
     if kept is None:
@@ -328,10 +336,7 @@ def _set_classes(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> N
     def scores(layer: nn.Linear) -> nn.Linear:
         fresh = nn.Linear(width, classes)
         nn.init.xavier_uniform_(fresh.weight)
-        nn.init.constant_(fresh.bias, -math.log(99))  # a probability of 0.01
-        with torch.no_grad():
-            fresh.weight[new], fresh.bias[new] = layer.weight[old], layer.bias[old]
-        return fresh
+        return with_rows(fresh, layer, kept)
 
     model.enc_score_head = scores(model.enc_score_head)
     model.decoder.class_embed = nn.ModuleList([scores(layer) for layer in model.decoder.class_embed])

@@ -21,6 +21,7 @@ from common.detection.models.detr_models import (
     load_whole,
     refuse_pretrained,
     save_model,
+    with_rows,
 )
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
@@ -126,17 +127,9 @@ def _set_classes(whole: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> N
     if kept is None:
         return
     torch.manual_seed(spec.seed + 3)
-    first = nn.Linear(whole.config.d_model, spec.classes)
-    nn.init.constant_(first.bias, -math.log(99))
-
-    def scores(layer: nn.Linear) -> nn.Linear:
-        fresh, (new, old) = copy.deepcopy(first), kept
-        with torch.no_grad():
-            fresh.weight[new], fresh.bias[new] = layer.weight[old], layer.bias[old]
-        return fresh
-
-    whole.class_embed = scores(whole.class_embed)
-    whole.model.enc_out_class_embed = nn.ModuleList(map(scores, whole.model.enc_out_class_embed))
+    first, heads = nn.Linear(whole.config.d_model, spec.classes), whole.model.enc_out_class_embed
+    whole.class_embed = with_rows(copy.deepcopy(first), whole.class_embed, kept)
+    whole.model.enc_out_class_embed = nn.ModuleList(with_rows(copy.deepcopy(first), head, kept) for head in heads)
     whole.config.num_labels = spec.classes
 
 

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_layers
 
-from common.detection.models.anchors import Anchors, match
+from common.detection.models.anchors import Anchors, draws_of, match, sample
 from common.detection.models.boxes import BoxCoder, filled, suppress
 from common.detection.models.fpn import Backbone
 from common.detection.models.postprocessing import clip
-from common.detection.models.sampling import draws_of, sample
 from common.randomness import key_of, mix
 
 

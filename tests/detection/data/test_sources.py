@@ -1,7 +1,6 @@
 """COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
 
-import os
-import tempfile
+import io
 from pathlib import Path
 
 import datasets
@@ -11,12 +10,10 @@ import pytest
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb
-from common.detection.data import coco_files, image_headers, stamps
-from common.detection.data.annotated import ImageFiles
-from common.detection.data.annotation_cache import PLACE
+from common.detection.data import coco_files, image_headers
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.harness.annotations import CATEGORIES, annotation, check_same, coco, picture, voc, voc_xml, yolo
+from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +23,7 @@ def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
 
 
 def read(data, seed=0, val_share=0.25, **options):
-    """What `load` returns; from files it is the same without an index, with one that is made, and with one that is there."""
-    found = load(Spec(str(data), seed=seed, val_share=val_share, **options))
-    if isinstance(getattr(found[0], "images", None), ImageFiles):
-        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-            patch.setenv(PLACE, place)
-            patch.setattr(stamps, "_COARSEST", 0.0)
-            for _ in range(2):
-                for part, other in zip(
-                    found, load(Spec(str(data), seed=seed, val_share=val_share, **options)), strict=True
-                ):
-                    check_same(part, other)
-            assert len(os.listdir(place)) == 1
-    return found
+    return load(Spec(str(data), seed=seed, val_share=val_share, **options))
 
 
 def refusal(data, **options) -> str:
@@ -58,17 +43,15 @@ def boxes_of(source, index: int) -> list[list[float]]:
 
 
 def check_columns(source):
-    count, boxes = len(source), len(source.boxes)
     kinds = {np.int64: "offsets labels image_ids category_ids", np.float64: "areas truth", np.int32: "sizes"}
     for kind, names in (kinds | {np.float32: "boxes", bool: "crowd"}).items():
         assert {getattr(source, name).dtype for name in names.split()} == {np.dtype(kind)}
-    assert source.sizes.shape == (count, 2) and source.boxes.shape == (boxes, 4) and not source.fresh
-    assert source.offsets.shape == (count + 1,)
-    assert source.offsets[0] == 0 and source.offsets[-1] == boxes == len(source.labels) == len(source.areas)
+    assert source.offsets[0] == 0
+    assert source.offsets[-1] == len(source.boxes) == len(source.labels) == len(source.areas)
     limits = np.repeat(source.sizes, np.diff(source.offsets), axis=0)
     assert (source.boxes[:, :2] >= 0).all() and (source.boxes[:, 2:] <= limits).all()
-    assert (source.boxes[:, 2:] > source.boxes[:, :2]).all()
-    assert len(np.unique(source.image_ids)) == count and len(source.category_ids) == len(source.classes)
+    assert len(np.unique(source.image_ids)) == len(source)
+    assert len(source.category_ids) == len(source.classes)
 
 
 # ---- COCO
@@ -142,34 +125,19 @@ def test_what_coco_may_leave_out(tmp_path):
 
 
 BAD_COCO = {
-    "lacks images": (lambda c: c.pop("images"), "lacks the key images"),
-    "lacks annotations": (lambda c: c.pop("annotations"), "lacks the key annotations"),
     "lacks categories": (lambda c: c.pop("categories"), "lacks the key categories"),
     "lacks file_name": (lambda c: c["images"][1].pop("file_name"), "1 entries of images lack file_name, first images[1]"),
-    "lacks bbox": (lambda c: c["annotations"][2].pop("bbox"), "entries of annotations lack bbox, first annotations[2]"),
     "image missing": (lambda c: c["images"][1].update(file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
-    "all images missing": (lambda c: [i.update(file_name="no.jpg") for i in c["images"]], "image no.jpg is missing; looked"),
     "x1 > x2": (lambda c: c["annotations"][0].update(bbox=[9, 2, -4, 5]), "boxes end before they begin (right < left"),
-    "NaN": (lambda c: c["annotations"][0].update(bbox=[9, float("nan"), 4, 5]), "missing or no finite number, first"),
     "null": (lambda c: c["annotations"][0].update(bbox=[9, None, 4, 5]), "missing or no finite number, first"),
-    "infinite": (lambda c: c["annotations"][0].update(bbox=[9, 1, 4, float("inf")]), "missing or no finite number, first"),
     "3 numbers": (lambda c: c["annotations"][1].update(bbox=[9, 1, 4]), "annotations[1] has a bbox of other than 4 numbers"),
     "unknown category": (lambda c: c["annotations"][1].update(category_id=5), "25.jpg: category_id 5 is not listed there"),
     "part of an id": (lambda c: c["annotations"][1].update(image_id=1.5), "annotations[1].image_id is 1.5, not of the type"),
     "unknown image": (lambda c: c["annotations"][1].update(image_id=5), "1 annotations of images that are not in it"),
     "no annotations": (lambda c: c["annotations"].clear(), "no boxes in its 3 images"),
-    "0 images": (lambda c: (c["images"].clear(), c["annotations"].clear()), "no images in it"),
-    "all degenerate": (lambda c: [a.update(bbox=[1, 1, 0, 4]) for a in c["annotations"]], "none of its 3 boxes has an area"),
-    "text as id": (lambda c: c["images"][1].update(id="b"), "images[1].id is 'b', not of the type int64"),
-    "text as box": (lambda c: c["annotations"][0].update(bbox="1 2 3 4"), "annotations[0].bbox is '1 2 3 4', not of the type"),
-    "list as images": (lambda c: c.update(images={"a": 1}), "images"),
     "id twice": (lambda c: c["images"][1].update(id=10), "2 images with the id 10; give each its own"),
-    "name twice": (lambda c: c["categories"][1].update(name="dog"), "2 categories with the name dog; give each its own"),
     "another size": (lambda c: c["images"][0].update(width=41), "10.jpg: 41 x 30 in the annotations, 40 x 30 in the file"),
-    "corners": (
-        lambda c: [a.update(bbox=[25, 20, 39, 29]) for a in c["annotations"]],
-        "3 of 3 boxes reach beyond their image, first",
-    ),
+    "corners": (lambda c: [a.update(bbox=[25, 20, 39, 29]) for a in c["annotations"]], "3 of 3 boxes reach beyond their"),
 }  # fmt: skip
 
 
@@ -180,14 +148,9 @@ def test_bad_coco_is_refused_in_one_line_that_names_the_file(tmp_path, case):
     assert text in said and str(tmp_path) in said
 
 
-TEXTS = {'{"images": [{"id": 1': "not readable as JSON: Expecting", "": "not readable as JSON"}
-TEXTS |= {"[1, 2]": "holds a list, not COCO's object"}
-
-
 def test_other_refusals_of_coco(tmp_path):
-    for text, said in TEXTS.items():
-        (coco(tmp_path / "text") / "train.json").write_text(text)
-        assert f"train.json: {said}" in refusal(tmp_path / "text")
+    (coco(tmp_path / "text") / "train.json").write_text('{"images": [{"id": 1')
+    assert "train.json: not readable as JSON: Expecting" in refusal(tmp_path / "text")
     coco(coco(tmp_path / "new"), "val", categories=[*CATEGORIES[:2], {"id": 90, "name": "cow"}])
     assert "category_id 90 is cow, which the training part does not have" in refusal(tmp_path / "new")
     coco(tmp_path / "two")
@@ -199,7 +162,6 @@ def test_other_refusals_of_coco(tmp_path):
     (tmp_path / "bare").mkdir()
     assert "of a kind that is not known; expected digits, a folder with train.json" in refusal(tmp_path / "bare")
     assert "is no table, so leave out" in refusal(tmp_path / "few", box_format="xywh")
-    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "few", box_format="yxyx")
 
 
 def test_boxes_outside_are_clipped_or_left_out_counted_and_named(tmp_path):
@@ -249,14 +211,16 @@ def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
 
 
 def test_the_fingerprint_changes_with_any_content(tmp_path):
-    def print_of(**options):
-        return read(coco(coco(tmp_path, **options), "val", **options))[0].fingerprint
-
-    first = print_of()
-    assert print_of() == first
+    """A run would otherwise resume on other data."""
     moved = [annotation(4, [1, 2, 10, 8.01], 90)]
-    assert len({first, print_of(annotations=moved), print_of(annotations=[moved[0] | {"iscrowd": 1}])}) == 3
-    assert print_of(categories=[c | {"name": c["name"] + "s"} for c in CATEGORIES]) != first
+    renamed = [c | {"name": c["name"] + "s"} for c in CATEGORIES]
+    crowd = [moved[0] | {"iscrowd": 1}]
+    contents = ({}, {}, {"annotations": moved}, {"annotations": crowd}, {"categories": renamed})
+    prints = []
+    for content in contents:
+        train, _ = read(coco(coco(tmp_path, **content), "val", **content))
+        prints.append(train.fingerprint)
+    assert prints[0] == prints[1] and len(set(prints)) == 4
 
 
 # ---- EXIF
@@ -277,39 +241,28 @@ def rotated(root: Path, orientations, upright: bool):
     return read(root)[0]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("annotated", ["as stored", "upright"])
-def test_rotated_images_turn_their_boxes(tmp_path, orientation, annotated):
-    """An image on its side, annotated with either size, and one upside down, where the others decide."""
-    train = rotated(tmp_path, [orientation], annotated == "upright" and orientation >= 5)
-    assert train.image(0).size == tuple(train.sizes[0]) == ((40, 30) if orientation < 5 else (30, 40))
-    assert boxes_of(train, 0) == [red_box(train.image(0))]
-    assert bool(train.notes) == (orientation != 1)
-
-
-@pytest.mark.parametrize("upright, count", [(False, 2), (True, 0)])
-def test_where_a_size_can_not_tell_the_other_images_do(tmp_path, upright, count):
-    """Upside down, both frames have one size: it is taken as the images on their side are."""
-    train = rotated(tmp_path, (6, 3), upright)
-    assert all(boxes_of(train, index) == [red_box(train.image(index))] for index in range(2))
-    assert f"2 images are rotated by their EXIF tag, and the boxes of {count} with them" in train.notes[0]
+@pytest.mark.parametrize("upright", [False, True])
+def test_rotated_images_turn_their_boxes(tmp_path, upright):
+    """The size of those on their side says how they were annotated; those upside down follow."""
+    train = rotated(tmp_path, range(1, 9), upright)
+    for index in range(8):
+        assert train.image(index).size == tuple(train.sizes[index]) == ((40, 30) if index < 4 else (30, 40))
+        assert boxes_of(train, index) == [red_box(train.image(index))]
+    turned = 0 if upright else 7
+    assert f"7 images are rotated by their EXIF tag, and the boxes of {turned} with them" in train.notes[0]
 
 
 def test_headers_are_those_that_pillow_reads(tmp_path):
-    suffixes = enumerate((".jpg", ".png", ".webp", ".bmp"))
+    suffixes = enumerate((".jpg", ".png", ".webp"))
     files = [picture(tmp_path / f"{n}{suffix}", (9 + n, 7)) for n, suffix in suffixes]
     files += [picture(tmp_path / f"turned{suffix}", (9, 7), orientation=6) for suffix in (".png", ".jpg")]
-    Image.new("CMYK", (5, 3)).save(tmp_path / "cmyk.jpg")
     Image.new("L", (5, 4)).save(tmp_path / "progressive.jpg", progressive=True, icc_profile=b"x" * 20_000)
     (tmp_path / "cut.jpg").write_bytes(files[0].read_bytes()[:30])
-    (tmp_path / "empty.jpg").write_bytes(b"")
-    files += [tmp_path / f"{name}.jpg" for name in ("cmyk", "progressive", "cut", "empty")]
+    files += [tmp_path / f"{name}.jpg" for name in ("progressive", "cut")]
     paths = pa.array([file.name.encode() for file in files], pa.large_binary())
     found = image_headers.headers_of_files(str(tmp_path), paths)
-    assert found[:-2, :3].tolist() == [
-        [9, 7, 1], [10, 7, 1], [11, 7, 1], [12, 7, 1], [9, 7, 6], [9, 7, 6], [5, 3, 1], [5, 4, 1],
-    ]  # fmt: skip
-    assert found[-2:, 0].tolist() == [0, 0] and found[:, 3].tolist() == [file.stat().st_size for file in files]
+    assert found[:-1, :3].tolist() == [[9, 7, 1], [10, 7, 1], [11, 7, 1], [9, 7, 6], [9, 7, 6], [5, 4, 1]]
+    assert found[-1, 0] == 0 and found[:, 3].tolist() == [file.stat().st_size for file in files]
     cells = pa.array([file.read_bytes() for file in files] + [None], pa.binary())
     assert image_headers.headers_of_bytes(cells).tolist() == [*found.tolist(), [0, 0, 1, 0]]
 
@@ -329,8 +282,8 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
 
 
 def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
-    parts = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
-    root = voc(tmp_path / "VOCdevkit/VOC2007", parts)
+    lists = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path / "VOCdevkit/VOC2007", lists)
     train, val = read(root.parents[1])
     assert (len(train), len(val), val.name(0)[-5:]) == (1, 1, "c.jpg")
     assert val.part == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
@@ -343,33 +296,19 @@ def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_tra
     (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
     train, val = read(root, val_share=0.4)
     assert (len(train), len(val)) == (2, 1) and val.part.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
-    train, val = read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)
-    assert len(train) == len(val) == 2
+    assert len(read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)[0]) == 2
 
 
 def test_bad_voc_is_refused_in_one_line(tmp_path):
+    """What is no fault of the format is tested with COCO's."""
     cases = {
         "unknown": ({"c": [("cow", (2, 3, 4, 5), 0)]}, "c.xml: a box of the class cow, which no training image has"),
-        "inverted": ({"a": [("dog", (9, 3, 4, 5), 0)]}, "boxes end before they begin"),
-        "nan": ({"a": [("dog", ("nan", 3, 4, 5), 0)]}, "missing or no finite number"),
         "word": ({"a": [("dog", ("x", 3, 4, 5), 0)]}, "a.xml: a size or corner is no number"),
         "torn": ({"a": "<annotation><obj"}, "a.xml: not readable as XML"),
-        "lacks": (
-            {"a": "<annotation><object><name>dog</name></object></annotation>"},
-            "a.xml: an object lacks its name or",
-        ),
-        "size": (
-            {"a": voc_xml([("dog", (1, 3, 4, 5), 0)], (50, 30))},
-            "50 x 30 in the annotations, 40 x 30 in the file",
-        ),
-        "none": ({"a": [], "d": []}, "no boxes in its 3 images"),
+        "lacks": ({"a": "<a><object><name>dog</name></object></a>"}, "a.xml: an object lacks its name or"),
     }
     for name, (changes, text) in cases.items():
         assert text in refusal(voc(tmp_path / name, **changes)), name
-    assert "no images in it" in refusal(voc(tmp_path / "0", {"train": "", "val": "a"}))
-    (voc(tmp_path / "gone") / "JPEGImages/b.jpg").unlink()
-    assert "JPEGImages/b.jpg: 1 of 3 annotated images are missing" in refusal(tmp_path / "gone")
-    assert "z.xml: missing, but its image is listed" in refusal(voc(tmp_path / "xml", {"train": "az", "val": "c"}))
     for year in (2007, 2012):
         voc(tmp_path / f"kit/VOC{year}")
     assert "VOC2007, VOC2012 are data sets of their own; name one" in refusal(tmp_path / "kit")
@@ -403,33 +342,22 @@ def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
     assert read(tmp_path / "bare")[0].classes == ("0", "1")
     (tmp_path / "bare/classes.txt").write_text("cat\ndog\n")
     assert read(tmp_path / "bare")[1].classes == ("cat", "dog")
-    one = yolo(
-        tmp_path / "one", {f"train/{n}": "0 .5 .5 .1 .1" for n in range(8)}, {"train": "images", "names": {0: "x"}}
-    )
-    (one / "data.yaml").write_text("train: images\nnames: {0: cat, 1: dog}\n")
-    train, val = read(one)
-    assert len(train) + len(val) == 12 and len(val) == 3
+    eight = {f"train/{n}": "0 .5 .5 .1 .1" for n in range(8)}
+    one = yolo(tmp_path / "one", eight, {"train": "images", "names": {0: "cat", 1: "dog"}})
+    assert [len(part) for part in read(one)] == [9, 3]
     lists = yolo(tmp_path / "lists", content={})
     (lists / "train.txt").write_text("./images/train/a.jpg\n./images/train/b.jpg\n")
     (lists / "coco.yaml").write_text("path: elsewhere\ntrain: train.txt\nval: [images/val]\nnames: {0: cat, 1: dog}\n")
     assert [len(part) for part in read(lists)] == [2, 1]
-    above = yolo(
-        tmp_path / "above", content={"train": "../images/train", "val": "../images/val", "names": ["cat", "dog"]}
-    )
-    assert len(read(above)[0]) == 3
+    above = {"train": "../images/train", "val": "../images/val", "names": ["cat", "dog"]}
+    assert len(read(yolo(tmp_path / "above", content=above))[0]) == 3
 
 
 def test_bad_yolo_is_refused_in_one_line(tmp_path):
     cases = {
         "unknown": ("5 .5 .5 .1 .1", "a.txt:1: unknown class 5; there are 2 from 0 up"),
-        "negative": ("-1 .5 .5 .1 .1", "a.txt:1: unknown class -1"),
-        "inverted": ("0 .5 .5 -.1 .1", "boxes end before they begin"),
-        "nan": ("0 nan .5 .1 .1", "missing or no finite number"),
         "part": ("1.5 .5 .5 .1 .1", "a.txt:1: '1.5 .5 .5 .1 .1' are no numbers"),
-        "word": ("cat .5 .5 .1 .1", "a.txt:1: 'cat .5 .5 .1 .1' are no numbers"),
         "confidence": ("0 .5 .5 .1 .1 .9", "a.txt:1: 6 numbers; needs 5, or"),
-        "pixels": ("0 20 15 10 10", "1 of 1 boxes reach beyond their image"),
-        "none": ("", "no boxes in its 3 images"),
     }
     for name, (line, text) in cases.items():
         assert text in refusal(yolo(tmp_path / name, {"train/a": line})), name
@@ -439,24 +367,16 @@ def test_bad_yolo_is_refused_in_one_line(tmp_path):
     assert "data.yaml: not readable as YAML" in refusal(tmp_path / "keys")
     assert "train: nowhere is not there" in refusal(yolo(tmp_path / "0", content={"train": "nowhere", "names": ["a"]}))
     assert "no images in train" in refusal(yolo(tmp_path / "1", content={"train": "labels/train", "names": ["a"]}))
-    listing = yolo(tmp_path / "gone", content={"train": "list.txt", "names": ["cat", "dog"]})
-    (listing / "list.txt").write_text("images/train/a.jpg\nimages/train/zz.jpg\n")
-    assert "zz.jpg: 1 of 2 annotated images are missing" in refusal(listing)
 
 
 # ---- Hugging Face
-
-
-def jpeg(size=(40, 30), box=None, orientation=1) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        return picture(Path(folder) / "1.jpg", size, box, orientation).read_bytes()
 
 
 LABEL = datasets.ClassLabel(names=["cat", "dog"])
 XYWH = [[[20, 10, 15, 10], [1, 2, 3, 4]], [], [[5, 5, 10, 10]], [[0, 0, 40, 30]]]
 
 
-def table(boxes=None, shape="struct", label=LABEL, labels=None, images=None, **columns) -> datasets.Dataset:
+def table(boxes=None, shape="struct", label=LABEL, labels=None, **columns) -> datasets.Dataset:
     boxes = XYWH if boxes is None else boxes
     labels = [[box % 2 for box in range(len(row))] for row in boxes] if labels is None else labels
     number = datasets.Value("float32")
@@ -468,8 +388,10 @@ def table(boxes=None, shape="struct", label=LABEL, labels=None, images=None, **c
         rows = (zip(*row, strict=True) for row in zip(boxes, labels, strict=True))
         objects = [[{"bbox": b, "category": c} for b, c in row] for row in rows]
     features = datasets.Features({"image": datasets.Image(), "objects": kind})
-    images = images or [jpeg()] * len(boxes)
-    made = datasets.Dataset.from_dict({"image": [{"bytes": i} for i in images], "objects": objects}, features)
+    with io.BytesIO() as jpeg:
+        Image.new("RGB", (40, 30)).save(jpeg, "JPEG")
+        images = [{"bytes": jpeg.getvalue()}] * len(boxes)
+    made = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
     for name, values in columns.items():
         made = made.add_column(name, values)
     return made
@@ -494,18 +416,20 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
 
 
 def test_the_box_format_is_never_guessed(tmp_path):
-    corners = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]]
-    train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
+    def stored(name, boxes):
+        return saved(tmp_path / name, table(boxes), table(boxes))
+
+    corners, either = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]], [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+    train, _ = read(stored("xyxy", corners))
     assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
-    either = [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
-    saved(tmp_path / "either", table(either), table(either))
-    assert "could be either of xywh (left, top, width, height) and xyxy" in refusal(tmp_path / "either")
+    assert "could be either of xywh (left, top, width, height) and xyxy" in refusal(stored("either", either))
     for name, expected in {"xywh": [2, 3, 7, 9], "xyxy": [2, 3, 5, 6], "cxcywh": [0, 0, 4.5, 6]}.items():
         train, _ = read(tmp_path / "either", box_format=name)
         assert boxes_of(train, 0) == [expected] and not any("can only be" in note for note in train.notes)
+    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "either", box_format="yxyx")
     neither = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
-    assert "fit neither of" in refusal(saved(tmp_path / "neither", table(neither), table(neither)))
-    assert "in shares of the image" in refusal(saved(tmp_path / "shares", table([[[0.1, 0.2, 0.3, 0.4]]] * 2)))
+    assert "fit neither of" in refusal(stored("neither", neither))
+    assert "in shares of the image" in refusal(stored("shares", [[[0.1, 0.2, 0.3, 0.4]]] * 2))
 
 
 def test_classes_without_names_are_those_found(tmp_path):
@@ -520,49 +444,22 @@ def test_classes_without_names_are_those_found(tmp_path):
     assert "validation: 1 boxes of an unknown class, first row 0 with 5; the classes are 3, 8" in said
 
 
-def test_a_table_image_that_is_rotated_has_its_boxes_on_the_upright_one(tmp_path):
-    content = jpeg((40, 30), (8, 4, 24, 12), 6)
-    left, top, right, bottom = red_box(open_rgb(content))
-    box = [left, top, right - left, bottom - top]
-    upright = table([[box]], images=[content])
-    train, _ = read(saved(tmp_path / "t", upright, upright), box_format="xywh")
-    assert boxes_of(train, 0) == [red_box(train.image(0))]
-    stored = table([[[8, 4, 16, 8]]], images=[content], width=[40], height=[30])
-    train, _ = read(saved(tmp_path / "s", stored, stored), box_format="xywh")
-    assert boxes_of(train, 0) == [red_box(train.image(0))]
-
-
 def test_bad_tables_are_refused_in_one_line(tmp_path):
     def said(name, made, **options):
         return refusal(saved(tmp_path / name, made, made), **options)
 
     assert "no column with boxes and their classes found; name it" in said("bare", table().remove_columns("objects"))
     assert "--objects_column things: is no column of" in said("named", table(), objects_column="things")
-    assert "--objects_column image: holds no boxes with classes" in said("image", table(), objects_column="image")
     twice = table()
     twice = twice.add_column("more", twice["objects"][:], feature=twice.features["objects"])
     assert "objects, more could each hold the boxes; name it with --objects_column" in said("twice", twice)
     assert read(tmp_path / "twice", objects_column="more")[0].classes == ("cat", "dog")
     assert "row 0 has 2 boxes and 1 of category" in said("uneven", table(labels=[[0], [], [0], [0]]))
     assert "other than 4 numbers" in said("three", table([[[1, 2, 3]]]))
-    nothing = [[], [], []]
-    assert "no boxes in its 3 images" in said("none", table(nothing))
-    nan = [[[1, 2, float("nan"), 4]], [[20, 10, 15, 10]]]
-    assert "missing or no finite number" in said("nan", table(nan), box_format="xywh")
-    assert "boxes end before they begin" in said("inverted", table([[[9, 9, 3, 3]]]), box_format="xyxy")
     other = table(label=datasets.ClassLabel(names=["dog", "cat"]))
     assert "names other classes in objects than train" in refusal(saved(tmp_path / "other", table(), other))
-    assert "no part to train on, only test; rename one to train" in refusal(_only_test(tmp_path / "test"))
-    broken = table(images=[jpeg(), b"no image", jpeg(), jpeg()])
-    train, _ = read(saved(tmp_path / "broken", broken, broken))
-    assert "1 of 4 images can't be read" in train.notes[1]
-    with pytest.raises(BrokenImage):
-        train.image(1)
-
-
-def _only_test(root: Path) -> Path:
-    datasets.DatasetDict({"test": table()}).save_to_disk(root)
-    return root
+    datasets.DatasetDict({"test": table()}).save_to_disk(tmp_path / "test")
+    assert "no part to train on, only test; rename one to train" in refusal(tmp_path / "test")
 
 
 # ---- one part, to evaluate
@@ -610,11 +507,10 @@ def test_the_folder_of_a_part_is_evaluated_with_the_names_that_stand_beside_it(t
 
 def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_them(tmp_path):
     root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
-    assert [len(part(root, split)) for split in ("", "all", "train", "val")] == [8, 8, 8, 2]
-    assert [len(part(root, split, held_out=True)) for split in ("", "all", "train", "val")] == [2, 8, 6, 2]
+    assert [len(part(root, split)) for split in ("", "all", "val")] == [8, 8, 2]
+    assert [len(part(root, split, held_out=True)) for split in ("", "all", "train")] == [2, 8, 6]
     assert part(root, held_out=True).image_ids.tolist() == read(root)[1].image_ids.tolist()
-    for split in ("", "val"):
-        assert part("digits", split).fingerprint == read("digits")[1].fingerprint
+    assert part("digits").fingerprint == read("digits")[1].fingerprint
 
 
 def part(data, split="", seed=0, val_share=0.25, **options):

@@ -9,7 +9,7 @@ from common.detection.evaluation.metrics import Detections
 from tests.harness.detections import A, B, awkward, boxes_in_coco, hits_of, moved, of_pycocotools, one_image
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     source, found = awkward(seed)
     detections = Detections()
@@ -42,11 +42,6 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
     assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
 
 
-def test_a_badly_placed_box_is_no_second_sight() -> None:
-    (alarm,) = one_image([(A, 0, False)], [(moved(A, 20), 0.9, 0)]).false_alarms(9)
-    assert (alarm.kind, alarm.object, round(alarm.overlap, 3)) == ("place", 0, 0.333)
-
-
 def test_a_detection_of_the_right_class_comes_before_a_surer_one_of_another() -> None:
     matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
     assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [0, 1, 0, 0]
@@ -64,18 +59,6 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
     assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
 
 
-def test_the_worst_miss_is_the_largest_that_others_do_not_cover() -> None:
-    small, large, hidden = (0, 0, 20, 20), (30, 30, 60, 60), (60, 60, 100, 100)
-    cover = (60, 60, 100, 96)
-    matches = one_image(
-        [(small, 0, False), (large, 1, False), (hidden, 1, False), (cover, 2, False)], [(cover, 0.9, 2)]
-    )
-    assert [miss.object for miss in matches.misses(9)] == [1, 0, 2]
-    weak = one_image([(A, 0, False), (B, 1, False)], [(A, 0.2, 0), (B, 0.9, 1)])
-    weak.threshold = 0.5
-    assert weak.misses(9)[0].score == pytest.approx(0.2)
-
-
 def test_crowd_regions_are_neither_missed_nor_background() -> None:
     crowd = (0, 0, 100, 40)
     inside = ((0, 0, 10, 10), 0.9, 0)
@@ -83,9 +66,3 @@ def test_crowd_regions_are_neither_missed_nor_background() -> None:
     assert matches.confusion().sum() == 1 and not matches.misses(9) and not matches.false_alarms(9)
     other_class = one_image([(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)])
     assert [alarm.kind for alarm in other_class.false_alarms(9)] == ["nothing"]
-
-
-def test_nothing_found_misses_all() -> None:
-    matches = one_image([(A, 0, False), (B, 1, False)], [])
-    assert [miss.object for miss in matches.misses(9)] == [0, 1] and matches.false_alarms(9) == []
-    assert matches.confusion()[:, 3].tolist() == [1, 1, 0, 0]

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS, build_detector
 from common.detection.models.fpn import GroupNorm
 from common.detection.models.spec import DetectorSpec
-from common.errors import Refused
 from common.training import batch_norm
 from tests.detection.models.pieces import scene
 from tests.harness import small_rf_detr
@@ -61,23 +60,21 @@ def target(position, boxes=(), labels=(), crowd=None):
     }
 
 
-def seven():
+def five():
     """Images and targets: one without boxes, one with a crowd region, one whose only box is a crowd region."""
-    images = torch.randn(7, 3, *CANVAS, generator=torch.Generator().manual_seed(3))
+    images = torch.randn(5, 3, *CANVAS, generator=torch.Generator().manual_seed(3))
     targets = [
         target(40, [[3, 4, 30, 40], [20, 10, 60, 55]], [0, 2]),
         target(41),
         target(42, [[10, 10, 24, 22], [40, 5, 88, 58]], [1, 1], [False, True]),
-        target(43, [[0, 0, 90, 60]], [2]),
-        target(44, [[30, 20, 80, 50]], [0], [True]),
-        target(45, [[5, 5, 15, 15], [6, 6, 40, 30], [50, 30, 70, 58]], [0, 1, 2]),
-        target(46, [[60, 2, 85, 33]], [1]),
+        target(43, [[30, 20, 80, 50]], [0], [True]),
+        target(44, [[5, 5, 15, 15], [6, 6, 40, 30], [50, 30, 70, 58]], [0, 1, 2]),
     ]
     return images, targets
 
 
 def run(detector, images, targets, split):
-    """Losses [7], terms and summed gradients when the images come in shares of the sizes `split`."""
+    """Losses [5], terms and summed gradients when the images come in shares of the sizes `split`."""
     detector.zero_grad()
     shares = list(zip(images.split(split), _split(targets, split), strict=True))
     totals = sum(detector.counts(share, CANVAS) for _, share in shares)
@@ -101,25 +98,27 @@ def _split(items, split):
 @EVERY
 def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
-    images, targets = seven()
-    whole, terms, gradients = run(detector, images.double(), targets, [7])
+    images, targets = five()
+    whole, terms, gradients = run(detector, images.double(), targets, [5])
     assert whole.dtype == torch.float64 and whole.min() > 0
     torch.testing.assert_close(sum(terms.values()), whole, rtol=1e-12, atol=1e-12)
-    for split in ([3, 4], [1] * 7):
-        losses, _, others = run(detector, images.double(), targets, split)
-        torch.testing.assert_close(losses, whole, rtol=1e-12, atol=1e-12)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+    losses, _, others = run(detector, images.double(), targets, [1, 3, 1])
+    torch.testing.assert_close(losses, whole, rtol=1e-12, atol=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @EVERY
-def test_without_boxes_gradients_are_finite_and_an_image_that_is_all_crowd_teaches_nothing(family):
-    """The places of a crowd region are neither foreground nor background; an image without boxes is all background."""
+def test_crowd_regions_and_images_without_boxes_are_learnt_from_as_they_should(family):
+    """The latter are all background. An image that is all crowd teaches nothing but boxes within."""
     detector = make(family)
-    images, _ = seven()
-    everywhere = [0, 0, CANVAS[1], CANVAS[0]]
-    losses, _, gradients = run(detector, images[:2], [target(1, [everywhere], [1], [True]), target(1)], [2])
+    images, _ = five()
+    everywhere, within = [0, 0, CANVAS[1], CANVAS[0]], [20, 10, 60, 55]
+    inside = target(1, [everywhere, within], [1, 0], [True, False])
+    crowds = [target(1, [everywhere], [1], [True]), target(1), inside]
+    losses, terms, gradients = run(detector, images[:3], crowds, [3])
     assert losses[0] == 0 < losses[1] and losses.isfinite().all()
+    assert terms["box"][2] > 0 and terms["class"][2] > 0
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
@@ -128,14 +127,16 @@ def test_half_precision_stays_in_the_network(family):
     """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
     detector = make(family)
     detector.score_threshold = 0.0
-    images, targets = seven()
-    exact, _, _ = run(detector, images, targets, [7])
+    images, targets = five()
+    exact, _ = detector.losses(images, targets, detector.counts(targets, CANVAS))
     with torch.autocast("cpu", torch.bfloat16):
         losses, _ = detector.losses(images, targets, detector.counts(targets, CANVAS))
-        found = detector.eval().detect(images, torch.tensor([[90, 60]] * 7))
+        found = detector.eval().detect(images[:2], torch.tensor([[90, 60]] * 2))
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
-    assert all(one["boxes"].dtype == one["scores"].dtype == torch.float32 for one in found)
+    for one in found:
+        assert one["boxes"].dtype == one["scores"].dtype == torch.float32
+        assert not torch.equal(one["boxes"], one["boxes"].bfloat16().float())  # nor were they rounded on the way
 
 
 class Doubles(TorchDispatchMode):
@@ -157,11 +158,11 @@ class Doubles(TorchDispatchMode):
 def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     """Apple's devices have none. The second time: transformers makes positions once, in float32 for those devices."""
     detector = make(family)
-    images, targets = seven()
+    images, targets = five()
     for watch in (contextlib.nullcontext(), Doubles()):
         with watch:
-            run(detector, images, targets, [7])
-            detector.detect(images, torch.tensor([[90, 60]] * 7))
+            run(detector, images[2:3], targets[2:3], [1])
+            detector.detect(images[:1], torch.tensor([[90, 60]]))
     assert not watch.seen
 
 
@@ -171,9 +172,9 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
     detector = make(family).eval()
     detector.score_threshold = 0.0
     most = 100 if family in FAMILIES else detector.model.config.num_queries
-    images, _ = seven()
-    sizes = torch.tensor([[90, 60], [96, 64], [50, 64], [96, 30], [90, 60], [90, 60], [32, 32]])
-    for one, (width, height) in zip(detector.detect(images, sizes), sizes.tolist(), strict=True):
+    images, _ = five()
+    sizes = torch.tensor([[90, 60], [50, 64], [96, 30]])
+    for one, (width, height) in zip(detector.detect(images[:3], sizes), sizes.tolist(), strict=True):
         assert 0 < len(one["boxes"]) <= most
         assert (one["scores"].diff() <= 0).all()
         assert set(one["labels"].tolist()) <= {0, 1, 2} and one["labels"].dtype == torch.int64
@@ -185,15 +186,9 @@ def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(famil
 
 @EVERY
 def test_initial_weights_are_a_function_of_the_seed(family):
-    first, again, other = (build(family, 2, seed=seed) for seed in (5, 5, 6))
-    states = [model.state_dict() for model in (first, again, other)]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
-
-
-def test_an_unknown_family_is_refused():
-    with pytest.raises(Refused, match="fcos"):
-        build_detector(DetectorSpec("yolo", "test_resnet", 2))
+    first, again, other = (build(family, 2, seed=seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
 @pytest.mark.parametrize("family", ["fcos", "retinanet"])

@@ -9,21 +9,22 @@ from common.errors import Refused
 
 
 @pytest.mark.parametrize(
-    "name, levels, stride",
+    "name, levels, stride, coarser",
     [
-        ("test_resnet", (3, 7), 32),
-        ("test_resnet", (3, 4), 16),  # layers behind stride 16 are cut off
-        ("test_efficientnet", (2, 6), 32),
-        ("test_mambaout", (3, 5), 32),  # channels last
-        ("swin_tiny_patch4_window7_224", (3, 6), 32),  # channels last, windows that do not divide the canvas
-        ("test_vit", (3, 6), 32),  # one stride only: a simple pyramid
-        ("test_vit", (4, 4), 16),
+        ("test_resnet", (3, 7), 32, "convolutions"),
+        ("test_resnet", (3, 4), 16, "convolutions"),  # layers behind stride 16 are cut off
+        ("test_efficientnet", (2, 6), 32, "subsampling"),
+        (
+            "swin_tiny_patch4_window7_224",
+            (3, 6),
+            32,
+            "convolutions",
+        ),  # channels last, windows that do not divide the canvas
+        ("test_vit", (3, 6), 32, "subsampling"),  # one stride only: a simple pyramid
+        ("test_vit", (4, 4), 16, "convolutions"),
     ],
 )
-@pytest.mark.parametrize("coarser", ["convolutions", "subsampling"])
 def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, stride, coarser):
-    if coarser == "subsampling" and name.startswith("swin"):
-        pytest.skip("slow to build, and no other case for the pyramid")
     backbone = build_backbone(DetectorSpec("fcos", name, 1, levels=levels, width=32), coarser)
     assert backbone.stride == stride
     canvas = (96, 160)  # not a multiple of 64 or 128: coarse levels round up
@@ -32,17 +33,6 @@ def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, s
     assert all(x.shape[1] == 32 for x in maps) and backbone.levels == tuple(range(levels[0], levels[1] + 1))
     sum(x.square().mean() for x in maps).backward()
     assert not [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
-
-
-@pytest.mark.parametrize("name", ["test_mambaout", "test_vit", "test_resnet"])
-def test_maps_are_not_transposed(name):
-    """What changes in a corner of the image changes the map there most."""
-    backbone = build_backbone(DetectorSpec("fcos", name, 1, levels=(4, 4), width=32), "convolutions").eval()
-    image = torch.randn(1, 3, 64, 256, generator=torch.Generator().manual_seed(0))
-    other = image.clone()
-    other[:, :, :16, 240:] += 3  # the right upper corner
-    change = (backbone(other)[0] - backbone(image)[0]).abs().sum(1)[0]  # [4, 16]
-    assert change[:2, 12:].mean() > 4 * change.mean()
 
 
 @pytest.mark.parametrize(

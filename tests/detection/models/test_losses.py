@@ -1,4 +1,4 @@
-"""FCOS, RetinaNet and R-CNNs have torchvision's losses where their definitions coincide; crowd regions are no background.
+"""FCOS, RetinaNet and R-CNNs have torchvision's losses where their definitions coincide.
 
 That they find the same boxes is tested with a run's export (test_export) and with torchvision's weights (weights/).
 """
@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torchvision.models import detection
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -16,7 +18,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import MultiScaleRoIAlign
 
-from common.detection.models.anchors import match
+from common.detection.models.anchors import draws_of, match, sample
 from common.detection.models.detectors import build_detector
 from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, scene
@@ -130,25 +132,6 @@ def target(boxes, crowd):
     return {"boxes": torch.tensor(boxes), "labels": torch.arange(len(boxes)) + 1, "crowd": torch.tensor(crowd)}
 
 
-def test_a_crowd_region_is_no_background_for_points_but_boxes_within_it_count():
-    detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 3), width=32))
-    places = detector._places((64, 64), torch.device("cpu"))
-    region, within = [8.0, 8.0, 56.0, 56.0], [24.0, 24.0, 40.0, 40.0]
-    _, labels, foreground, ignored = detector._assign(*places, target([region, within], [True, False]))
-    foreground, ignored = foreground.view(8, 8), ignored.view(8, 8)
-    assert foreground.sum() == 1 and foreground[4, 4] and labels.view(8, 8)[4, 4] == 2  # the point strictly inside
-    assert ignored[1:8, 1:8].sum() == 48 and ignored.sum() == 48 and not ignored[4, 4]
-
-
-def test_a_crowd_region_is_no_background_for_anchors_but_boxes_within_it_count():
-    places = torch.tensor([[0.0, 0, 10, 10], [-10, 0, 10, 20], [30, 30, 40, 40], [8, 0, 18, 10], [60, 60, 70, 70]])
-    boxes = target([[0.0, 0, 45, 45], [30, 30, 40, 41]], [True, False])
-    rule = {"foreground_iou": 0.5, "background_iou": 0.4}
-    _, which, foreground, ignored = match(places, boxes, torch.tensor([64, 64]), **rule)
-    assert foreground.tolist() == [False, False, True, False, False] and which[2] == 1
-    assert ignored.tolist() == [True, True, False, True, False]
-
-
 def test_a_box_that_no_anchor_touches_does_not_claim_them_all():
     places, rule = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30]]), {"foreground_iou": 0.5, "background_iou": 0.4}
     boxes = target([[50.0, 50, 60, 60]], [False])
@@ -156,8 +139,22 @@ def test_a_box_that_no_anchor_touches_does_not_claim_them_all():
 
 
 def test_every_size_belongs_to_some_level():
-    """A box whose far side is exactly at a boundary is not lost between two levels."""
     detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
     boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])  # 64 from its centre: the boundary of levels 3 and 4
     places = detector._places((256, 256), torch.device("cpu"))
     assert detector._assign(*places, boxes)[2][places[0].eq(128).all(1)].tolist() == [False, True, False]
+
+
+@given(st.data())
+def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_rest(data):
+    kinds = data.draw(st.lists(st.sampled_from(["foreground", "background", "neither"]), min_size=1, max_size=60))
+    size = data.draw(st.integers(1, 40))
+    foreground = torch.tensor([kind == "foreground" for kind in kinds])
+    background = torch.tensor([kind == "background" for kind in kinds])
+    chosen, valid = sample(foreground, background, draws_of(torch.arange(len(kinds)), 7), size, 0.25)
+    drawn = chosen[valid]
+    assert len(set(drawn.tolist())) == len(drawn) and len(chosen) == min(size, len(kinds))
+    assert (foreground | background)[drawn].all()
+    count = min(int(size * 0.25), int(foreground.sum()))
+    assert foreground[drawn].sum() == count and foreground[drawn[:count]].all()
+    assert len(drawn) == min(size, count + int(background.sum()))

@@ -21,14 +21,16 @@ from common.errors import Refused
 from tests.harness.several import load
 
 RECIPE = load(Path("recipes/det.py"))
-LONG = ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")  # Mask R-CNNs have all of their parts
+# The others have the most parts of their own.
+LONG = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
+LONG += ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
 SKIPPED = {"fcos_resnet50_fpn": 0.2}  # scores up to this are no detections of torchvision's
 
 
 def photographs() -> list[torch.Tensor]:
-    """Two photographs and crops of them, uint8[3, H, W]: portrait, tiny, and three times as wide as high."""
+    """Crops of two photographs, uint8[3, H, W]: portrait, tiny, and three times as wide as high."""
     china, flower = (torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images)
-    return [china[:, :213, :320], flower[:, 100:331, 200:350], china[:, :61, :50], flower[:, 100:230, 50:440]]
+    return [flower[:, 100:331, 200:350], china[:, :61, :50], flower[:, 100:230, 50:440]]
 
 
 def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn.Module:
@@ -92,7 +94,7 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
     assert said == f"{everything} of {everything} tensors of {tmp_path}/x.pth" and config.batch_norm == "frozen"
     assert weights.classes == sources.peek(f"torchvision:{name}").classes and weights.classes[1] == "person"
     found = 0
-    for photo in photographs():
+    for photo in photographs()["rcnn" in name :]:  # second stages take long
         wanted, mine = both(theirs, config, ours, photo)
         kept = mine["scores"] > SKIPPED.get(name, 0)
         boxes, scores, labels = (mine[key][kept] for key in ("boxes", "scores", "labels"))
@@ -113,7 +115,7 @@ def fcos() -> torch.nn.Module:
     return random_model("fcos_resnet50_fpn")
 
 
-def test_classes_keep_their_rows_by_name_and_others_are_a_function_of_the_seed(fcos, tmp_path: Path) -> None:
+def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
     torch.save(fcos.state_dict(), tmp_path / "x.pth")
     names = ("mug", "Traffic_Light", "gnu", "pedestrian")
     words = ["--init_classes", "mug=cup,pedestrian=person"]
@@ -122,15 +124,8 @@ def test_classes_keep_their_rows_by_name_and_others_are_a_function_of_the_seed(f
     trained, head = fcos.head.classification_head.cls_logits, ours.head.classification_head.cls_logits
     for row, number in ((0, 47), (1, 10), (3, 1)):  # their ids in COCO
         assert torch.equal(head.weight[row], trained.weight[number]) and head.bias[row] == trained.bias[number]
-    _, again, _ = begun(tmp_path / "x.pth", names, *words)
-    _, other, _ = begun(tmp_path / "x.pth", names, *words, "--seed", "1")
-    fresh = [model.head.classification_head.cls_logits.weight[2] for model in (ours, again, other)]
-    assert torch.equal(fresh[0], fresh[1]) and not torch.equal(fresh[0], fresh[2])
-    assert not any(torch.equal(fresh[0], row) for row in trained.weight)
     with pytest.raises(Refused, match="must be OWN=THEIRS"):
         begun(tmp_path / "x.pth", names, "--init_classes", "mug")
-    with pytest.raises(Refused, match="the data have no class cup, but mug"):
-        begun(tmp_path / "x.pth", names, "--init_classes", "cup=mug")
 
 
 def test_checkpoints_of_training_programs_are_read_with_their_moving_average_first(fcos, tmp_path: Path) -> None:
@@ -142,7 +137,6 @@ def test_checkpoints_of_training_programs_are_read_with_their_moving_average_fir
         (program | {"model": wrapped}, ""),
         ({"model": older, "ema": {"module": state, "updates": 7}}, ", its moving average"),
         ({"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}}, ", its moving average"),
-        ({"state_dict": state}, ""),
     ):
         torch.save(content, tmp_path / "x.pth")
         weights = sources.read(str(tmp_path / "x.pth"))
@@ -167,12 +161,11 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> Non
     _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
     assert "epsilon" not in said
     monkeypatch.setattr(torchvision_weights, "is_published", lambda path: True)
-    _, known, said = begun(file, names)
-    assert "epsilon" not in said and all(
-        torch.equal(a, b) for a, b in zip(known.parameters(), told.parameters(), strict=True)
-    )
-    photo = photographs()[2]
-    for ours, same in ((told, True), (known, True), (unsure, False)):
+    known, named = sources.read(str(file)), sources.read(f"torchvision:retinanet_resnet50_fpn={file}")
+    assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
+    assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
+    photo = photographs()[1]
+    for ours, same in ((told, True), (unsure, False)):
         wanted, mine = both(theirs, config, ours, photo)
         near = len(mine["boxes"]) == len(wanted["boxes"]) > 10
         assert same == (near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5))
@@ -180,42 +173,23 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> Non
 
 def test_what_is_no_detector_of_torchvision_is_refused_in_one_line(fcos, tmp_path: Path, monkeypatch) -> None:
     state, file = fcos.state_dict(), tmp_path / "x.pth"
-    head = {name: tensor for name, tensor in state.items() if "bbox_ctrness" not in name}
     small = state | {"head.classification_head.conv.0.weight": torch.zeros(64, 256, 3, 3)}
     for content, says in (
         ({"conv1.weight": torch.zeros(1), "fc.weight": torch.zeros(2)}, "of no detector that is known here .2 tensors"),
-        (
-            {"state": {0: {"step": torch.ones(())}}, "param_groups": []},
-            "no weights of a model, it has state, param_groups",
-        ),
-        ([1, 2], "no weights of a model, a list"),
+        ({"state": {0: {"step": torch.ones(())}}, "param_groups": []}, "no weights of a model, it has state, param"),
         (torch.nn.Linear(1, 1), "would execute code to be read .torch.nn.modules.linear.Linear"),
-        (state | {"roi_heads.keypoint_predictor.x": torch.ones(1)}, "no family of --detector matches"),
         ({"backbone.body.0.0.weight": torch.ones(1)}, "no family of --detector matches; there are torchvision:fcos"),
-        (head, "not of retinanet_resnet50_fpn, which it resembles: .* tensors differ|size mismatch"),
         (small, "not of fcos_resnet50_fpn, which it resembles: size mismatch for head"),
+        (state, ""),
     ):
         torch.save(content, file)
-        with pytest.raises(Refused, match=says) as error:
-            sources.read(str(file))
-        assert "\n" not in str(error.value) and str(file) in str(error.value)
-    torch.save(state, file)
+        with pytest.raises(Refused, match=says or "--width 256 there, 128 here; leave these flags out") as error:
+            begun(file, ("mug",), "--width", "128")
+        assert "\n" not in str(error.value)
     file.write_bytes(file.read_bytes()[:100_000])
-    with pytest.raises(Refused, match="not a whole file of torch"):
-        sources.read(str(file))
-    file.write_text("weights")
-    with pytest.raises(Refused, match="not a whole file of torch"):
-        sources.read(str(file))
-    torch.save(state, file)
-    for words, says in (
-        ("--width 128", "--width 256 there, 128 here; leave these flags out"),
-        ("--detector retinanet", "--detector fcos there, retinanet here"),
-        ("--model resnet18", "--model resnet50 there, resnet18 here"),
-    ):
-        with pytest.raises(Refused, match=says):
-            begun(file, ("mug",), *words.split())
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     for source, says in (
+        (str(file), "not a whole file of torch"),
         ("torchvision:fcos_resnet50_fpn", "can't be downloaded .*; fetch https://.* on a machine with a network"),
         ("torchvision:fcos_resnet50", "no detector of torchvision; did you mean fcos_resnet50_fpn"),
         ("torchvision:ssd300_vgg16", "differs from all families of --detector; there are torchvision:fcos"),
