@@ -3,8 +3,7 @@
    LD_PRELOAD loads it before torch's CUDA build, which then finds these functions instead of NVIDIA's. kernels.py computes what
    each operator of torch would have launched. Environment variables:
    PRETENDED_GPUS      number of devices (1)
-   PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others
-   PRETENDED_STALL_MS  least duration of a wait of the host for an event, to imitate a busy device */
+   PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others */
 #include "pretended.h"
 #include <sys/mman.h>
 #include <time.h>
@@ -118,12 +117,11 @@ static block *blocks;
 static size_t used[64];
 
 /* Read once, and by a fork again: getenv may fail in a thread while the program changes its environment. */
-static int device_count = 1, stall_ms;
+static int device_count = 1;
 static double first_gib = 16, other_gib = 16;
 __attribute__((constructor)) void pretended_read_environment(void) {
-  const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB"), *stall = getenv("PRETENDED_STALL_MS");
+  const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB");
   if (count) device_count = atoi(count);
-  if (stall) stall_ms = atoi(stall);
   if (!gib) return;
   const char *others = strchr(gib, ',');
   first_gib = atof(gib);
@@ -400,7 +398,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(event->stream, ev
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   waits("cudaEventSynchronize");
   wait_until(event->stream, event->queued);
-  if (stall_ms) usleep(1000 * stall_ms);
   return 0;
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
