@@ -239,7 +239,7 @@ def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> No
 
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
-    """On two nodes, of which rank 2 is the second of one; what came of it, and which ranks had been there before."""
+    """Rank 2 is the second of its node. What came of it, and which ranks had been there before."""
     rank, outcome, seen = collectives.rank(), "none", []
     try:
         with (
@@ -256,7 +256,7 @@ def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     return outcome, seen
 
 
-def test_the_first_rank_of_each_node_goes_first_and_a_failure_reaches_all(processes: Processes, tmp_path: Path) -> None:
+def test_the_first_rank_of_a_node_goes_first_and_a_failure_reaches_all(processes: Processes, tmp_path) -> None:
     def run(failing: int) -> list[tuple[str, list[str]]]:
         return processes.run(enter_in_turn, tempfile.mkdtemp(dir=tmp_path), failing, ranks=3)
 

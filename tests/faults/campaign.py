@@ -56,8 +56,8 @@ NODES_S = 9.0  # what two launched machines need to get to where forks begin
 GONE_S = 30.0  # what the ranks that were not killed have to end in
 LEFT_S = 10.0  # after which a person ends what is left on the other machine, such as a wait for the one that is lost
 GONE_WITH_S = 5.0  # what data workers have to end in, once their process has; it takes them some 0.1 s
-# Folders that torch leaves where temporary files are, killed or not; and a few kilobytes of a process that is killed while
-# timm reads what the run would export.
+# Folders that torch leaves where temporary files are, killed or not; and a few kilobytes of a process
+# that is killed while timm reads what the run would export.
 IN_TMP = ("torchinductor_", "export_check_")
 FAR = 1e-8  # on other layouts, in float64
 
@@ -66,7 +66,7 @@ FAR = 1e-8  # on other layouts, in float64
 class Campaign:
     """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move a run from one to another.
 
-    With nodes one of these is killed, or both. Else the processes are forks, which start much sooner.
+    With nodes one of these is killed, or both. Else the processes are forks, which start sooner.
     """
 
     forks: Forks

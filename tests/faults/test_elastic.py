@@ -67,7 +67,7 @@ def assert_undisturbed(forks, tmp_path: Path) -> None:
 
 
 def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, start, tmp_path):
-    """A process killed, a machine lost, back, and asked to go: the losses are those of one undisturbed process."""
+    """A process killed, a machine lost, back, and asked to go: the losses are those of one process."""
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
 

@@ -63,11 +63,12 @@ class Fork:
 
 
 class Forks:
-    """Runs of recipes in forks; `scratch` takes what they print, `environment` is added to that of their server."""
+    """Runs of recipes in forks; `scratch` takes what they print. `environment`: more for their server."""
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
         self.scratch, self.count = scratch, 0
-        self.context, self.server = multiprocessing.get_context("forkserver"), multiprocessing.forkserver.ForkServer()
+        self.context = multiprocessing.get_context("forkserver")
+        self.server = multiprocessing.forkserver.ForkServer()
         self.server.set_forkserver_preload(IMPORTED_ONCE)
         with pytest.MonkeyPatch.context() as patch:  # the server's environment is that of its forks
             for name in os.environ.keys() - inherited().keys() - {PLACE}:

@@ -85,7 +85,7 @@ def test_a_launch_that_would_train_something_else_is_refused(
 
 
 def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> None:
-    """Machines may be missing only with at_least: c10d lets fewer start where clocks differ, which is not followed."""
+    """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
     one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
     with pytest.raises(Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"):
         check_launch(one, complete(dict(one)), accelerators=1, asked_for=(2, 1))

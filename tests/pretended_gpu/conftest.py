@@ -14,7 +14,7 @@ from tests.pretended_gpu.run import run_in_fork
 
 
 class Gpus:
-    """Starts scripts on machines with GPUs: launches them, or forks them from a process that has imported the recipes."""
+    """Starts scripts on GPUs: launched, or as forks of a process that has imported the recipes."""
 
     def __init__(self, launch: Launcher, real: int, environment: dict[str, str], scratch: Path):
         self.launch, self.real, self.environment = launch, real, environment
@@ -25,7 +25,7 @@ class Gpus:
         return min(devices, self.real or devices)
 
     def start(self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None) -> Started:
-        """Starts `script` with `accelerate launch` on a machine with so many GPUs; several have a process each."""
+        """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
         flags = [*flags, *(("--num_processes", devices) if devices > 1 else ())]
         if not self.real:
             script, words = ROOT / "tests/pretended_gpu/run.py", (script, *words)
@@ -35,7 +35,7 @@ class Gpus:
     def fork(
         self, script: str | Path, *words: object, devices: int = 1, gib: object = 16, precision="", timeout: float = 300
     ) -> CompletedProcess[str]:
-        """Runs `script` in forks, one on each of `devices` GPUs of `gib` GiB ("16,0.35": the first; all others), to its end."""
+        """Runs `script` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
         variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"}
         main = functools.partial(run_in_fork, [*map(str, (script, *words))], variables)
         done = self.forks().run_ranks(devices, main, None, timeout)
@@ -55,12 +55,13 @@ class Gpus:
 
 @pytest.fixture(scope="session")
 def gpus(launch: Launcher, tmp_path_factory) -> Gpus:
-    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe, `gpus.fork` runs a script in forks."""
+    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe; `gpus.fork`."""
+    scratch = tmp_path_factory.mktemp("gpus")
     if torch.cuda.is_available():
-        return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, tmp_path_factory.mktemp("gpus"))
+        return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, scratch)
     if reason := why_not():
         pytest.skip(reason)
-    return Gpus(launch, 0, build(), tmp_path_factory.mktemp("gpus"))
+    return Gpus(launch, 0, build(), scratch)
 
 
 @pytest.fixture(autouse=True)

@@ -392,7 +392,7 @@ compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
 
 
 def setup() -> None:
-    """Replaces what the runtime can't pretend: compiled kernels, and those of attention, which computes in plain operators."""
+    """Replaces what the runtime can't pretend: compiled kernels, and those of attention by plain operators."""
     runtime.pretended_strict()
     torch._TorchCompileInductorWrapper.__call__ = compiler
     for kind in ("cudnn", "flash", "mem_efficient"):

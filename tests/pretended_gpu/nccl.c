@@ -305,8 +305,9 @@ int ncclCommGetAsyncError(comm *c, int *error) { *error = c->error; return SUCCE
 int ncclGroupStart(void) { return SUCCESS; }
 int ncclGroupEnd(void) { return SUCCESS; }
 static int call(comm *c, card is, const void *from, void *to, cudaStream_t stream) {
-  int is_known = (unsigned)is.type < TYPES && is.type != UINT32 && is.type != UINT64 && is.op != PROD;
-  if (!is_known || (unsigned)is.op > AVG || (is.op == AVG && is.type < FLOAT16)) return INVALID_ARGUMENT;
+  int has_type = (unsigned)is.type < TYPES && is.type != UINT32 && is.type != UINT64;
+  int has_op = is.op == AVG ? is.type >= FLOAT16 : is.op == SUM || is.op == MAX || is.op == MIN;
+  if (!has_type || !has_op) return INVALID_ARGUMENT;
   job *j = calloc(1, sizeof *j);
   *j = (job){.is = is, .from = from, .to = to, .stream = stream};
   pthread_mutex_lock(&c->lock);

@@ -116,7 +116,7 @@ typedef struct block {
 static block *blocks;
 static size_t used[64];
 
-/* Read once, and by a fork again: getenv may fail in a thread while the program changes its environment. */
+/* Read once, and by a fork again: getenv may fail in a thread while a program changes its environment. */
 static int device_count = 1;
 static double first_gib = 16, other_gib = 16;
 __attribute__((constructor)) void pretended_read_environment(void) {

@@ -97,8 +97,8 @@ def words(data, tmp_path_factory):
 def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str, Outcome]]:
     """Runs each case on two GPUs and on the CPU.
 
-    The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs' checkpoint. A machine with one
-    real GPU runs on that one what others run on two.
+    The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs' checkpoint. A
+    machine with one real GPU runs on that one what others run on two.
     """
     many = gpus.at_most(2)
     cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}

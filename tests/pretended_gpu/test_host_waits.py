@@ -18,7 +18,7 @@ from tests.recipes.copied import copy
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
 
-WAITING = """Two waits: torch sees the first; the second is of memory that is not pinned. What is logged does not wait.
+WAITING = """Two waits: torch sees the first; the second is of memory that is not pinned. Logs do not wait.
 @@
                  run.backward(losses)  # gradients are sent with the last micro-batch
 +                run.log({"train/squared": losses.detach() ** 2, "train/own": 0.5})
@@ -106,7 +106,7 @@ def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
 
 
 def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
-    """Also with numbers that a copied recipe logs: only the waits that were added are there, with their lines."""
+    """Also with numbers that a copied recipe logs: only the waits that were added are there."""
     steps = count({"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2)["waiting"]
     timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}  # by DDP in its first ten steps
     check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
