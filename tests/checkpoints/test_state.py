@@ -257,9 +257,11 @@ def test_a_failed_load_leaves_weights_untouched() -> None:
     trained = Training({}).train(0, 1).state
     good, numbers = copy.deepcopy(trained.tensors()), trained.numbers()
     strange = good["optimizer"] | {"stranger/exp_avg": torch.zeros(2)}
+    not_trained = good["optimizer"] | {"frozen.weight/exp_avg": torch.zeros(8, 8)}
     bad = [
         ({file: tensors for file, tensors in good.items() if file != "optimizer"}, numbers),
         (good | {"optimizer": strange}, numbers),
+        (good | {"optimizer": not_trained}, numbers),
         *((good, {key: value for key, value in numbers.items() if key != missing}) for missing in numbers),
         (good, numbers | {"group_steps": []}),
     ]
