@@ -112,7 +112,7 @@ def reading(data: str) -> Iterator[None]:
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
-    with main_process_first("reading the data", local=True):
+    with main_process_first("reading the data"):
         try:
             yield
         except PermissionError as error:

@@ -302,16 +302,17 @@ def all_or_none(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def main_process_first(what: str, *, local: bool = False) -> Iterator[None]:
-    """Rank 0 (with `local`, the first rank of each node) runs the block before the others: download once, then read.
+def main_process_first(what: str) -> Iterator[None]:
+    """The first rank of each node runs the block before the others: download once, then read.
 
         with main_process_first("downloading"):
             path = download(url)
 
-    One process: runs the block. Two ranks: rank 1 enters when rank 0 has left. Failures spread as in `all_or_none`: if
-    rank 0 raises, rank 1 raises `Refused` instead of entering; if rank 1 raises, so does rank 0 at the block's end.
+    One process: runs the block. Two ranks on a machine: rank 1 enters when rank 0 has left. Failures
+    spread as in `all_or_none`: if rank 0 raises, rank 1 raises `Refused` instead of entering; if rank 1
+    raises, so does rank 0 at the block's end.
     """
-    goes_first = is_local_main() if local else is_main()
+    goes_first = is_local_main()
     if not goes_first:
         _agree(what)
     try:

@@ -1,7 +1,6 @@
 """A run resumes from its own newest intact checkpoint; anything else is refused or logged."""
 
 import contextlib
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 
 from common.checkpoints.resume import choose_together, load_model
 from common.checkpoints.state import TrainingState
-from common.checkpoints.store import Checkpoints, verify
+from common.checkpoints.store import Checkpoints
 from common.distributed.collectives import rank
 from common.errors import Refused
 
@@ -39,33 +38,6 @@ def refusal(resume: object, run: Path, mine: dict = MINE) -> str:
     return str(raised.value)
 
 
-def test_another_source_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
-    record = {"step": 3, "identity": MINE, "source": {"hard.py": "loss = 1"}}
-    Checkpoints(tmp_path / "checkpoints").save(record, {"model": {"weight": torch.zeros(2)}})
-
-    def chosen_by(code: str, allowed: bool = False) -> list[str]:
-        said: list[str] = []
-        take = (
-            Checkpoints(tmp_path / "checkpoints"),
-            MINE,
-            lambda *lines: said.extend(lines),
-            {"hard.py": code},
-            allowed,
-        )
-        for resume in ("auto", str(tmp_path / "checkpoints/step_00000003")):
-            assert choose_together(resume, *take).step == 3
-        return said
-
-    assert chosen_by("loss = 1") == chosen_by("loss   =  1  # words") == []
-    with pytest.raises(
-        Refused, match=r"was made by another source of hard.py.*--name.*--allow_changed_source.*put the source back"
-    ):
-        chosen_by("loss = 2")
-    said = chosen_by("loss = 2", allowed=True)
-    assert said[:4] == ["--- hard.py before", "+++ hard.py now", "-loss = 1", "+loss = 2"]
-    assert "with a changed source, as --allow_changed_source says" in said[4]
-
-
 @pytest.mark.smoke
 def test_auto_resumes_from_the_newest_intact_checkpoint_or_starts_a_new_run(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (None, [])
@@ -77,23 +49,6 @@ def test_auto_resumes_from_the_newest_intact_checkpoint_or_starts_a_new_run(tmp_
     assert chosen("auto", tmp_path) == (2, [])
 
 
-def test_unfinished_checkpoints_are_removed(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    draft = tmp_path / "checkpoints" / ".step_00000002.tmp"
-    draft.mkdir()
-    chosen("auto", tmp_path)
-    assert not draft.exists()
-
-
-def test_never_is_refused_if_there_are_checkpoints(tmp_path: Path) -> None:
-    assert chosen("never", tmp_path) == (None, [])
-    save(tmp_path, 1, 2)
-    told = refusal("never", tmp_path)
-    assert (
-        told == f"--resume never: {tmp_path} holds step_00000002; give this run another --name, or remove that folder"
-    )
-
-
 def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp_path: Path) -> None:
     first, second = save(tmp_path / "a", 10, 20)
     assert chosen(first, tmp_path / "b") == (10, [])
@@ -101,6 +56,8 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
     assert chosen(second.parent / ".." / "checkpoints" / second.name, tmp_path / "a") == (20, [])
     save(tmp_path / "c", 15)
     assert chosen(second, tmp_path / "c") == (20, [])  # further than what this folder has
+    save(tmp_path / "d", 20)
+    assert chosen(first, tmp_path / "d") == (20, []), "a run that branched off resumes from its own"
 
 
 def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> None:
@@ -108,13 +65,6 @@ def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> Non
     assert refusal(first, tmp_path / "a") == (
         f"--resume {first}: {tmp_path / 'a'} has continued to step_00000020; to branch off give another --name"
     )
-
-
-def test_a_run_that_branched_off_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
-    older, same = save(tmp_path / "b", 5, 20)
-    save(tmp_path / "a", 10, 20)
-    assert chosen(older, tmp_path / "a") == (20, [])
-    assert chosen(same, tmp_path / "a") == (20, [])
 
 
 def test_a_path_that_is_no_complete_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -139,7 +89,7 @@ def test_another_configuration_or_other_data_is_refused_with_the_difference(tmp_
         )
 
 
-@pytest.mark.parametrize("identity", [None, [], "text", 5, ["lr"]])
+@pytest.mark.parametrize("identity", [None, ["lr"]])
 def test_a_record_without_a_run_is_refused(tmp_path: Path, identity: object) -> None:
     (path,) = save(tmp_path, 10, identity=identity)
     for resume in ("auto", path):
@@ -181,13 +131,6 @@ def test_the_weights_of_another_model_are_refused_before_anything_is_changed(tmp
     assert (model.weight == 7).all()
     with pytest.raises(Refused, match="no checkpoint, nothing is there"):
         load_model(model, tmp_path / "missing")
-
-
-def test_the_identity_survives_its_way_through_the_record(tmp_path: Path) -> None:
-    mine = {"lr": 1 / 3, "name": "Füße", "big": 2**63, "small": 5e-324, "off": False, "none": None}
-    (path,) = save(tmp_path, 1, identity=mine)
-    assert json.loads((path / "record.json").read_text())["identity"] == mine == verify(path).record["identity"]
-    assert chosen("auto", tmp_path, mine) == (1, [])
 
 
 def choose_on_ranks(folders: list[Path]) -> str:

@@ -36,24 +36,6 @@ def test_the_state_at_the_call_is_written_while_training_continues() -> None:
             assert torch.equal(copies[file][name], tensor) and copies[file][name].dtype == tensor.dtype, name
 
 
-def test_copies_share_no_memory_and_reuse_that_of_the_last_checkpoint() -> None:
-    writer, places = Writer(), []
-
-    def note(copies: dict) -> None:
-        assert all(copy.is_contiguous() for copy in copies["model"].values())
-        places.append({name: copy.data_ptr() for name, copy in copies["model"].items() if copy.numel()})
-
-    for value in (1.0, 2.0):
-        writer.start(files(value), note)
-    grown = files(3.0)
-    grown["model"]["weight"] = torch.zeros(1000)
-    writer.start(grown, note)
-    writer.wait()
-    first, second, third = places
-    assert first == second and len(set(first.values())) == len(first)
-    assert third["tied"] == first["tied"] and third["weight"] != first["weight"]
-
-
 def test_the_next_waits_for_the_one_before() -> None:
     writer, go, order = Writer(), threading.Event(), []
 

@@ -4,7 +4,9 @@ import contextlib
 import os
 import pickle
 import socket
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -23,28 +25,19 @@ def identity() -> tuple:
     return c.rank(), c.world_size(), c.is_main(), c.local_rank(), c.local_world_size(), c.is_local_main(), c.node_rank()
 
 
-def test_one_process_without_a_group_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def identity_from_launcher() -> tuple:
+    with mock.patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
+        return identity()
+
+
+def test_ranks_know_their_place_from_the_launcher_or_find_it(processes: Processes, monkeypatch) -> None:
+    """One process without a group ignores the environment."""
+    two = processes.run(identity, ranks=2)
+    assert two == [(0, 2, True, 0, 2, True, 0), (1, 2, False, 1, 2, False, 0)]
+    assert processes.run(identity_from_launcher, ranks=2) == [(0, 2, True, 0, 1, True, 0), (1, 2, False, 0, 1, True, 0)]
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.setenv(variable, "7")
     assert identity() == (0, 1, True, 0, 1, True, 0)
-
-
-def test_ranks_find_their_local_rank_and_node_without_a_launcher(processes: Processes) -> None:
-    two = processes.run(identity, ranks=2)
-    assert two == [(0, 2, True, 0, 2, True, 0), (1, 2, False, 1, 2, False, 0)]
-    assert processes.run(identity, ranks=1) == [(0, 1, True, 0, 1, True, 0)]
-
-
-def identity_from_launcher() -> tuple:
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    try:
-        return identity()
-    finally:
-        del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-
-
-def test_local_rank_is_that_of_the_launcher(processes: Processes) -> None:
-    assert processes.run(identity_from_launcher, ranks=2) == [(0, 2, True, 0, 1, True, 0), (1, 2, False, 0, 1, True, 0)]
 
 
 def exchange() -> dict:
@@ -73,19 +66,21 @@ def test_exchange_on_one_process() -> None:
     assert all(values == {"b": 1.0, "a": 0.5} for values in one["reduced"].values())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exchange_between_ranks(processes: Processes, ranks: int) -> None:
-    answers = processes.run(exchange, ranks=ranks)
-    assert answers == [answers[0]] * ranks
-    assert answers[0]["gathered"] == [{"rank": rank} for rank in range(ranks)]
-    assert answers[0]["broadcast"] == [f"from {rank}" for rank in range(ranks)]
-    assert answers[0]["counts"] == [[ranks, ranks * 2**60], [sum(range(ranks)), 5 * ranks]]
-    assert answers[0]["untouched"]
-    total = sum(range(1, ranks + 1))
-    assert answers[0]["reduced"]["sum"] == {"b": total, "a": 0.5 * ranks}
-    assert answers[0]["reduced"]["mean"] == {"b": total / ranks, "a": 0.5}
-    assert answers[0]["reduced"]["max"] == {"b": ranks, "a": 0.5}
-    assert answers[0]["reduced"]["min"] == {"b": 1, "a": 0.5}
+def test_exchange_between_ranks(processes: Processes) -> None:
+    answers = processes.run(exchange, ranks=3)
+    assert answers == [answers[0]] * 3
+    assert answers[0] == {
+        "gathered": [{"rank": rank} for rank in range(3)],
+        "broadcast": ["from 0", "from 1", "from 2"],
+        "counts": [[3, 3 * 2**60], [3, 15]],
+        "untouched": True,
+        "reduced": {
+            "sum": {"b": 6.0, "a": 1.5},
+            "mean": {"b": 2.0, "a": 0.5},
+            "max": {"b": 3.0, "a": 0.5},
+            "min": {"b": 1.0, "a": 0.5},
+        },
+    }
 
 
 ARRAYS = (np.arange(5.0).reshape(5, 1)[:, :0], np.array([b"", b"ab\0", b"c", None], object)[:3], np.array([2**60]))
@@ -164,11 +159,6 @@ def test_differing_names_are_named_on_every_rank(processes: Processes) -> None:
     }
 
 
-def test_counts_must_be_integers() -> None:
-    with pytest.raises(TypeError, match="float32"):
-        collectives.reduce_counts(torch.ones(2))
-
-
 def compare(others: str) -> str:
     try:
         return collectives.same_on_all_ranks("data", "3f" if collectives.is_main() else others)
@@ -200,22 +190,6 @@ def use_groups() -> dict:
 def test_subgroups_are_made_once_and_reduce_among_themselves(processes: Processes) -> None:
     member = {"total": 101, "same": True, "host": True, "node": 3}
     assert processes.run(use_groups, ranks=3) == [member, {**member, "total": 10}, member]
-    assert processes.run(use_groups, ranks=3)[0] == member  # a new default group gets new subgroups
-
-
-def agree_beside_a_device_backend() -> tuple:
-    with mock.patch.object(dist, "get_backend", return_value="nccl"):
-        host = collectives.host_group()
-        made_once = host is collectives.host_group() and host is not dist.group.WORLD
-        return made_once, collectives.gather_objects(collectives.rank())
-
-
-def test_the_host_has_its_own_group_if_the_default_group_is_for_devices(processes: Processes) -> None:
-    assert processes.run(agree_beside_a_device_backend, ranks=2) == [(True, [0, 1])] * 2
-
-
-def test_groups_without_a_process_group() -> None:
-    assert (collectives.host_group(), collectives.node_group(), collectives.subgroup([0])) == (None, None, None)
 
 
 def find_uneven_nodes() -> tuple:
@@ -259,76 +233,39 @@ def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> No
         ("Refused", "rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "),
         ("KeyboardInterrupt", ""),
     ]
-
-
-def test_all_or_none_refuses_with_the_same_text_on_every_rank(processes: Processes) -> None:
     refusal = ("Refused", "lr -1 is negative")
-    assert processes.run(fail_together, {2: Refused(refusal[1])}, ranks=3) == [refusal] * 3
-    assert processes.run(fail_together, {0: Refused(refusal[1]), 1: Refused(refusal[1])}, ranks=2) == [refusal] * 2
-
-
-def test_all_or_none_on_one_process_passes_the_error_through() -> None:
-    assert fail_together({}) == ("none", "")
+    assert processes.run(fail_together, {0: Refused(refusal[1]), 2: Refused(refusal[1])}, ranks=3) == [refusal] * 3
     assert fail_together({0: OSError("no such file")}) == ("OSError", "no such file")
 
 
-def enter_in_turn(folder: str, failing: int, local: bool) -> tuple[str, list[str]]:
-    rank = collectives.rank()
-    seen: list[str] = []
-    outcome = "none"
+def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
+    """Rank 2 is the second of its node. What came of it, and which ranks had been there before."""
+    rank, outcome, seen = collectives.rank(), "none", []
     try:
-        with collectives.main_process_first("downloading", local=local):
+        with (
+            mock.patch.dict(os.environ, LOCAL_RANK=str(int(rank == 2))),
+            collectives.main_process_first("downloading"),
+        ):
             seen = sorted(os.listdir(folder))
             if rank == failing:
                 raise OSError("disk full")
-            open(f"{folder}/{rank}", "w").close()
+            Path(folder, str(rank)).touch()
     except Exception as error:
         outcome = str(error)
     collectives.barrier()
     return outcome, seen
 
 
-def test_main_process_goes_first(processes: Processes, tmp_path: os.PathLike) -> None:
-    answers = processes.run(enter_in_turn, str(tmp_path), -1, False, ranks=3)
-    assert [outcome for outcome, _ in answers] == ["none"] * 3
-    assert answers[0][1] == []
-    assert all("0" in seen for _, seen in answers[1:])
+def test_the_first_rank_of_a_node_goes_first_and_a_failure_reaches_all(processes: Processes, tmp_path) -> None:
+    def run(failing: int) -> list[tuple[str, list[str]]]:
+        return processes.run(enter_in_turn, tempfile.mkdtemp(dir=tmp_path), failing, ranks=3)
 
-
-def test_a_failing_main_process_neither_admits_nor_hangs_the_others(processes: Processes, tmp_path) -> None:
-    told = "rank 0: while downloading: OSError: disk full"
-    assert processes.run(enter_in_turn, str(tmp_path), 0, False, ranks=3) == [("disk full", []), (told, []), (told, [])]
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_later_process_that_fails_tells_the_main_process(processes: Processes, tmp_path: os.PathLike) -> None:
-    answers = processes.run(enter_in_turn, str(tmp_path), 1, False, ranks=2)
-    assert [outcome for outcome, _ in answers] == ["rank 1: while downloading: OSError: disk full", "disk full"]
-
-
-def enter_in_turn_on_two_nodes(folder: str, failing: int) -> tuple[str, list[str]]:
-    os.environ["LOCAL_RANK"] = str(int(collectives.rank() == 2))  # ranks 0 and 1 are the first of their nodes
-    try:
-        return enter_in_turn(folder, failing, True)
-    finally:
-        del os.environ["LOCAL_RANK"]
-
-
-def test_the_first_rank_of_every_node_goes_first(processes: Processes, tmp_path: os.PathLike) -> None:
-    answers = processes.run(enter_in_turn_on_two_nodes, str(tmp_path), -1, ranks=3)
-    assert [outcome for outcome, _ in answers] == ["none"] * 3
-    assert answers[2][1] == ["0", "1"]
-
-
-def test_a_failing_first_rank_of_a_node_stops_all_nodes(processes: Processes, tmp_path: os.PathLike) -> None:
-    told = "rank 1: while downloading: OSError: disk full"
-    answers = processes.run(enter_in_turn_on_two_nodes, str(tmp_path), 1, ranks=3)
-    assert [outcome for outcome, _ in answers] == [told, "disk full", told]
-
-
-def test_main_process_first_on_one_process(tmp_path: os.PathLike) -> None:
-    assert enter_in_turn(str(tmp_path), -1, False) == ("none", [])
-    assert enter_in_turn(str(tmp_path), 0, True) == ("disk full", ["0"])
+    answers = run(-1)
+    assert [outcome for outcome, _ in answers] == ["none"] * 3 and answers[2][1] == ["0", "1"]
+    told = "rank {}: while downloading: OSError: disk full"
+    (first, _), (second, _), (last, seen) = run(1)
+    assert (first, second, last, seen) == (told.format(1), "disk full", told.format(1), []), "the last one stays out"
+    assert [outcome for outcome, _ in run(2)] == [told.format(2), told.format(2), "disk full"]
 
 
 def count_collectives() -> list[int]:

@@ -41,23 +41,17 @@ print("\\n".join(keys))
 """
 
 
-def processes_of(listeners: list[tuple[str, int, str]]) -> set[int]:
-    return {int(number) for _, _, users in listeners for number in re.findall(r"pid=(\d+)", users)}
-
-
 def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
-    """All processes of a run of one and of one of two: launcher, ranks, data workers, the tracker's service."""
+    """All of its processes: launcher, ranks, data workers, the tracker's service."""
     first, stranger = nodes(2)
-    runs = []
-    for config in ("cpu", "multi_cpu"):
-        words = (*WORDS, "--output_dir", tmp_path, "--name", config)
-        runs.append(Watched(tmp_path / config, [first.start(config, "recipes/cls.py", *words, env=OFFLINE)]))
-    for run in runs:
-        run.until(lambda run=run: run.step() >= 4, "it trains")
+    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    run = Watched(tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *words, env=OFFLINE)])
+    run.until(lambda: run.step() >= 4, "it trains")
     listening = first.listeners()
-    launcher = psutil.Process(runs[1].started[0].process.pid)
+    launcher = psutil.Process(run.started[0].process.pid)
     ranks = [process.pid for process in launcher.children()]
-    assert {launcher.pid, *ranks} <= processes_of(listening), (listening, "the test looks at the wrong processes")
+    seen = {int(number) for _, _, users in listening for number in re.findall(r"pid=(\d+)", users)}
+    assert {launcher.pid, *ranks} <= seen, (listening, "the test looks at the wrong processes")
     assert {address for address, _, _ in listening} <= LOOPBACK, listening
     ports = sorted({port for _, port, _ in listening})
     knocked = stranger.start_python("-c", KNOCK, first.address, *ports).finish()

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from tests.harness.debian import require_package
-from tests.harness.drawings import draw_stripes
 from tests.harness.launching import ROOT, Started, small
 from tests.harness.machines import Node, Watched
 from tests.harness.outcomes import Outcome
@@ -83,13 +82,13 @@ def test_machines_whose_clocks_differ_start_together_and_are_told(nodes, tmp_pat
 
     def start_at(port: int, seconds: int, *words: object) -> list[Started]:
         flags = ["--main_process_ip", first.address, "--main_process_port", port, *words[:-2]]
-        envs = {}, {"LD_PRELOAD": library, "FAKETIME": f"{seconds:+}"}
+        env = {"LD_PRELOAD": library, "FAKETIME": f"{seconds:+}"}
         return [
-            node.start("2node_cpu", *words[-2:], flags=flags, env=env)
-            for node, env in zip((first, second), envs, strict=True)
+            first.start("2node_cpu", *words[-2:], flags=flags),
+            second.start("2node_cpu", *words[-2:], flags=flags, env=env),
         ]
 
-    seconds = (-90, 60, 90, 3600)
+    seconds = (-90, 3600)
     started = [start_at(30000 + number, by, script, tmp_path / str(by)) for number, by in enumerate(seconds)]
     started.append(start_at(30009, 90, "-m", "tools.doctor", "--only=network"))
     for by, (main, other) in zip((*seconds, 90), map(finish, started), strict=True):
@@ -97,7 +96,7 @@ def test_machines_whose_clocks_differ_start_together_and_are_told(nodes, tmp_pat
         named = re.fullmatch(said, main.stderr)
         assert named and abs(int(named[1]) - abs(by)) < 10 and not other.stderr, (by, main, other)
         assert other.returncode == 0
-    assert [(tmp_path / str(by)).read_text() for by in seconds] == ["22"] * 4
+    assert [(tmp_path / str(by)).read_text() for by in seconds] == ["22"] * 2
     assert re.search(r"clock +node1: (89|90)\d\d\d ms ahead of node0", main.stdout), main
 
 
@@ -146,19 +145,6 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
         assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each
     assert not (tmp_path / "runs").exists()
     assert time.monotonic() - began < START_S
-
-
-@pytest.mark.long
-def test_machines_with_other_data_are_refused(nodes, tmp_path):
-    for name, count in (("data", 8), ("other", 7)):
-        draw_stripes(tmp_path / name, (count, 8))
-    first, second = nodes(2, own={1: {tmp_path / "data": tmp_path / "other"}})
-    words = [*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data"]
-    for done in finish(start((first, second), *words)):
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
-        assert "cls.py: data differs between ranks: " in done.stderr
-        assert f"on rank 1 ({second.name})" in done.stderr
-    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.long

@@ -64,17 +64,19 @@ class Fork:
 
 
 class Forks:
-    """Runs of recipes in forks; `scratch` takes what they print."""
+    """Runs of recipes in forks; `scratch` takes what they print. `environment`: more for their server."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
         self.scratch, self.count = scratch, 0
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(IMPORTED_ONCE)
+        self.server = multiprocessing.forkserver.ForkServer()
+        self.server.set_forkserver_preload(IMPORTED_ONCE)
         with pytest.MonkeyPatch.context() as patch:  # the server's environment is that of its forks
             for name in os.environ.keys() - inherited().keys() - {PLACE}:
                 patch.delenv(name)
-            patch.setenv("HOME", str(scratch))
-            multiprocessing.forkserver.ensure_running()
+            for name, value in {"HOME": str(scratch), **(environment or {})}.items():
+                patch.setenv(name, value)
+            self.server.ensure_running()
 
     def __call__(self, *words: object, **options: Any) -> Ended:
         """Run recipes/<recipe>.py with `words` on its command line, to its end: see `start`."""
@@ -108,7 +110,9 @@ class Forks:
         for name in _REPORTS:
             (folder / name).touch()  # also where the fork does not live to write
         process = self.context.Process(target=_run, args=(main, folder, *options))
-        process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multiprocessing.forkserver, "connect_to_new_process", self.server.connect_to_new_process)
+            process.start()
         return Fork(process, folder)
 
     def start_ranks(
@@ -144,15 +148,16 @@ class Forks:
         before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """What several.py does where it is launched, in forks that are the ranks of one world; each calls `before` first."""
-        main, port = functools.partial(several.main, Path(recipe), cases, *options), free_port()
+        main = functools.partial(several.main, Path(recipe), cases, *options)
+        return self.run_ranks(processes, main, functools.partial(_with, env, before), timeout)
+
+    def run_ranks(
+        self, processes: int, main: Callable[[], None], before: Callable[[int], None] | None, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """`main` in as many forks, which are the ranks of one world, to their end."""
+        port = free_port()
         ranks = [
-            self._start(
-                main,
-                functools.partial(_be_rank, rank, processes, port, functools.partial(_with, env, before)),
-                None,
-                (),
-                True,
-            )
+            self._start(main, functools.partial(_be_rank, rank, processes, port, before), None, (), True)
             for rank in range(processes)
         ]
         limit = Limit(timeout)
@@ -163,7 +168,7 @@ class Forks:
         ends = [rank.end() for rank in ranks]
         code = max(abs(end.code) for end in ends)
         stdout, stderr = ("\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess([str(recipe), str(cases)], code, stdout, stderr)
+        return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
 
 def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:

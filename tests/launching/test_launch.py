@@ -14,7 +14,7 @@ from common.errors import Refused
 from common.launching import launch, meeting
 from common.launching.exit_codes import leaving
 from common.launching.launch import last_resort
-from common.launching.launch_checks import check_launch, processes_asked, wants_cpu
+from common.launching.launch_checks import check_launch, processes_asked
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
 
@@ -42,18 +42,12 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
     "environ, accelerators, world_size",
     [
         ({}, 0, 1),  # plain python
-        ({}, 8, 1),
         (ONE, 1, 1),
         ({**ONE, "ACCELERATE_USE_CPU": "True"}, 0, 1),
-        ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp16"}, 1, 1),
         (TWO, 2, 2),
         ({**TWO, **HIDDEN_GPUS}, 0, 2),
-        ({**TWO, "ACCELERATE_USE_CPU": "1"}, 0, 2),
-        ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, 2, 2),
         (MPI, 0, 2),  # mpirun on a machine without GPUs
-        ({**WORLD, "TORCHELASTIC_RUN_ID": "1"}, 0, 2),  # torchrun there
         (WORLD, 0, 2),  # a person who exports variables there
-        (MPI, 2, 2),
         (MPI, 1, 2),  # each process may see another GPU
     ],
 )
@@ -70,11 +64,9 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
         (TWO, 0, "multi_cpu.yaml"),
         ({**TWO, "CUDA_VISIBLE_DEVICES": ""}, 0, "multi_cpu.yaml"),  # a job without GPUs on a GPU file
         ({**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
-        ({**MPI, "MPI_LOCALNRANKS": "8", "PMI_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
         ({**TWO, "TORCHELASTIC_RUN_ID": "1"}, 1, "2 processes on a machine with 1 GPUs"),
         ({**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
-        ({"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}, 8, "fp16 on a CPU"),
         ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp8"}, 1, "fp8 is not one of no, fp16, bf16"),
         ({**ONE, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "INDUCTOR"),
         ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "FSDP"),
@@ -92,28 +84,11 @@ def test_a_launch_that_would_train_something_else_is_refused(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "environ, processes, machines, said",
-    [
-        (TWO_NODES, 3, 2, "launched for 3 processes on 2 machines, but on this one 1 started"),
-        # MULTI_CPU without mpirun, or --cpu
-        (
-            {**ONE, "ACCELERATE_USE_CPU": "True"},
-            2,
-            1,
-            "launched for 2 processes on 1 machine, but on this one 1 started",
-        ),
-    ],
-)
-def test_another_number_of_processes_than_asked_for_is_refused(
-    environ: dict[str, str], processes: int, machines: int, said: str
-) -> None:
-    with pytest.raises(Refused, match=said):
-        check_launch(environ, complete(dict(environ)), accelerators=1, asked_for=(processes, machines))
-
-
-def test_machines_may_be_missing() -> None:
-    """Only with at_least: a rendezvous that lets fewer machines start, as c10d with clocks that differ, is not followed."""
+def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> None:
+    """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
+    one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
+    with pytest.raises(Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"):
+        check_launch(one, complete(dict(one)), accelerators=1, asked_for=(2, 1))
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
     check_launch(left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2))
     for asked_for in (
@@ -191,7 +166,6 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
         ({2, 1}, 1, [1, 2]),
         ({1}, 3, [0, 1, 2]),  # two are too few
         ({0}, 1, [0, 1, 2]),  # it has the address
-        ({0, 1, 2}, 1, [0, 1, 2]),
         (set(), 3, []),  # machines are joining
     ],
 )
@@ -207,22 +181,11 @@ def test_restarts_are_refused_with_a_store_that_keeps_dead_processes() -> None:
         check_launch({**static, **harmless}, complete({**static, **harmless}), accelerators=2)
 
 
-def test_the_cpu_is_used_only_on_request() -> None:
-    assert wants_cpu({"ACCELERATE_USE_CPU": "True"})
-    assert wants_cpu({"CUDA_VISIBLE_DEVICES": "-1"})
-    assert wants_cpu(HIDDEN_GPUS)
-    assert not wants_cpu({})
-    assert not wants_cpu({"ACCELERATE_USE_CPU": "False", "CUDA_VISIBLE_DEVICES": "0,1"})
-    assert not wants_cpu({"CUDA_VISIBLE_DEVICES": ""})
-
-
 @pytest.mark.parametrize(
     "launcher",
     [
         "/opt/bin/python3 /opt/bin/accelerate launch",
-        "/opt/bin/accelerate launch",
         "accelerate-launch",
-        "python -m accelerate.commands.launch",
         "python -m accelerate.commands.accelerate_cli launch",
     ],
 )
@@ -233,11 +196,7 @@ def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher
     assert processes_asked(f"{launcher} {file} --num_processes 3 {script}".split()) == (3, 1)
     file = "--config_file accelerate_configs/2node_cpu.yaml"
     assert processes_asked(f"{launcher} {file} --num_processes 4 {script}".split()) == (4, 2)
-
-
-def test_nothing_is_read_from_other_commands() -> None:
-    for command in ("", "bash", "python recipes/cls.py accelerate launch"):
-        assert processes_asked(command.split()) is None
+    assert processes_asked("python recipes/cls.py accelerate launch".split()) is None
 
 
 def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> None:
@@ -253,12 +212,11 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
     assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
 
 
-@pytest.mark.parametrize("patience", [10, 1800, 10**7])
-def test_collectives_time_out_long_after_the_watchdog(patience):
+def test_collectives_time_out_long_after_the_watchdog() -> None:
     environ = {}
-    assert last_resort(patience, environ).total_seconds() == 2 * patience + 60
-    assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(2 * patience + 60)}
-    last_resort(patience, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
+    assert last_resort(1800, environ).total_seconds() == 3660
+    assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "3660"}
+    last_resort(1800, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
     assert own == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
 
 

@@ -55,27 +55,13 @@ POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_
         # rank, local rank, processes, those of this machine, machine, machines
         (AGENT, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ({**AGENT, **ACCELERATE}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        (
-            {**AGENT, **ACCELERATE, "ACCELERATE_MIXED_PRECISION": "bf16"},
-            "accelerate launch",
-            (3, 1, 4, 2, 1, 2),
-            "10.0.0.1:3",
-        ),
         ({**AGENT, "MIXED_PRECISION": "bf16"}, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # a person's own variable
         (
             {**AGENT, "NPROC": "2", "MIXED_PRECISION": "no", "ACCELERATE_MIXED_PRECISION": "bf16"},
             *("notebook_launcher", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ),
         (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # srun torchrun
-        (AGENT | POD, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        (ompi(2, 3, 0, 1), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1"),
         (ompi(2, 3, 0, 1, **MAIN), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1:3"),
-        (
-            ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="1.0;tcp6://[fd00::2]:37"),
-            "Open MPI",
-            (2, 0, 3, 1, None, None),
-            "fd00::2",
-        ),
         (  # version 5
             ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="prterun-node-7-123@1", PMIX_HOSTNAME="node-8"),
             *("Open MPI", (2, 0, 3, 1, None, None), "node-7"),
@@ -89,27 +75,8 @@ POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_
         (slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
         ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),  # srun --mpi=pmi2
         (POD, "python with PET_* variables", (1, 0, 2, 1, 1, 2), "job-0:29500"),
-        (
-            {**POD, **MAIN, "RANK": "1", "WORLD_SIZE": "2"},
-            "python with PET_* variables",
-            (1, 0, 2, 1, 1, 2),
-            "10.0.0.1:3",
-        ),
         (EXPORTED, "exported variables", (1, 1, 2, 2, 0, 1), "127.0.0.1:29500"),
-        (
-            {**MAIN, **EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            "exported variables",
-            (1, 0, 2, 1, None, None),
-            "",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
-            "exported variables",
-            (1, 1, 2, 2, 0, 1),
-            "localhost",
-        ),
         ({**EXPORTED, "INIT_METHOD": "tcp://[fd00::1]:7"}, "exported variables", (1, 1, 2, 2, 0, 1), "fd00::1:7"),
-        ({**APART, "INIT_METHOD": "tcp://first:7"}, "MPICH", (1, 0, 2, 1, None, None), "first:7"),
     ],
 )
 def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, main) -> None:
@@ -133,11 +100,8 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     [
         ({}, "python"),
         (ACCELERATE, "accelerate launch"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "python"),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
-        (ompi(0, 1, 0, 1), "Open MPI"),
         (slurm(0, 1, 0, 0, "1"), "srun"),
-        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, "python"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
         ({"SLURM_NTASKS": "4", **ACCELERATE}, "accelerate launch"),
     ],
@@ -151,24 +115,15 @@ def test_a_single_process_forms_no_group(environ, launcher) -> None:
     "environ, said",
     [
         (ompi(RANK="0"), "RANK=0 contradicts Open MPI, which says 1 (rank 1 of 2): unset RANK"),
-        (ompi(1, 4, WORLD_SIZE="2"), "WORLD_SIZE=2 contradicts Open MPI, which says 4"),
         ({**slurm(), "LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts srun, which says 1"),
         ({**POD, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts python with PET_* variables, which says 2"),
-        (ompi(local=2), "Open MPI says that this is local rank 2 of 2"),
         (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
         (ompi(here=3), "of all processes 2 of 2"),
         ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
-        ({"WORLD_SIZE": "2"}, "unset WORLD_SIZE to train with one process"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
         ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
         ({**EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "export MASTER_ADDR"),
         (ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"), "mpirun -x MASTER_ADDR"),
-        (ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="x"), "mpirun -x MASTER_ADDR"),
-        (
-            ompi(0, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="prterun-login-1@1", PMIX_HOSTNAME="a"),
-            "mpirun -x MASTER_ADDR",
-        ),
         (APART, "MPICH does not tell the processes of several machines where to meet: export MASTER_ADDR"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 is the number of all processes"),
         (slurm(tasks="1"), "SLURM_STEP_TASKS_PER_NODE=1 does not fit to SLURM_STEP_NUM_TASKS=2"),
@@ -177,7 +132,6 @@ def test_a_single_process_forms_no_group(environ, launcher) -> None:
             {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
             "this SLURM job has 4 tasks, but python started only this process",
         ),
-        ({"SLURM_JOB_NUM_NODES": "2"}, "put srun before python"),
         ({**POD, "PET_NPROC_PER_NODE": "auto"}, "start the recipe with torchrun"),
         ({**POD, "PET_NNODES": "1:2"}, "start the recipe with torchrun"),
         (
@@ -188,10 +142,8 @@ def test_a_single_process_forms_no_group(environ, launcher) -> None:
             {**EXPORTED, "INIT_METHOD": "tcp://first"},
             "INIT_METHOD=tcp://first: must be env://, tcp://HOST:PORT or file:///",
         ),
-        ({**EXPORTED, "INIT_METHOD": "tcp://first:x"}, "must be env://"),
         ({**EXPORTED, "INIT_METHOD": "file://relative"}, "must be env://"),
         ({**AGENT, "INIT_METHOD": "tcp://10.0.0.2:3"}, "MASTER_ADDR=10.0.0.1 are two places to meet"),
-        ({**AGENT, "INIT_METHOD": "file:///shared/x"}, "two places to meet"),
     ],
 )
 def test_what_contradicts_or_is_missing_is_refused_in_one_line(environ, said) -> None:
@@ -213,12 +165,6 @@ def test_the_processes_of_a_job_meet_at_one_place_and_other_jobs_at_another() ->
     apart = [slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
     assert place(apart[0]) == place(apart[1]) == ("gpu007", place(apart[0])[1])
     assert place(APART | {"MASTER_ADDR": "a"}) == ("a", 29500)
-
-
-def test_a_file_to_meet_over_leaves_the_address_open() -> None:
-    environ = {**APART, "INIT_METHOD": "file:///shared/meet"}
-    launch = complete(environ)
-    assert (launch.rank, launch.world_size, launch.address) == (1, 2, "") and "MASTER_ADDR" not in environ
 
 
 def test_the_first_host_of_a_list_is_that_of_slurm() -> None:

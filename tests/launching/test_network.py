@@ -36,6 +36,7 @@ def test_the_address_and_interface_of_a_route_are_found() -> None:
             assert is_own(entry.address)
             assert is_loopback(entry.address) == (name == "lo")
     assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
+    assert all(is_own(address) and not is_loopback(address) for address in outward_addresses())
     assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
 
 
@@ -70,10 +71,6 @@ def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
     with pytest.raises(SystemExit, match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
         rendezvous._own_address("first", most=2)
-
-
-def test_outward_addresses_are_no_loopbacks() -> None:
-    assert all(is_own(address) and not is_loopback(address) for address in outward_addresses())
 
 
 def test_a_late_listener_is_waited_for() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import socket
 import tempfile
 from pathlib import Path
@@ -50,15 +49,6 @@ def mpi(tmp_path_factory) -> dict[str, Mpi]:
     }
 
 
-@pytest.fixture(scope="module")
-def accelerated(launch, tmp_path_factory) -> tuple[list[float], bytes]:
-    """The result of `accelerate launch` with two processes."""
-    folder = tmp_path_factory.mktemp("accelerated") / "run"
-    done = launch("multi_cpu", CLS, *words_of(folder))
-    assert "fp32, started by accelerate launch\n" in done.stdout, done.stderr
-    return result(folder)
-
-
 def words_of(folder: Path, *more: object) -> list[object]:
     return small([*LENGTH, "--output_dir", folder.parent, "--name", folder.name, *more])
 
@@ -70,83 +60,49 @@ def result(folder: Path) -> tuple[list[float], bytes]:
     return [row["train/loss"] for row in rows if "train/loss" in row], weights.read_bytes()
 
 
-def check(started: dict[str, list[Started]], folder: Path, hides_gpus: tuple[str, ...] = ()) -> None:
-    """All ended well, and the start table of each names its launcher; those that got no GPU say what they use."""
-    for name, launcher in started.items():
-        done = [each.finish(180) for each in launcher]
-        assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
-        text = "".join(each.stdout for each in done)
-        assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
-        is_said = "this machine shows no GPU: the run trains on the CPU\n" in text
-        assert is_said == (name in hides_gpus), text
-        assert len(result(folder / name)[0]) == 6
-
-
-@pytest.mark.parametrize("kind", ["", pytest.param("more", marks=pytest.mark.long)])
-def test_every_launcher_gives_the_same_bits(launch, mpi, accelerated, tmp_path, kind) -> None:
-    """Two jobs run at a time, and don't meet each other."""
+def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path) -> None:
+    """Two jobs run at a time, and don't meet each other. Those that get no GPU say what they use."""
 
     def recipe(name: str) -> list[object]:
         return [CLS, *words_of(tmp_path / name)]
-
-    torchrun = ["-m", "torch.distributed.run"]
-    check(
-        {
-            "Open MPI": [mpi["Open MPI"](2, *recipe("Open MPI"))],
-            "MPICH": [mpi["MPICH"](2, *recipe("MPICH"))],
-        },
-        tmp_path,
-    )
-    if kind:
-        pet = ["--nnodes", 1, "--nproc_per_node", 2]
-        env = {"INIT_METHOD": f"tcp://127.0.0.1:{free_port()}", "CUDA_VISIBLE_DEVICES": "-1"}
-        by_mpich = mpi["MPICH"](2, CLS, *words_of(tmp_path / "tcp"), env=env)
-        check(
-            {
-                "torchrun": [
-                    launch.start_python(*torchrun, *pet, *recipe("torchrun"), env={"CUDA_VISIBLE_DEVICES": "-1"})
-                ]
-            },
-            tmp_path,
-        )
-        assert by_mpich.finish().returncode == 0
-        assert result(tmp_path / "tcp") == result(tmp_path / "torchrun") == result(tmp_path / "MPICH")
-        return
 
     pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": ""}
     stale = tmp_path / "meet"
     stale.write_text(f"127.0.0.1 {free_port()}")  # of a start that was killed before all had come
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"file://{stale}", "CUDA_VISIBLE_DEVICES": ""}
-    exported = [
-        launch.start_python(*recipe("exported variables"), env={**world, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in "01"
-    ]
-    check(
-        {
-            "torchrun": [launch.start_python(*torchrun, *recipe("torchrun"), env=pet)],
-            "exported variables": exported,
-        },
-        tmp_path,
-        hides_gpus=("torchrun", "exported variables"),
-    )
-    assert not stale.exists()
-
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    cases = [("debug_launcher", 2, "debug_launcher"), ("notebook_launcher", 2, "notebook_launcher")]
-    cases += [("debug_launcher", 1, "one of debug"), ("notebook_launcher", 1, "one of notebook")]
-    calls = json.dumps([(launcher, count, [*map(str, words_of(tmp_path / name))]) for launcher, count, name in cases])
-    alone = launch.start_python(*recipe("python"))
-    notebook = launch.start_python(script, calls, env={"ACCELERATE_USE_CPU": "1"}).finish(240)
-    assert notebook.returncode == 0, notebook.stderr
-    for name in ("debug_launcher", "notebook_launcher"):
-        assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in notebook.stdout
-    assert "1 process, cpu, fp32, started by python\n" in alone.finish().stdout
+    calls = json.dumps([(name, 2, [*map(str, recipe(name)[1:])]) for name in ("debug_launcher", "notebook_launcher")])
 
-    for name in ("Open MPI", "MPICH", "torchrun", "exported variables", "debug_launcher", "notebook_launcher"):
-        assert result(tmp_path / name) == accelerated, name
-    one = result(tmp_path / "python")
-    assert one == result(tmp_path / "one of debug") == result(tmp_path / "one of notebook") != accelerated
+    def exported() -> list[Started]:
+        ranks = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        return [launch.start_python(*recipe("exported variables"), env=rank) for rank in ranks]
+
+    done = launch("multi_cpu", *recipe("accelerated"))
+    assert "fp32, started by accelerate launch\n" in done.stdout, done.stderr
+    accelerated = result(tmp_path / "accelerated")
+    pairs = [
+        {
+            "Open MPI": lambda: [mpi["Open MPI"](2, *recipe("Open MPI"))],
+            "MPICH": lambda: [mpi["MPICH"](2, *recipe("MPICH"))],
+        },
+        {
+            "torchrun": lambda: [launch.start_python("-m", "torch.distributed.run", *recipe("torchrun"), env=pet)],
+            "exported variables": exported,
+        },
+        {"notebook_launcher": lambda: [launch.start_python(script, calls, env={"ACCELERATE_USE_CPU": "1"})]},
+    ]
+    for pair in pairs:
+        for name, launcher in {name: start() for name, start in pair.items()}.items():
+            done = [each.finish(180) for each in launcher]
+            assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
+            text = "".join(each.stdout for each in done)
+            assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
+            is_said = "this machine shows no GPU: the run trains on the CPU\n" in text
+            assert is_said == (name in ("torchrun", "exported variables")), text
+            assert len(result(tmp_path / name)[0]) == 6 and result(tmp_path / name) == accelerated, name
+    assert "started by debug_launcher\n" in text and result(tmp_path / "debug_launcher") == accelerated
+    assert not stale.exists()
 
 
 def test_torchrun_with_a_busy_port_ends_with_one_line(launch) -> None:
@@ -162,40 +118,32 @@ def test_torchrun_with_a_busy_port_ends_with_one_line(launch) -> None:
 
 
 def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> None:
-    started = {
-        "--lr x: must be a number": mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x")),
-        "WORLD_SIZE=3 contradicts Open MPI, which says 2": mpi["Open MPI"](
-            2, CLS, *words_of(tmp_path / "x"), env={"WORLD_SIZE": "3"}
-        ),
-    }
-    for text, each in started.items():
-        done = each.finish()
-        said = [line for line in done.stderr.splitlines() if line.startswith("cls.py: ")]
-        assert done.returncode == 2 and len(said) == 1 and text in said[0], done
+    done = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x")).finish()
+    said = [line for line in done.stderr.splitlines() if line.startswith("cls.py: ")]
+    assert done.returncode == 2 and len(said) == 1, done
+    assert "--lr x: must be a number" in said[0]
     assert not (tmp_path / "x").exists()
 
 
-def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_another_launcher(
-    mpi, run_several, tmp_path
+def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_other_launchers(
+    mpi, forks, tmp_path
 ) -> None:
-    length = ("--max_steps", 150, "--checkpoint_every", 50, "--eval_every", 150)
-    steps = (*length, "--batch_norm", "group", "--norm_batch_size", 4)
-    folder = tmp_path / "runs" / "interrupted"
-    words = [*words_of(tmp_path / "whole", *steps), "--workers", 2]
-    whole = run_several(2, {"whole": words}, as_typed=True)["whole"]
+    steps = ("--max_steps", 60, "--checkpoint_every", 20, "--batch_norm", "group", "--norm_batch_size", 4)
+    steps = (*steps, "--eval_every", 60, "--workers", 1)
+    folder = tmp_path / "interrupted"
 
     def start(name: str) -> Interrupted:
         return Interrupted(mpi[name](2, CLS, *words_of(folder, *steps)), folder)
 
-    def status() -> list[str]:
-        return [json.loads((folder / "status.json").read_text())[name] for name in ("status", "cause")]
-
-    assert start("Open MPI").at_step(20).interrupt("USR1 launcher").gone() == 75
-    assert status() == ["resumable", "SIGUSR1"]
-    assert start("MPICH").at_step(60).interrupt("KILL rank 1").gone() != 0
-    last = start("Open MPI").started.finish()
-    assert last.returncode == 0 and "resum" in last.stdout, last
-    assert result(folder)[1] == result(whole.folder)[1]
+    assert start("Open MPI").at_step(10).interrupt("USR1 launcher").gone() == 75
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1")
+    assert start("MPICH").at_step(30).interrupt("KILL rank 1").gone() != 0
+    for path in (folder, tmp_path / "whole"):
+        ends = [rank.end() for rank in forks.start_ranks(2, *words_of(path, *steps))]
+        assert [end.code for end in ends] == [0, 0], ends
+        assert ("resuming from step" in ends[0].stdout) == (path == folder)
+    assert result(folder)[1] == result(tmp_path / "whole")[1]
 
 
 @pytest.mark.long
@@ -212,16 +160,3 @@ def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) 
     done = [each.finish(240) for each in started]
     assert [each.returncode for each in done] == [0, 0], done
     assert "1 process, cpu" in done[0].stdout and "2 processes on 1 node, cpu (gloo)" in done[1].stdout
-
-
-def test_two_machines_meet_at_the_address_of_mpirun(mpi, accelerated, nodes, tmp_path) -> None:
-    """Nothing is exported. Open MPI starts its daemon on the second machine by a script in place of ssh."""
-    first, second = nodes(2)
-    agent = tmp_path / "agent"
-    agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(second.before)} sh -c "$*"\n')
-    agent.chmod(0o755)
-    before = [*first.before, *mpi["Open MPI"].before, "--mca", "plm_rsh_agent", str(agent), "-H", "node0:1,node1:1"]
-    apart = Mpi(mpi["Open MPI"].home, before)(2, CLS, *words_of(tmp_path / "apart"))
-    done = apart.finish(180)
-    assert "2 processes on 2 nodes, cpu (gloo), fp32, started by Open MPI\n" in done.stdout, done
-    assert result(tmp_path / "apart") == accelerated

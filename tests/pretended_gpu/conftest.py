@@ -1,66 +1,67 @@
 """Fixtures that run recipes on this machine's GPUs, or on pretended ones where there are none."""
 
+import functools
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 
+from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, Started
 from tests.pretended_gpu.build import build, why_not
+from tests.pretended_gpu.run import run_in_fork
 
 
 class Gpus:
-    """Starts scripts on machines with GPUs."""
+    """Starts scripts on GPUs: launched, or as forks of a process that has imported the recipes."""
 
-    def __init__(self, launch: Launcher, real: int, environment: dict[str, str]):
+    def __init__(self, launch: Launcher, real: int, environment: dict[str, str], scratch: Path):
         self.launch, self.real, self.environment = launch, real, environment
+        self.forks = functools.cache(lambda: Forks(scratch, environment))
 
     def at_most(self, devices: int) -> int:
         """That many, or as many as this machine really has."""
         return min(devices, self.real or devices)
 
-    def start(
-        self, config: str, script: str | Path, *words: object, devices: int = 1, gib: object = 16, env=None, **options
-    ) -> Started:
-        """Starts `script` with `accelerate launch` on `devices` GPUs of `gib` GiB each ("16,0.35": the first; all others)."""
-        if self.at_most(devices) < devices:
-            pytest.skip(f"needs {devices} GPUs")
-        flags = [*options.pop("flags", ()), *(("--num_processes", devices) if devices > 1 else ())]
-        least = float(str(gib).split(",")[-1])
+    def start(self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None) -> Started:
+        """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
+        flags = [*flags, *(("--num_processes", devices) if devices > 1 else ())]
         if not self.real:
             script, words = ROOT / "tests/pretended_gpu/run.py", (script, *words)
-            own = {"PRETENDED_GPUS": str(devices), "PRETENDED_GIB": str(gib)}
-        else:  # of a real GPU, only a part may be taken
-            share = min(1.0, least * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-            own = {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"} if least < 16 else {}
-        return self.launch.start(
-            config, script, *words, flags=flags, env=self.environment | own | (env or {}), **options
-        )
+        env = self.environment | self._variables(devices, 16) | (env or {})
+        return self.launch.start(config, script, *words, flags=flags, env=env)
 
-    def __call__(self, *arguments: object, timeout: float = 300, **options) -> str:
-        """Starts a script, waits for its end and expects success; returns its output."""
-        done = self.start(*arguments, **options).finish(timeout)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    def fork(
+        self, script: str | Path, *words: object, devices: int = 1, gib: object = 16, precision="", timeout: float = 300
+    ) -> CompletedProcess[str]:
+        """Runs `script` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
+        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"}
+        main = functools.partial(run_in_fork, [*map(str, (script, *words))], variables)
+        done = self.forks().run_ranks(devices, main, None, timeout)
         assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
-        assert "could not be drawn" not in done.stdout, done.stdout
-        return done.stdout
+        return done
 
-    def python(self, text: str, folder: Path) -> CompletedProcess[str]:
-        """Runs the program `text` in one process on one pretended GPU; writes it to `folder`."""
-        script = folder / "script.py"
-        script.write_text(text)
-        return self.launch.start_python(ROOT / "tests/pretended_gpu/run.py", script, env=self.environment).finish()
+    def _variables(self, devices: int, gib: object) -> dict[str, str]:
+        if self.at_most(devices) < devices:
+            pytest.skip(f"needs {devices} GPUs")
+        if not self.real:
+            return {"PRETENDED_GPUS": str(devices), "PRETENDED_GIB": str(gib)}
+        # Of a real GPU, only a part may be taken.
+        least = float(str(gib).split(",")[-1])
+        share = min(1.0, least * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        return {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"} if least < 16 else {}
 
 
 @pytest.fixture(scope="session")
-def gpus(launch: Launcher) -> Gpus:
-    """`gpus("multi_gpu", "recipes/cls.py", *words, devices=2)` runs a recipe on GPUs and expects success."""
+def gpus(launch: Launcher, tmp_path_factory) -> Gpus:
+    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe; `gpus.fork`."""
+    scratch = tmp_path_factory.mktemp("gpus")
     if torch.cuda.is_available():
-        return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)})
+        return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, scratch)
     if reason := why_not():
         pytest.skip(reason)
-    return Gpus(launch, 0, build())
+    return Gpus(launch, 0, build(), scratch)
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +77,8 @@ def run_on_gpus(run_several, gpus: Gpus):
 
     def run(devices: int, cases, *, precision: str = "", gib: object = 16, script: tuple = (), **options):
         def launch(several, *arguments, timeout):
-            file = ("multi_gpu" if devices > 1 else "single_gpu") + precision
-            done = gpus.start(file, *(script or (several,)), *arguments, devices=devices, gib=gib).finish(timeout)
-            assert "no kernel" not in done.stderr, done.stderr
-            return done
+            words = *(script or (several,)), *arguments
+            return gpus.fork(*words, devices=devices, gib=gib, precision=precision, timeout=timeout)
 
         return run_several(devices, cases, launch=launch, **options)
 

@@ -315,14 +315,6 @@ def batch_norm_gather_stats_with_counts(x, means, inverse_deviations, running_me
 
 
 @kernel
-def batch_norm_gather_stats(x, means, inverse_deviations, running_mean, running_var, momentum, eps, count):
-    counts = torch.full((len(means),), count, dtype=means.dtype)
-    return batch_norm_gather_stats_with_counts(
-        x, means, inverse_deviations, running_mean, running_var, momentum, eps, counts
-    )
-
-
-@kernel
 def batch_norm_backward_reduce(gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias):
     gradient, centred = widened(gradient), widened(x) - per_channel(mean, x)
     total, slope = gradient.sum(over_samples(x)), (gradient * centred).sum(over_samples(x))
@@ -357,65 +349,6 @@ def _softmax_backward_data(gradient, output, dim, input_dtype):
 @kernel
 def _log_softmax_backward_data(gradient, output, dim, input_dtype):
     return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype)
-
-
-def attention(query, key, bias, is_causal, scale):
-    """Probabilities [B, H, queries, keys], their log-sum-exp [B, H, queries], and the scale."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ key.transpose(-2, -1) * scale
-    scores = scores if bias is None else scores + bias
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-    return scores.softmax(-1), scores.logsumexp(-1), scale
-
-
-def refuse_dropout(dropout):
-    if dropout:
-        raise NoKernel("no kernel for dropout inside of attention")
-
-
-def attention_backward(gradient, query, key, value, bias, is_causal, scale):
-    gradient, query, key, value, bias = map(widened, (gradient, query, key, value, bias))
-    p, _, scale = attention(query, key, bias, is_causal, scale)
-    of_p = gradient @ value.transpose(-2, -1)
-    of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True))
-    of_query, of_key = of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale
-    return of_query, of_key, p.transpose(-2, -1) @ gradient, of_scores
-
-
-@kernel
-def _scaled_dot_product_flash_attention(
-    query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None
-):
-    refuse_dropout(dropout)
-    p, sums, _ = attention(widened(query), widened(key), None, is_causal, scale)
-    return p @ widened(value), sums, *[None] * 7
-
-
-@kernel
-def _scaled_dot_product_flash_attention_backward(
-    gradient, query, key, value, out, sums, _, __, most_queries, most_keys, dropout, is_causal, *seeds, scale=None
-):
-    return attention_backward(gradient, query, key, value, None, is_causal, scale)[:3]
-
-
-@kernel
-def _scaled_dot_product_efficient_attention(
-    query, key, value, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None
-):
-    refuse_dropout(dropout)
-    p, _, _ = attention(*map(widened, (query, key, bias)), is_causal, scale)
-    # The log-sum-exp has a padded shape; the backward pass computes its own.
-    return p @ widened(value), None, None, None
-
-
-@kernel
-def _scaled_dot_product_efficient_attention_backward(
-    gradient, query, key, value, bias, out, sums, seed, offset, dropout, needed, is_causal=False, *, scale=None
-):
-    *of_inputs, of_scores = attention_backward(gradient, query, key, value, bias, is_causal, scale)
-    of_bias = of_scores.sum_to_size(bias.shape) if bias is not None and needed[3] else None
-    return *of_inputs, of_bias
 
 
 @kernel
@@ -459,7 +392,8 @@ compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
 
 
 def setup() -> None:
-    """Replaces what the runtime can't pretend: compiled kernels, and cuDNN's attention, which is made of its graphs."""
+    """Replaces what the runtime can't pretend: compiled kernels, and those of attention by plain operators."""
     runtime.pretended_strict()
     torch._TorchCompileInductorWrapper.__call__ = compiler
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    for kind in ("cudnn", "flash", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)

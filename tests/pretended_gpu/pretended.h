@@ -9,10 +9,6 @@
 #include <unistd.h>
 #include "cuda_runtime_api.h"
 
-/* Allocates and frees memory of the current device. */
-cudaError_t pretended_take(void **at, size_t size);
-cudaError_t pretended_give(void *at);
-
 /* A dummy handle, which torch only passes back. */
 void *pretended_handle(void);
 

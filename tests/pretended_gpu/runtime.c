@@ -3,8 +3,7 @@
    LD_PRELOAD loads it before torch's CUDA build, which then finds these functions instead of NVIDIA's. kernels.py computes what
    each operator of torch would have launched. Environment variables:
    PRETENDED_GPUS      number of devices (1)
-   PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others
-   PRETENDED_STALL_MS  least duration of a wait of the host for an event, to imitate a busy device */
+   PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others */
 #include "pretended.h"
 #include <sys/mman.h>
 #include <time.h>
@@ -117,13 +116,12 @@ typedef struct block {
 static block *blocks;
 static size_t used[64];
 
-/* Read once: getenv may fail in a thread while the program changes its environment. */
-static int device_count = 1, stall_ms;
+/* Read once, and by a fork again: getenv may fail in a thread while a program changes its environment. */
+static int device_count = 1;
 static double first_gib = 16, other_gib = 16;
-__attribute__((constructor)) static void read_environment(void) {
-  const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB"), *stall = getenv("PRETENDED_STALL_MS");
+__attribute__((constructor)) void pretended_read_environment(void) {
+  const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB");
   if (count) device_count = atoi(count);
-  if (stall) stall_ms = atoi(stall);
   if (!gib) return;
   const char *others = strchr(gib, ',');
   first_gib = atof(gib);
@@ -191,21 +189,16 @@ static int where_is(const void *at) {
   pthread_mutex_unlock(&lock);
   return where;
 }
-cudaError_t pretended_take(void **at, size_t size) { return take(at, size, current); }
-cudaError_t pretended_give(void *at) {
+static cudaError_t give(void *at) {
   block was = forget(at);
   if (was.size) munmap(at, was.size);
   if (was.size && was.where >= 0) vacate(was.where, was.size);
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void **at, size_t size) { return take(at, size, current); }
-cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t stream) { return take(at, size, current); }
 cudaError_t cudaHostAlloc(void **at, size_t size, unsigned flags) { return take(at, size, PINNED); }
-cudaError_t cudaFree(void *at) { return pretended_give(at); }
-cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) { return pretended_give(at); }
-cudaError_t cudaFreeHost(void *at) { return pretended_give(at); }
-cudaError_t cudaHostRegister(void *at, size_t size, unsigned flags) { note(at, size, PINNED); return 0; }
-cudaError_t cudaHostUnregister(void *at) { forget(at); return 0; }
+cudaError_t cudaFree(void *at) { return give(at); }
+cudaError_t cudaFreeHost(void *at) { return give(at); }
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
   *total = capacity(current);
   *free = *total - used[current];
@@ -276,28 +269,9 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMe
   copy("cudaMemcpyAsync", to, from, size, stream);
   return 0;
 }
-cudaError_t cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t size, cudaStream_t stream) {
-  wait_for(stream);
-  memmove(to, from, size);
-  return 0;
-}
-cudaError_t cudaMemcpy2DAsync(void *to, size_t stride, const void *from, size_t pitch, size_t width, size_t height,
-                              enum cudaMemcpyKind kind, cudaStream_t stream) {
-  for (size_t row = 0; row < height; row++)
-    copy("cudaMemcpy2DAsync", (char *)to + row * stride, (char *)from + row * pitch, width, stream);
-  return 0;
-}
-cudaError_t cudaMemset(void *at, int value, size_t size) { memset(at, value, size); return 0; }
 cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) {
   wait_for(stream);
   memset(at, value, size);
-  return 0;
-}
-/* Constants of kernels, which no kernel reads. */
-cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, enum cudaMemcpyKind kind) { return 0; }
-cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) {
-  static char constants[1 << 20];
-  *at = constants;
   return 0;
 }
 
@@ -314,8 +288,6 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; return 0; }
-cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", device + 1); return 0; }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
   switch ((int)attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
@@ -376,11 +348,9 @@ static cudaError_t new_stream(cudaStream_t *stream) {
   pthread_mutex_unlock(&order);
   return 0;
 }
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { return new_stream(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return new_stream(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return new_stream(stream); }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return 0; }
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return 0; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *is) { *is = cudaStreamCaptureStatusNone; return 0; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes,
@@ -394,7 +364,6 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
   return 0;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return is_done(of(stream), of(stream)->queued); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   wait_until(event->stream, event->queued);
   return 0;
@@ -429,21 +398,10 @@ cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(event->stream, ev
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   waits("cudaEventSynchronize");
   wait_until(event->stream, event->queued);
-  if (stall_ms) usleep(1000 * stall_ms);
   return 0;
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
   *milliseconds = (to->at.tv_sec - from->at.tv_sec) * 1e3 + (to->at.tv_nsec - from->at.tv_nsec) / 1e6;
-  return 0;
-}
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-  wait_for(stream);
-  function(data);
-  return 0;
-}
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-  wait_for(stream);
-  function(stream, cudaSuccess, data);
   return 0;
 }
 
@@ -495,7 +453,6 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *are, const void *fu
   are->maxDynamicSharedSizeBytes = 49152;
   return 0;
 }
-cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value) { return 0; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads, size_t shared,
                                                                    unsigned flags) {
   *blocks = 2;
@@ -516,12 +473,8 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flag
 int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxGetDevice(int *device) { *device = current; return 0; }
-int cuCtxGetLimit(size_t *value, int limit) { *value = 1 << 20; return 0; }
-int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
-int cuModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void *values) { *module = pretended_handle(); return 0; }
-int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
@@ -529,15 +482,9 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
   return 0;
 }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
-int cuFuncSetCacheConfig(void *function, int cache) { return 0; }
 int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
-int cuPointerGetAttribute(void **value, int attribute, void *at) { *value = at; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
-int cuOccupancyMaxActiveClusters(int *clusters, void *function, void *how) { *clusters = 1; return 0; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) { *blocks = 2; return 0; }
-int cuTensorMapEncodeTiled() { return 0; }
-int cuTensorMapEncodeIm2col() { return 0; }
 
 /* torch looks up functions of the driver by name. Looking up a missing one succeeds; calling it is an error. */
 static const char *lacking[64]; /* numbered in octal below */

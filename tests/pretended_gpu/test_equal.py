@@ -25,9 +25,9 @@ IS_REAL = torch.cuda.is_available()
 EXACT = 1e-8 if IS_REAL else 1e-10
 REPEATS = "--deterministic" if IS_REAL else ""  # a pretended GPU repeats its bits without
 
-STEPS, HALF = 4, 2
+STEPS, HALF = 3, 2
 SHORT = f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every {HALF}"
-CLS = f"{SHORT} --global_batch_size 16 --val_share 0.05 --lr 2e-3"
+CLS = f"{SHORT} --global_batch_size 16 --val_share 0.02 --lr 2e-3"
 VARIED = "--mixup 0.2 --cutmix 1 --random_erasing 0.3 --color_jitter 0.3 --ema_decay 0.9 --clip 1"
 DET = (
     f"{SHORT} --global_batch_size 4 --model test_resnet --levels 3-4 "
@@ -36,7 +36,7 @@ DET = (
 FLOAT64 = {
     "global": f"{CLS} {VARIED} {REPEATS} --batch_norm global --label_smoothing 0.1 --channels_last",
     "group": f"{CLS} {VARIED} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 4 --grad_checkpointing",
-    "vit": f"{CLS} {VARIED} --model test_vit --drop_path 0.2 --max_micro_batch_size 4 --grad_checkpointing",
+    "vit": f"{CLS} {VARIED} --model test_vit --drop_path 0.2",
     "decoded": f"{CLS} --decode device --batch_norm frozen --image_size 32 --crop_scale 0.5",
     "fcos": f"{DET} --lr 2e-3 --detector fcos --batch_norm global --drop_path 0.1 --photometric 0.3",
     # Only in the long tests.
@@ -95,28 +95,28 @@ def words(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str, Outcome]]:
-    """Runs each case on two GPUs and on the CPU, in the long tests also on one GPU; one launch each.
+    """Runs each case on two GPUs and on the CPU.
 
-    The first case is also resumed from its middle: on the GPUs and on the CPU from the GPUs' checkpoint, in the long tests on
-    one GPU from the CPU's. A machine with one real GPU runs on that one what others run on two.
+    The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs' checkpoint. A
+    machine with one real GPU runs on that one what others run on two.
     """
     many = gpus.at_most(2)
     cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}
     compiled = {"compiled": f"{cases['group']} --compile"} if thorough else {}
-    hooks = {f"hook {name}": f"{cases['vit']} --comm_hook {name}" for name in HOOKS if thorough or name == "bf16"}
+    hooks = {
+        f"hook {name}": f"{cases['vit']} --max_steps 2 --comm_hook {name}"
+        for name in HOOKS
+        if thorough or name == "bf16"
+    }
 
     def all_of(place: str, more: dict[str, str]) -> dict[str, list[object]]:
         return {name: words(name, flags, place) for name, flags in (cases | more).items()}
 
-    def resumed(place: str) -> dict[str, str]:
-        half = words("global", cases["global"], place)[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
-        return {f"from {place}": f"{cases['global']} --resume {half}"}
-
+    half = words("global", cases["global"], "gpus")[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
+    resumed = {"from gpus": f"{cases['global']} --resume {half}"}
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
-    results = {"gpus": run_on_gpus(many, all_of("gpus", resumed("gpus") | hooks | compiled), **options)}
-    results["cpu"] = run_several(1, all_of("cpu", resumed("gpus")), **options)
-    if thorough and many > 1:
-        results["gpu"] = run_on_gpus(1, all_of("gpu", resumed("cpu")), **options)
+    results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | hooks | compiled), **options)}
+    results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
     for outcomes in results.values():
         assert not {name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"}
     return results
@@ -160,14 +160,6 @@ def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
     assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FLOAT64)
-def test_one_gpu_trains_and_evaluates_what_the_cpu_does(name: str, runs) -> None:
-    if "gpu" not in runs:
-        pytest.skip("the other tests have done so on the only GPU")
-    assert_equal(runs["cpu"][name], runs["gpu"][name])
-
-
 def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
@@ -177,16 +169,10 @@ def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
     assert_equal(runs["cpu"]["global"], runs["cpu"]["from gpus"], HALF)
 
 
-@pytest.mark.long
-def test_a_checkpoint_of_the_cpu_is_resumed_on_a_gpu(runs) -> None:
-    if "gpu" not in runs:
-        pytest.skip("needs two GPUs")
-    assert_equal(runs["cpu"]["global"], runs["gpu"]["from cpu"], HALF)
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "bf16")) for name in HOOKS])
 def test_gradients_that_are_compressed_on_their_way_train_nearly_the_same(name: str, runs) -> None:
     plain, hooked = (runs["gpus"][case].column("train/loss") for case in ("vit", f"hook {name}"))
+    plain = plain[: len(hooked)]
     if HOOKS[name]:
         np.testing.assert_allclose(hooked, plain, rtol=HOOKS[name])
     assert np.isfinite(hooked).all() and not np.allclose(hooked, plain, rtol=1e-12, atol=0)
@@ -206,7 +192,7 @@ def test_a_detector_that_has_learnt_finds_the_same_on_gpus(run_several, gpus, ru
 
 # ---- Half precision
 
-PRECISIONS = [(1, "_bf16"), (2, "_fp16"), (1, ""), (2, ""), (1, "_fp16"), (2, "_bf16")]
+PRECISIONS = [(1, "bf16"), (2, "fp16"), (2, "")]
 ROUNDED = {  # with data workers, a tracker and plots, as users run them
     "resnet": f"{CLS} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8 --workers 2 --tracker wandb {VARIED} "
     f"{REPEATS}",
@@ -214,16 +200,17 @@ ROUNDED = {  # with data workers, a tracker and plots, as users run them
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }
 # For the first loss, which differs in the last bits of the type, and for all: batch norm and Adam amplify that step by step.
-TOLERANCE = {"_bf16": (2**-7, 2**-5), "_fp16": (2**-10, 2**-5), "": (1e-5, 4e-4)}
+TOLERANCE = {"bf16": (2**-7, 2**-5), "fp16": (2**-10, 2**-5), "": (1e-5, 4e-4)}
 if IS_REAL:
-    TOLERANCE[""] = TOLERANCE["_fp16"]  # TF32 has as many digits
+    TOLERANCE[""] = TOLERANCE["fp16"]  # TF32 has as many digits
 
 
 @pytest.fixture(scope="module")
-def exact(run_several, words) -> dict[str, Outcome]:
+def exact(run_several, words, thorough) -> dict[str, Outcome]:
     """The same runs in float64 on the CPU."""
     flags = {name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()}
-    return run_several(1, {name: words(name, flags[name], "exact") for name in ROUNDED}, as_typed=True)
+    names = [*ROUNDED] if thorough else ["resnet"]
+    return run_several(1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True)
 
 
 @pytest.mark.parametrize(
@@ -232,11 +219,11 @@ def exact(run_several, words) -> dict[str, Outcome]:
 def test_runs_in_any_precision_train_evaluate_draw_and_resume(devices, precision, run_on_gpus, words, exact) -> None:
     """Losses stay as close to float64 as the precision allows over a few steps."""
     place = f"{devices}{precision}"
-    cases = {name: words(name, flags, place) for name, flags in ROUNDED.items()}
+    cases = {name: words(name, ROUNDED[name], place) for name in exact}
     half = cases["resnet"][-1] / "resnet" / "checkpoints" / f"step_{HALF:08d}"
     cases["resumed"] = words("resumed", f"{ROUNDED['resnet']} --resume {half}", place)
     runs = run_on_gpus(devices, cases, precision=precision, as_typed=True, pictures=True)
-    for name in ROUNDED:
+    for name in exact:
         assert runs[name].outcome == "ok" and "could not be drawn" not in runs[name].stdout, runs[name].stdout
         assert {"eval/count", "eval/loss" if name != "fcos" else "eval/AP"} <= runs[name].rows[-1].keys()
         first, later = TOLERANCE[precision]
@@ -254,7 +241,7 @@ def test_runs_in_any_precision_train_evaluate_draw_and_resume(devices, precision
 
 @pytest.mark.long
 @pytest.mark.skipif(not IS_REAL, reason="a pretended GPU takes hours")
-@pytest.mark.parametrize("precision", ["", "_bf16", "_fp16"])
+@pytest.mark.parametrize("precision", ["", "bf16", "fp16"])
 @pytest.mark.parametrize(
     "preset, metric, promised, gpus_at_most", [("digits", "top1", 0.98, 16), ("det_digits", "AP50", 0.9, 2)]
 )

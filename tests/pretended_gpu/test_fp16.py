@@ -19,7 +19,6 @@ CASES = {
     "compressed": "cls --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
     "diverged": "cls --opt sgd --lr 1e6",
     "detected": f"det --opt momentum {SMALL}",
-    "detected_resumed": f"det --opt momentum {SMALL} --resume RUNS/detected/checkpoints/step_00000001",
 }
 
 
@@ -36,7 +35,7 @@ def runs(gpus, run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
         size = {"cls": 8, "det": 2}[recipe]
         cases[name] = [f"recipes/{recipe}.py", *words, "--data", folder / recipe, "--global_batch_size", size]
     script = "tests/pretended_gpu/overflowing.py", "1,3"
-    return run_on_gpus(gpus.at_most(2), cases, precision="_fp16", script=script)
+    return run_on_gpus(gpus.at_most(2), cases, precision="fp16", script=script)
 
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "detected"])
@@ -59,10 +58,9 @@ def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overfl
         torch.testing.assert_close(fused.tensors(file), unfused.tensors(file))
 
 
-@pytest.mark.parametrize("name, resumed", [("fused", "resumed"), ("detected", "detected_resumed")])
-def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs, name, resumed):
+def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs):
     """Weights, momentum, loss scale and its growth counter, rows."""
-    whole, again = runs[name], runs[resumed]
+    whole, again = runs["fused"], runs["resumed"]
     assert len(again.rows) < len(whole.rows)
     for file in ("model", "optimizer"):
         assert identical(whole.tensors(file), again.tensors(file))
@@ -77,40 +75,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_gradients_overflow_in_th
     assert run.outcome == "refused"
     assert run.text.startswith("step 3: the loss of the samples at positions 16, 17, ")
     assert run.text.endswith("take a bf16 config: beyond 65,504 fp16 is infinite")
-
-
-HALF = """
-import torch
-
-def half(*shape):
-    return torch.full(shape, 300.0, device="cuda", dtype=torch.float16)
-
-linear, conv = torch.nn.Linear(2, 3).cuda().half(), torch.nn.Conv2d(2, 3, 1).cuda().half()
-with torch.no_grad():
-    for parameter in [*linear.parameters(), *conv.parameters()]:
-        parameter.fill_(300)
-results = {
-    "mul": half(2) * half(2),
-    "add_": (half(2) * 200).add_(half(2) * 200),
-    "mm": half(2, 2) @ half(2, 2),
-    "sum": half(300).sum(),
-    "linear": linear(half(4, 2)),
-    "conv": conv(half(1, 2, 4, 4)),
-    "to": torch.full((2,), 65520.0, device="cuda").half(),
-}
-x = half(2).requires_grad_()
-(x.float() * 1e30).sum().backward()
-results["gradient"] = x.grad
-for name, result in results.items():
-    assert result.dtype == torch.float16 and result.isinf().all(), (name, result)
-assert torch.full((2,), 65519.0, device="cuda").half().isfinite().all()
-assert (half(2) * 200).max().item() == 60000 and half(300).mean().item() == 300
-assert (torch.full((2,), 1e-4, device="cuda").half() * 1e-3).max().item() > 0  # a subnormal number in half precision
-print("half overflows")
-"""
-
-
-def test_results_of_kernels_in_half_precision_overflow_as_on_a_gpu(gpus, tmp_path):
-    """Results beyond 65,504 are infinite; inside a kernel numbers are wider, as in most kernels of a GPU."""
-    done = gpus.python(HALF, tmp_path)
-    assert done.stdout == "half overflows\n", done.stdout + done.stderr

@@ -18,16 +18,14 @@ from tests.recipes.copied import copy
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
 
-WAITING = """A step that waits: torch sees the first line; the second it is told not to wait for, but memory is not pinned.
+WAITING = """Two waits: torch sees the first; the second is of memory that is not pinned. Logs do not wait.
+@@
+                 run.backward(losses)  # gradients are sent with the last micro-batch
++                run.log({"train/squared": losses.detach() ** 2, "train/own": 0.5})
 @@
 +            print(losses.mean().item())
 +            torch.ones(3).to(accelerator.device, non_blocking=True)
              run.end_step(grad_norm)
-"""
-LOGGING = """Numbers of one's own.
-@@
-                 run.backward(losses)  # gradients are sent with the last micro-batch
-+                run.log({"train/squared": losses.detach() ** 2, "train/own": 0.5})
 """
 # Waits that torch does not report: for events of earlier steps, which have passed, and for nvJPEG's work on its own stream.
 REPORT = {"cudaEventSynchronize run/step_reports.py": 1}
@@ -48,8 +46,7 @@ def count(gpus, tmp_path_factory):
         commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
         file = folder / "CASES.json"
         file.write_text(json.dumps(commands))
-        config = "multi_gpu" if devices > 1 else "single_gpu"
-        done = gpus.start(config, "tests/host_waits.py", file, devices=devices).finish(400)
+        done = gpus.fork("tests/host_waits.py", file, devices=devices)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
         return {
@@ -105,22 +102,14 @@ def check_all(found):
 
 
 def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
-    check_all(count(of_cls("groups", "decoded on the device") | of_det("fcos", "faster_rcnn")))
+    check_all(count(of_cls("groups", "decoded on the device") | of_det("faster_rcnn")))
 
 
 def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
-    """Also with numbers that a copied recipe logs. A wait is reported with its line."""
-    cases = {
-        name: (copy(tmp_path / name / "cls.py", diff), *CLS["varied"])
-        for name, diff in {"logging": LOGGING, "waiting": WAITING}.items()
-    }
-    found = count(cases, devices=2)
-    for name, steps in found.items():  # in its first ten steps DDP reads timing events
-        timed = {f"cudaEventSynchronize {name}/cls.py, parallel/distributed.py": 8}
-        if name == "waiting":
-            check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
-        else:
-            check(steps, {}, timed)
+    """Also with numbers that a copied recipe logs: only the waits that were added are there."""
+    steps = count({"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2)["waiting"]
+    timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}  # by DDP in its first ten steps
+    check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
 
 
 @pytest.mark.long

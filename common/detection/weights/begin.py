@@ -24,7 +24,7 @@ _HEADS |= {"cls_logits", "denoising_class_embed"}
 
 def read_once(source: str) -> Weights:
     """The weights of a source. A collective: the first process of each machine goes ahead, and downloads them."""
-    with main_process_first(f"reading {source}", local=True):
+    with main_process_first(f"reading {source}"):
         return read(source)
 
 
