@@ -13,7 +13,7 @@ from tqdm import tqdm
 from common.errors import printable
 from common.run.folder import RunFolder
 from common.run.progress import display_name, of_exported
-from common.run.tracking import Example, Tracker
+from common.run.tracking import BoxedImage, Tracker
 
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
@@ -109,12 +109,12 @@ class RunLog:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, step: int, pictures: dict, examples: Sequence[Example] | None = None) -> None:
-        """Send image files of `step` (key -> path) to the dashboard, and images with boxes or labels if there are any."""
+    def pictures(self, step: int, pictures: dict, boxed: Sequence[BoxedImage] | None = None) -> None:
+        """Send image files of `step` (key -> path) to the dashboard, and images with boxes if there are any."""
         if self._tracker:
             self._tracker.images(step, pictures)
-            if examples:
-                self._tracker.examples(step, examples)
+            if boxed:
+                self._tracker.boxes(step, boxed)
 
     def _show(self, row: dict) -> None:
         results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})

@@ -166,22 +166,16 @@ body { margin: 0; background: Canvas; color: CanvasText; font: 15px/1.5 system-u
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 p { margin: 6px 0; overflow-wrap: anywhere; }
-.soft, figcaption, .tile span, .facts th, svg text { color: var(--soft); fill: var(--soft); font-size: 13px; font-weight: 400; }
+.soft, figcaption, .tile span, .facts th { color: var(--soft); font-size: 13px; font-weight: 400; }
 .status { padding: 2px 12px; border-radius: 99px; border: 1px solid; font-weight: 600; }
 .finished { color: var(--c2); } .failed { color: var(--c1); } .resumable, .running, .unknown { color: var(--c3); }
-.tiles, .charts, .pictures { display: grid; gap: 14px 24px; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); }
+.tiles, .pictures { display: grid; gap: 14px 24px; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); }
 .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 20px 0; }
 .tile, section { border: 1px solid var(--line); border-radius: 10px; padding: 12px 18px; margin: 16px 0; }
 .tile { margin: 0; } .tile b { display: block; font-size: 21px; overflow-wrap: anywhere; }
 figure { margin: 0; } .wide { grid-column: 1 / -1; }
 figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; }
 figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: space-between; }
-.keys i { display: inline-block; width: 14px; height: 3px; margin: 0 6px 3px 12px; }
-i.c0 { background: var(--c0); } i.c1 { background: var(--c1); } i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
-svg { width: 100%; height: auto; } .grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
-.line { fill: none; stroke-width: 1.8; } .pale { opacity: .3; stroke-width: 1; }
-.line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
-.dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); } .dot.c3 { fill: var(--c3); }
 .scroll { overflow-x: auto; } .long { max-height: 560px; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -192,5 +186,5 @@ td { overflow-wrap: anywhere; } .number { text-align: right; white-space: nowrap
 th button { all: unset; cursor: pointer; } th button::after { content: " ↕"; }
 [aria-sort=ascending] button::after { content: " ↑"; } [aria-sort=descending] button::after { content: " ↓"; }
 pre { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 520px) { .charts, .pictures { grid-template-columns: 1fr; } }
+@media (max-width: 520px) { .pictures { grid-template-columns: 1fr; } }
 """

@@ -7,6 +7,7 @@ one step, so that a viewer never sees half of it.
 import io
 import json
 import math
+import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over window
 
 
 def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
-    """Draws the loss, the leading metric and the learning rate of `folder/metrics.jsonl`.
+    """Draws the loss and its parts, the leading metric and the learning rate of `folder/metrics.jsonl`.
 
     Incomplete lines, missing keys and values that are not finite are skipped.
 
@@ -55,6 +56,9 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     draw_line(loss, rows, "train/loss", "training", BLUE)
     draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
     draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
+    parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
+    for number, key in enumerate(parts):
+        draw_line(loss, rows, key, key.removeprefix("train/loss_"), f"C{number}", style=":")
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
     scale, unit = (100, " (%)") if is_share(metric) else (1, "")
     if metric == "AP":

@@ -1,4 +1,4 @@
-"""Profiling: records some steps with torch.profiler, and measures the idle time in and between them.
+"""Profiling: records some steps with torch.profiler, and measures the idle time in them.
 
 The trace names each step, and the phases that a process notes in `watchdog`, such as waiting for data. On a GPU, kernels
 count as work. Without a GPU, operators on the training thread do, except those that are part of waiting for data.
@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,31 +24,21 @@ from common.errors import Refused
 _STEP, _PHASE = "step ", "phase: "  # prefixes of names in a trace
 WAITING_FOR_DATA = "waiting for data"  # the phase that common/data/loader.py notes
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
 class IdleTime:
-    """Time without work in a trace, in milliseconds."""
+    """Time without work in the steps of a trace. What is between two steps, such as an evaluation, does not count."""
 
     steps: tuple[int, ...]
     step_ms: float  # median
-    # From the last work of a step to the first of the next; left out if there is other work between, such as an evaluation.
-    between_ms: tuple[float, ...]
-    phase: str  # the phase that takes most of the longest time between two steps
-    within_ms: float  # the longest time without work in a step
+    share: float  # of the time of the steps
+    longest_ms: float
+    phase: str  # the phase that takes most of the longest
 
     def __str__(self) -> str:
-        parts = [f"{self.step_ms:.1f} ms a step"]
-        if self.between_ms:
-            parts.append(
-                f"between steps no work for {self._share(statistics.median(self.between_ms))}, for at most "
-                f"{self._share(max(self.between_ms))}, most of that {self.phase}"
-            )
-        return "; ".join([*parts, f"within a step for at most {self._share(self.within_ms)}"])
-
-    def _share(self, time_ms: float) -> str:
-        return f"{time_ms:.2f} ms ({100 * time_ms / self.step_ms:.2f} % of a step)"
+        longest = f"{self.longest_ms:.2f} ms, most of that {self.phase}"
+        return f"{self.step_ms:.1f} ms a step, idle for {100 * self.share:.2f} % of it, for at most {longest}"
 
 
 class Profile:
@@ -135,67 +126,52 @@ def idle_time_of(trace: Path) -> IdleTime:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     marks = [event for event in events if event.get("cat") == "user_annotation"]
     marked = sorted((event for event in marks if event["name"].startswith(_STEP)), key=lambda event: event["ts"])
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in marked]  # microseconds, as all times below
-    work = _on_device(events) or _on_thread(events, marks, marked[0]["tid"])
-    starts = [start for start, _ in spans]
-    between, within, longest = [], 0.0, (0.0, 0.0)
-    before, busy_until = None, 0.0  # the step of the last work, and when all work so far was done
-    for asked, began, duration in sorted(work, key=lambda event: event[1]):
-        step = bisect.bisect(starts, asked) - 1  # the step that launched it, whenever it ran
-        step = step if step >= 0 and asked < spans[step][1] else None  # launched between two steps
-        idle = began - busy_until
-        if None not in (step, before) and step == before + 1:
-            longest = max(longest, (busy_until, began), key=lambda span: span[1] - span[0])
-            between.append(max(0.0, idle) / 1e3)
-        elif step is not None and step == before:
-            within = max(within, idle)
-        before, busy_until = step, max(busy_until, began + duration)
+    steps = [_span(event) for event in marked]  # microseconds, as all times below
+    gaps, busy_until = [], None
+    for begin, end in sorted(map(_span, _work(events, marks, marked[0]["tid"]))):
+        if busy_until is not None and begin > busy_until:
+            gaps.append((sum(_overlap((busy_until, begin), step) for step in steps), (busy_until, begin)))
+        busy_until = max(end, busy_until or end)
+    longest, where = max(gaps, default=(0.0, (0.0, 0.0)))
+    durations = [end - begin for begin, end in steps]
     return IdleTime(
         steps=tuple(int(event["name"].removeprefix(_STEP)) for event in marked),
-        step_ms=statistics.median(end - start for start, end in spans) / 1e3,
-        between_ms=tuple(between),
-        phase=_phase_of(marks, longest),
-        within_ms=within / 1e3,
+        step_ms=statistics.median(durations) / 1e3,
+        share=sum(idle for idle, _ in gaps) / sum(durations),
+        longest_ms=longest / 1e3,
+        phase=_phase_of(marks, where),
     )
 
 
-def _on_device(events: list[dict]) -> list[tuple[float, float, float]]:
-    """Of each kernel and copy on a GPU: when the host launched it, when it began and how long it took."""
-    asked = {
-        event["args"]["correlation"]: event["ts"]
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
-    return [
-        (asked[event["args"]["correlation"]], event["ts"], event["dur"])
-        for event in events
-        if event.get("cat") in _ON_DEVICE and event.get("args", {}).get("correlation") in asked
-    ]
-
-
-def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float, float]]:
-    """The same of each operator on a thread, except those that are part of waiting for data."""
-    loading = sorted(
-        (mark["ts"], mark["ts"] + mark["dur"]) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA
-    )
-    began = [start for start, _ in loading]
+def _work(events: list[dict], marks: list[dict], thread: int) -> list[dict]:
+    """Kernels and copies on a GPU; without any, operators on a thread but those that are part of waiting for data."""
+    if on_device := [event for event in events if event.get("cat") in _ON_DEVICE]:
+        return on_device
+    loading = sorted(_span(mark) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA)
+    began = [begin for begin, _ in loading]
     operators = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread]
     return [
-        (event["ts"], event["ts"], event["dur"])
+        event
         for event in operators
         if not (place := bisect.bisect(began, event["ts"])) or event["ts"] >= loading[place - 1][1]
     ]
 
 
+def _span(event: dict) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
 def _phase_of(marks: list[dict], span: tuple[float, float]) -> str:
     """The phase that takes most of a time span."""
-    shares: dict[str, float] = {}
+    shares: Counter[str] = Counter()
     for event in marks:
         if event["name"].startswith(_PHASE):
-            share = min(span[1], event["ts"] + event["dur"]) - max(span[0], event["ts"])
-            name = event["name"].removeprefix(_PHASE)
-            shares[name] = shares.get(name, 0.0) + max(0.0, share)
-    return max(shares, key=shares.get, default="")
+            shares[event["name"].removeprefix(_PHASE)] += _overlap(span, _span(event))
+    return max(shares, key=shares.__getitem__, default="")
 
 
 def _open(name: str) -> record_function:

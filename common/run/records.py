@@ -190,13 +190,13 @@ class Records:
         if self._folder and not self._folder.lost:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
-                examples = function(*arguments, path)
+                boxed = function(*arguments, path)
                 if letters := fonts.missing():
                     self.log.say(
                         f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
                         "Noto Sans CJK (Debian: fonts-noto-cjk)"
                     )
-                self.log.pictures(self.progress.step or 1, {name: path}, examples)  # the first batch is step 1's
+                self.log.pictures(self.progress.step or 1, {name: path}, boxed)  # the first batch is step 1's
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             if self.progress.step:  # before that, data workers are starting

@@ -78,7 +78,7 @@ class Shutdown:
     def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
         """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.
 
-        Does nothing except on the main process. `draw` makes the plots of a finished run. `goes_on`: the launcher
+        Does nothing except on the main process. `draw` makes the plots of a run that has not failed. `goes_on`: the launcher
         starts this process again.
         """
         if not self._folder:
@@ -94,7 +94,7 @@ class Shutdown:
             self._folder.check()
         try:
             self._log.flush()
-            if status == "finished":
+            if status != "failed":
                 draw()
             self._log.summary(self._records.summary())
             where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
