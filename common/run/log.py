@@ -22,7 +22,10 @@ class RunLog:
     """The log of one run. `folder` is None on every process except the main one."""
 
     def __init__(self, folder: RunFolder | None):
-        self._folder, self._bar, self._tracker = folder, None, None
+        self._folder = folder
+        self._bar: tqdm | None = None
+        self._tracker: Tracker | None = None
+        self._pace_from: tuple[float, int] | None = None  # time and step of the first row
         self._row: dict = {}
         self._failure: OSError | None = None
         self._line_at = 0.0
@@ -46,7 +49,7 @@ class RunLog:
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts after the first step."""
-        self._tracker, self._total, self._pace_from = tracker, total, None
+        self._tracker, self._total = tracker, total
         if self._folder and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -73,7 +76,8 @@ class RunLog:
                 self._folder.row(row)
             except OSError as error:
                 self._failure = error
-        self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+        if self._tracker:
+            self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
         self._show(row)
 
     @property

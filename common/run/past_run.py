@@ -13,8 +13,8 @@ from typing import Any
 
 from common.errors import Refused
 from common.files import MEDIUM, SMALL, open_regular, read_yaml
-from common.run.folder import read_json
-from common.run.plots import finite, read_rows
+from common.run.folder import read_json, read_rows
+from common.run.plots import finite
 from common.run.progress import Progress, metric_of, of_exported
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
@@ -66,7 +66,7 @@ class PastRun:
 
     @cached_property
     def rows(self) -> list[dict]:
-        return list(read_rows(self.path / "metrics.jsonl"))
+        return read_rows(self.path / "metrics.jsonl")
 
     @cached_property
     def leading(self) -> str:

@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,8 @@ class Profile:
     def __init__(self, first: int, last: int, run: Path, say: Callable[[str], None]):
         self._first, self._last, self._run, self._say = first, last, run, say
         self._profiler: profile | None = None
-        self._step_mark = self._phase_mark = None  # open marks of the trace
+        self._step_mark: record_function | None = None  # these marks of the trace are open
+        self._phase_mark: record_function | None = None
         self._steps: list[int] = []  # recorded so far
 
     def skip(self, done: int) -> None:
@@ -66,7 +66,7 @@ class Profile:
                 self._profiler = _profiler()
                 self._profiler.prepare_trace()  # one step earlier, if possible: it takes time
             if step >= self._first:
-                self._begin(step)
+                self._begin(step, self._profiler)
 
     def after(self) -> None:
         """Must be called after each step, so that an evaluation or a checkpoint does not count as part of it."""
@@ -77,7 +77,7 @@ class Profile:
     def end(self) -> None:
         """Write the trace and log the idle time. A collective; does nothing if nothing was recorded."""
         profiler, self._profiler = self._profiler, None
-        if not self._steps:
+        if not (self._steps and profiler):
             return
         watchdog.note("writing the profile")
         watchdog.listen(None)
@@ -99,9 +99,9 @@ class Profile:
             where = path if world_size() == 1 else path.with_name(f"{name}_rank*.json.gz")
             self._say(f"profile: {idle}; {where} opens in ui.perfetto.dev or chrome://tracing")
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, profiler: profile) -> None:
         if not self._steps:
-            self._profiler.start_trace()
+            profiler.start_trace()
             watchdog.listen(self._mark_phase)
         self.after()
         self._steps.append(step)
@@ -127,11 +127,14 @@ def idle_time_of(trace: Path) -> IdleTime:
     marks = [event for event in events if event.get("cat") == "user_annotation"]
     marked = sorted((event for event in marks if event["name"].startswith(_STEP)), key=lambda event: event["ts"])
     steps = [_span(event) for event in marked]  # microseconds, as all times below
-    gaps, busy_until = [], None
-    for begin, end in sorted(map(_span, _work(events, marks, marked[0]["tid"]))):
-        if busy_until is not None and begin > busy_until:
+    on_device = sorted(_span(event) for event in events if event.get("cat") in _ON_DEVICE)
+    # A device may still be at work on the step before the first one.
+    busy_until = on_device[0][0] if on_device else steps[0][0]
+    gaps = []
+    for begin, end in on_device or _on_thread(events, marks, marked[0]["tid"]):
+        if begin > busy_until:
             gaps.append((sum(_overlap((busy_until, begin), step) for step in steps), (busy_until, begin)))
-        busy_until = max(end, busy_until or end)
+        busy_until = max(end, busy_until)
     longest, where = max(gaps, default=(0.0, (0.0, 0.0)))
     durations = [end - begin for begin, end in steps]
     return IdleTime(
@@ -143,17 +146,13 @@ def idle_time_of(trace: Path) -> IdleTime:
     )
 
 
-def _work(events: list[dict], marks: list[dict], thread: int) -> list[dict]:
-    """Kernels and copies on a GPU; without any, operators on a thread but those that are part of waiting for data."""
-    if on_device := [event for event in events if event.get("cat") in _ON_DEVICE]:
-        return on_device
+def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float]]:
+    """Of each operator on a thread when it began and ended, except those that are part of waiting for data."""
     loading = sorted(_span(mark) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA)
     began = [begin for begin, _ in loading]
-    operators = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread]
+    operators = sorted(_span(event) for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread)
     return [
-        event
-        for event in operators
-        if not (place := bisect.bisect(began, event["ts"])) or event["ts"] >= loading[place - 1][1]
+        span for span in operators if not (place := bisect.bisect(began, span[0])) or span[0] >= loading[place - 1][1]
     ]
 
 
@@ -167,10 +166,11 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 def _phase_of(marks: list[dict], span: tuple[float, float]) -> str:
     """The phase that takes most of a time span."""
-    shares: Counter[str] = Counter()
+    shares: dict[str, float] = {}
     for event in marks:
         if event["name"].startswith(_PHASE):
-            shares[event["name"].removeprefix(_PHASE)] += _overlap(span, _span(event))
+            name = event["name"].removeprefix(_PHASE)
+            shares[name] = shares.get(name, 0.0) + _overlap(span, _span(event))
     return max(shares, key=shares.__getitem__, default="")
 
 

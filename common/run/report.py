@@ -94,7 +94,8 @@ def _head(run: PastRun) -> Html:
 
 def _drawn_curves(run: PastRun) -> Html:
     if run.rows:
-        plots.curves(run.path, f"{run.part}{run.leading}", run.step_of("best"))
+        leading = f"{run.part}{run.leading}" if run.leading else ""
+        plots.curves(run.path, leading, run.step_of("best"))
     return _curves(run)
 
 

@@ -130,15 +130,18 @@ class Tracker:
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
         """Queues the run's results, for the table of runs."""
-        self._put(lambda backend, values=dict(values): backend.summary(values))
+        kept = dict(values)
+        self._put(lambda backend: backend.summary(kept))
 
     def images(self, step: int, pictures: Mapping[str, Path]) -> None:
         """Queues image files of `step`."""
-        self._put_of(step, lambda backend, pictures=dict(pictures): backend.images(step, pictures))
+        kept = dict(pictures)
+        self._put_of(step, lambda backend: backend.images(step, kept))
 
     def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
         """Queues images with boxes of `step`; only W&B shows them, the others get the plot that shows them as well."""
-        self._put_of(step, lambda backend, images=tuple(images): backend.boxes(step, images))
+        kept = tuple(images)
+        self._put_of(step, lambda backend: backend.boxes(step, kept))
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -205,6 +208,9 @@ class _Backend:
 
     def summary(self, values: dict) -> None:
         self.tracker.log({f"summary/{key}": value for key, value in values.items()}, step=values.get("last/step"))
+
+    def images(self, step: int, pictures: dict[str, Path]) -> None:
+        raise NotImplementedError
 
     def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
         """Does nothing by default."""

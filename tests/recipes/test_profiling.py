@@ -46,8 +46,8 @@ def test_idle_time_is_the_share_of_the_steps_without_work_on_the_training_thread
     )
     idle = idle_time_of(trace)
     assert (idle.steps, idle.step_ms, idle.phase) == ((7, 8), 10, "waiting for data")
-    assert idle.longest_ms == pytest.approx(4.5) and idle.share == pytest.approx((3 + 4.5) / 20)
-    said = "10.0 ms a step, idle for 37.50 % of it, for at most 4.50 ms, most of that waiting for data"
+    assert idle.longest_ms == pytest.approx(4.5) and idle.share == pytest.approx((2 + 3 + 4.5) / 20)
+    said = "10.0 ms a step, idle for 47.50 % of it, for at most 4.50 ms, most of that waiting for data"
     assert str(idle) == said
 
 
