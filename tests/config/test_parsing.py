@@ -101,18 +101,11 @@ def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, 
     [
         ("epoch: 3", "unknown key epoch; did you mean epochs"),
         ("batch_nrm: 3", "unknown key batch_nrm"),
-        ("lr: fast", "lr"),
         ("lr: [1, 2]", "lr must be a single value, not list"),
         ("lr:", "lr must be a single value, not None"),
         ("name: on", "name: True is not of the right type"),
         ("pretrained: 1", "pretrained: '1' is not true or false"),
-        ("pretrained: maybe", "pretrained: 'maybe' is not true or false"),
-        ("seed: 1.5", "seed"),
-        ("loss: mse", "loss"),
         ("lr: 1\nseed: 2\nlr: 3", "lr is given twice"),
-        ("lr: nan", "--lr nan: must be"),
-        ("temperature: inf", "--temperature inf: must be a finite number"),
-        ("crop_pct: 1.5", "--crop_pct 1.5: must be between 0 and 1"),
         ("data: ''", "--data is empty"),
         ("- lr", "must hold `key: value` lines, found a list"),
         ("lr: [", "not readable as YAML"),
@@ -146,7 +139,6 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
         (["--eval_flip"], "--eval_flip works only with --eval_only"),
         (["stray"], "stray"),
-        (["-x"], "-x"),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
         (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
@@ -244,9 +236,3 @@ def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     ):
         assert short_hash(identity(changed)) != short_hash(run)
     assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record
-
-
-def test_defaults_of_the_shared_configuration_are_within_their_limits() -> None:
-    for field in dataclasses.fields(Config):
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        assert (low is None or field.default >= low) and (high is None or field.default <= high)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -109,18 +108,3 @@ def test_a_shortened_name_keeps_its_distinctive_parts() -> None:
     assert plots.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
     assert plots.breadth(plots.short("汽车和卡车的混合类别", 10)) <= 10
     assert plots.short("قطة", 9) == "\u200eقطة\u200e"  # else "قطة → dog" would read as "dog → قطة"
-
-
-def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "confusion.png"
-    path.write_bytes(b"old")
-    from matplotlib.figure import Figure
-
-    def half(figure: Figure, file: BinaryIO, **options) -> None:
-        file.write(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    with pytest.raises(OSError, match="no space"):
-        plots.confusion(np.eye(2, dtype=int), ["a", "b"], path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"confusion.png": b"old"}

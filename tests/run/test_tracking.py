@@ -131,12 +131,6 @@ def tracker_of(
     return tracking.Tracker(accelerator, kind, folder=folder, project="p", name="n", config={}, say=say, **options)
 
 
-@pytest.mark.parametrize("run_id", ["../../x", "", 5, {}, "x" * 65, "é"])
-def test_an_invalid_run_id_is_replaced(tmp_path, run_id) -> None:
-    assert len(tracker_of(tmp_path, kind="none", run_id=run_id).run_id) == 8
-    assert tracker_of(tmp_path, kind="none", run_id="a1-b_2").run_id == "a1-b_2"
-
-
 @pytest.mark.alone
 def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
