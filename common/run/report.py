@@ -104,10 +104,6 @@ def _curves(run: PastRun) -> Html:
     return section("Curves", picture(drawn, "loss, leading result, learning rate") if drawn.exists() else "None yet.")
 
 
-def _numbers(run: PastRun) -> Html:
-    return element("div", _part(_results, run), _part(_classes, run), kind="pair")
-
-
 def _results(run: PastRun) -> Html:
     best, last = run.evaluation("best"), run.evaluation("last")
     keys = [key for key in dict.fromkeys((*best, *last)) if "AP_class/" not in key]
@@ -216,7 +212,7 @@ def _repeat(run: PastRun) -> Html:
     return section("Repeat", *parts, whole if run.config else "")
 
 
-_PARTS = (_numbers, _pictures, _start_table, _timings, _faults, _repeat, _environment)
+_PARTS = (_results, _classes, _pictures, _start_table, _timings, _faults, _repeat, _environment)
 
 
 def _values(run: PastRun, key: str) -> list[float]:

@@ -27,20 +27,10 @@ def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, 
         state.scaler.scale(torch.ones(()))
         state.scaler.update(state.scaler.get_scale() / 2)
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
-    state.post(
-        step,
-        StepOutcome(
-            torch.tensor(losses),
-            torch.arange(first, first + len(losses)),
-            options.get("wait", 0.0),
-            options.get("broken", ()),
-        ),
-        torch.tensor(norm),
-        stop,
-        options.get("ended_by", ""),
-        options.get("update"),
-        options.get("lap"),
-    )
+    positions = torch.arange(first, first + len(losses))
+    outcome = StepOutcome(torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ()))
+    said = options.get("ended_by", ""), options.get("update"), options.get("lap")
+    state.post(step, outcome, torch.tensor(norm), stop, *said)
 
 
 def test_a_report_comes_one_step_late_in_order() -> None:
