@@ -151,6 +151,14 @@ def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_s
         timm_models.check_export(model, timm_models.data_config(model))
 
 
+def test_initial_weights_are_a_function_of_the_seed() -> None:
+    first = build_classifier("test_resnet", 4, seed=3).state_dict()
+    torch.rand(7)
+    again, other = (build_classifier("test_resnet", 4, seed=seed).state_dict() for seed in (3, 4))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not torch.equal(first["conv1.0.weight"], other["conv1.0.weight"])
+
+
 def test_the_head_has_the_classes_and_options_arrive() -> None:
     model = build_classifier("test_vit", 11, image_size=32, drop=0.25, drop_path=0.1)
     assert outputs(model, 32).shape == (2, 11)
