@@ -1,11 +1,10 @@
 """Page: the look of a self-contained HTML page, and its parts: tables and pictures.
 
 Whatever is no `Html` yet is escaped, so names of classes and files can't become markup. The page's policy lets a browser load
-nothing and run no script but the one below, so that it can't reach a network.
+nothing and run no script.
 """
 
 import base64
-import hashlib
 import html
 import io
 from collections.abc import Iterable, Sequence
@@ -53,23 +52,20 @@ def facts(rows: Iterable[tuple[str, object]]) -> Html:
     return element("div", element("table", *lines, kind="facts"), kind="scroll")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], sortable: bool = False) -> Html:
-    """A table with a line of names; numbers stand at the right, and with `sortable` a click on a name sorts."""
-    names = [element("th", element("button", name, type="button") if sortable else name, scope="col") for name in head]
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table with a line of names; numbers stand at the right."""
+    names = [element("th", name, scope="col") for name in head]
     lines = [element("tr", *map(_cell, row)) for row in rows]
-    kind = "sortable" if sortable else "plain"
-    body = element("table", element("thead", element("tr", *names)), element("tbody", *lines), kind=kind)
+    body = element("table", element("thead", element("tr", *names)), element("tbody", *lines))
     return element("div", body, kind="scroll long")
 
 
 def _cell(value: object) -> Html:
     if isinstance(value, float) and 0 <= value <= 1:
-        return element(
-            "td", f"{100 * value:.1f} %", kind="number share", data_value=value, style=f"--share:{value:.3f}"
-        )
+        return element("td", f"{100 * value:.1f} %", kind="number share", style=f"--share:{value:.3f}")
     if isinstance(value, int | float):
-        return element("td", f"{value:,}", kind="number", data_value=value)
-    return element("td", NOTHING, kind="number", data_value=-1) if value is None else element("td", value)
+        return element("td", f"{value:,}", kind="number")
+    return element("td", NOTHING, kind="number") if value is None else element("td", value)
 
 
 def picture(path: Path, caption: str) -> Html:
@@ -119,16 +115,14 @@ def duration(seconds: float | None) -> str:
 
 def page(title: str, *body: object) -> str:
     """The whole page."""
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    return _PAGE.substitute(title=escaped(title), digest=digest, style=_STYLE, script=_SCRIPT, body=join(body))
+    return _PAGE.substitute(title=escaped(title), style=_STYLE, body=join(body))
 
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-$digest'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>$title</title>
@@ -138,25 +132,9 @@ _PAGE = Template("""<!DOCTYPE html>
 <main>
 $body
 </main>
-<script>$script</script>
 </body>
 </html>
 """)
-
-_SCRIPT = """
-for (const table of document.querySelectorAll("table.sortable")) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-    const up = head.getAttribute("aria-sort") !== "ascending";
-    const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
-    const order = (a, b) => isNaN(a) || isNaN(b) ? String(a).localeCompare(b, undefined, {numeric: true}) : a - b;
-    const rows = [...body.rows].sort((a, b) => (up ? 1 : -1) * order(key(a), key(b)));
-    heads.forEach(other => other.removeAttribute("aria-sort"));
-    head.setAttribute("aria-sort", up ? "ascending" : "descending");
-    body.append(...rows);
-  }));
-}
-"""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 15%, Canvas); --soft: GrayText;
@@ -183,8 +161,6 @@ thead th { position: sticky; top: 0; background: Canvas; }
 td { overflow-wrap: anywhere; } .number { text-align: right; white-space: nowrap; }
 .share { background: linear-gradient(color-mix(in srgb, var(--c0) 22%, Canvas) 0 0) no-repeat 0 50% /
   calc(var(--share) * (100% - 66px)) 70%; min-width: 150px; }
-th button { all: unset; cursor: pointer; } th button::after { content: " ↕"; }
-[aria-sort=ascending] button::after { content: " ↑"; } [aria-sort=descending] button::after { content: " ↓"; }
 pre { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 520px) { .pictures { grid-template-columns: 1fr; } }
 """

@@ -148,7 +148,7 @@ def _classes(run: PastRun) -> Html:
     rows = [(name, *(columns[key].get(name) for key in ordered)) for name in names]
     left_out = f"The {len(names):,} lowest of {len(first):,} classes." if len(first) > len(names) else ""
     note = f"Of the best model, on the validation data; the lowest come first. {left_out}"
-    return section("Classes", element("p", note, kind="soft"), table(["class", *titles], rows, sortable=True))
+    return section("Classes", element("p", note, kind="soft"), table(["class", *titles], rows))
 
 
 def _start_table(run: PastRun) -> Html:

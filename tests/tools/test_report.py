@@ -14,8 +14,6 @@ from tests.harness.browser import Browser, browser
 from tools.report import main
 
 WIDTHS = (1280, 360)
-_CLICK = "document.querySelector('table.sortable thead th:first-child button').click()"
-_NAMES = "[...document.querySelectorAll('table.sortable tbody td:first-child')].map(cell => cell.textContent).join()"
 _OVERFLOW = """[...document.querySelectorAll('main *')].filter(one => !one.closest('.scroll')
   && one.getBoundingClientRect().right > innerWidth + 0.5).map(one => one.outerHTML.slice(0, 80)).join('|')"""
 
@@ -44,17 +42,6 @@ def test_the_page_fits_any_window_and_scheme(tab: Browser, run: Path, width: int
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.value("document.documentElement.scrollWidth") <= width
     assert tab.requests == [(run / FILE).resolve().as_uri()] and tab.errors == []
-
-
-def test_the_classes_can_be_sorted(tab: Browser, run: Path) -> None:
-    tab.visit(run / FILE, 1280, "light")
-    digits = "0123456789"
-    assert sorted(tab.value(_NAMES).split(",")) == [*digits] and tab.value(_NAMES) != ",".join(digits)
-    for order, names in (("ascending", digits), ("descending", digits[::-1])):
-        tab.value(_CLICK)
-        assert tab.value(_NAMES) == ",".join(names)
-        assert tab.value("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == order
-    assert tab.errors == []
 
 
 def test_a_script_that_fails_or_loads_something_would_be_seen(tab: Browser, tmp_path: Path) -> None:
