@@ -188,7 +188,7 @@ def shown_by(capsys: pytest.CaptureFixture, *words: str) -> tuple[str, list[str]
     return text, re.findall(r"^\W --(\w+)", text, re.MULTILINE)
 
 
-def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys: pytest.CaptureFixture) -> None:
+def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys) -> None:
     every = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
@@ -202,7 +202,7 @@ def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(c
 
 
 @pytest.mark.parametrize("recipe", [cls, det])
-def test_help_of_a_recipe_shows_at_most_25_flags(capsys: pytest.CaptureFixture, monkeypatch, recipe) -> None:
+def test_help_of_a_recipe_shows_at_most_25_flags(capsys, monkeypatch, recipe) -> None:
     monkeypatch.setitem(globals(), "Config", recipe.Config)
     assert 20 <= len(shown_by(capsys, "--help")[1]) <= 25
 

@@ -14,9 +14,10 @@ def test_an_image_is_named_once_and_counted_every_time() -> None:
     broken.count(2, ["a.png: torn"])
     assert said == [f"can't be read, a stand-in takes its place: {name}.png: torn" for name in "ab"]
     assert (broken.progress.broken, broken.progress.broken_files) == (4, 2)
-    resumed = BrokenImages(Progress(broken=4, broken_names=broken.progress.broken_names), 1.0, 20_000, said.append)
+    progress = Progress(broken=4, broken_names=broken.progress.broken_names)
+    resumed = BrokenImages(progress, 1.0, 20_000, said.append)
     resumed.count(3, ["b.png: torn", *(f"{number}.png: torn" for number in range(MOST_NAMED))])
-    assert resumed.progress.broken == 5 + MOST_NAMED and resumed.progress.broken_files is None, "too many to name"
+    assert progress.broken == 5 + MOST_NAMED and progress.broken_files is None, "too many to name"
 
 
 def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_from_zero() -> None:

@@ -45,7 +45,7 @@ time.sleep(600)
 
 
 @pytest.mark.smoke
-def test_a_second_run_is_refused_until_the_first_is_gone_whatever_became_of_its_workers(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_live(tmp_path) -> None:
     path = tmp_path / "a"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -96,7 +96,7 @@ def test_rows_are_on_disk_at_once_and_nothing_is_not_json(folder: RunFolder) -> 
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 40, "train/loss": 0.1', "{", "\n", '{"step": 40}', "[" * 100_000])
-def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder: RunFolder, torn: str) -> None:
+def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: str) -> None:
     text = "".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30))
     (folder.path / "metrics.jsonl").write_text(text + torn)
     assert [row["step"] for row in folder.rewind(20)] == [10, 20]
@@ -128,7 +128,7 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace, lambda path: path.parent.rename(f"{path.parent}.gone")])
-def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder: RunFolder, lose) -> None:
+def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder, lose) -> None:
     folder.write("summary.json", {"step": 1})
     folder.check()
     lose(folder.path)
@@ -140,7 +140,7 @@ def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
-def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str) -> None:
+def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()

@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     install()
 
 
-def test_a_text_takes_letters_from_an_installed_font_and_others_stay_as_they_are(installed, tmp_path: Path) -> None:
+def test_a_text_takes_letters_from_an_installed_font_and_others_stay(installed, tmp_path: Path) -> None:
     (tmp_path / "noto.ttf").write_text("no font")
     installed(tmp_path / "noto.ttf", OWN / "STIXGeneral.ttf")
     figure = new_figure(1, 1)

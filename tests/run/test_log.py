@@ -24,7 +24,7 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_all_values_of_a_step_are_in_one_row_and_the_dashboard_begins_after_the_first_step(opened) -> None:
+def test_a_step_has_one_row_and_the_dashboard_begins_after_the_first_step(opened) -> None:
     journal, dashboard, path = opened
     assert not dashboard.begun
     journal.advance(1)
@@ -39,7 +39,7 @@ def test_all_values_of_a_step_are_in_one_row_and_the_dashboard_begins_after_the_
     assert dashboard.rows == [(10, {"train/loss": 0.5, "eval/top1": 0.9}), (20, {"train/loss": 0.25})]
 
 
-def test_lines_go_to_the_terminal_and_the_log_with_control_characters_escaped(opened, capsys) -> None:
+def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened, capsys) -> None:
     journal, _, path = opened
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"data": "digits", "model": "x\r\ny"})
@@ -71,7 +71,7 @@ def test_lines_without_a_terminal_are_rare_but_never_leave_out_an_evaluation_or_
     assert 7 in lines and 30 in lines and len(lines) < 12
 
 
-def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeypatch) -> None:
     journal, dashboard, path = opened
     journal.check()
     with monkeypatch.context() as patch:
@@ -85,7 +85,7 @@ def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeyp
         journal.check()
 
 
-def test_all_but_the_main_process_are_silent(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch) -> None:
+def test_all_but_the_main_process_are_silent(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     journal, dashboard = RunLog(None), Dashboard()
     journal.say("hello")

@@ -49,7 +49,7 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
 
 
 @pytest.mark.parametrize("case", CURVES)
-def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path, monkeypatch, case: str) -> None:
+def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monkeypatch, case) -> None:
     results, leading, best, told, lines = CURVES[case]
     folder = tmp_path / "run"
     folder.mkdir()
@@ -62,7 +62,7 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
 
 
-def test_the_first_batch_is_shown_as_it_was_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
+def test_the_first_batch_is_shown_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
     cells, wanted = [], np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
     wanted[:, 0, 0], wanted[:, 0, 1] = 0, 255
     monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
@@ -82,7 +82,7 @@ def test_the_first_batch_is_shown_as_it_was_before_normalisation_with_labels_and
 
 
 @pytest.mark.parametrize("classes", [1, 10, 50, 1000])
-def test_a_confusion_matrix_of_any_size_shows_its_single_mistake(tmp_path: Path, monkeypatch, classes: int) -> None:
+def test_a_confusion_matrix_of_any_size_shows_its_mistake(tmp_path, monkeypatch, classes: int) -> None:
     figures, save = [], plots.save
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
     names = [f"$class_{{{index}}} 猫 & dog" for index in range(classes)]

@@ -69,7 +69,7 @@ NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_stops_the_run_with_step_and_samples_once_the_next_step_is_made(case: str) -> None:
+def test_what_is_not_finite_stops_the_run_and_is_named_one_step_later(case: str) -> None:
     losses, norm, half, told = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
     post(state, 8, losses, norm, unseen=math.isinf(norm))
@@ -91,7 +91,7 @@ def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_
     assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
 
 
-def test_overflows_that_no_smaller_scale_mends_stop_the_run_also_if_a_step_in_between_is_made() -> None:
+def test_overflows_that_no_smaller_scale_mends_stop_the_run() -> None:
     state = StepReports(1, fp16(2.0**16))
     for step in range(1, 51):
         post(state, step, [1.0], INF if step % 2 else 1.0)
@@ -143,7 +143,7 @@ def logged_steps() -> list[dict]:
     return reports + [asdict(report) for report in state.settle()]
 
 
-def test_logged_steps_tell_the_update_and_how_long_each_rank_took_since_the_last_one(processes: Processes) -> None:
+def test_logged_steps_tell_the_update_and_how_long_each_rank_took(processes: Processes) -> None:
     answers = processes.run(logged_steps, ranks=3)
     assert answers == [answers[0]] * 3
     reports = [StepReport(**report) for report in answers[0]]
@@ -222,7 +222,7 @@ def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -
 
 
 @pytest.mark.parametrize("half, norm", [(False, 1.0), (True, 1.0), (True, INF)])
-def test_a_custom_number_that_is_not_finite_stops_the_run_except_in_a_skipped_step(half: bool, norm: float) -> None:
+def test_a_custom_number_that_is_not_finite_stops_the_run_but_for_a_skipped_step(half, norm) -> None:
     state = StepReports(1, fp16() if half else None)
     for step in (1, 2):  # the first time, names travel, too
         state.add({"train/a": torch.tensor([1.0 if step == 1 else NAN])})

@@ -65,7 +65,7 @@ def of_kind(rows: list[dict], kind: str) -> list[dict]:
     return [row[kind] for row in rows if row["type"] == kind]
 
 
-def test_wandb_gets_boxes_in_its_own_format_and_a_wrong_key_or_mode_or_none_ends_well(launch, tmp_path) -> None:
+def test_wandb_gets_boxes_and_a_wrong_key_or_mode_or_none_ends_well(launch, tmp_path) -> None:
     environments = {}, {"WANDB_API_KEY": "not a key"}, {"WANDB_MODE": "sometimes"}, {"WANDB_MODE": "disabled"}
     ended, wrong_key, wrong_mode, off = run(launch, tmp_path, 60, *environments)
     (rows,) = records(tmp_path / "0")
@@ -132,7 +132,7 @@ def tracker_of(
 
 
 @pytest.mark.alone
-def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_path, monkeypatch) -> None:
+def test_a_hanging_tracker_costs_microseconds_and_little_memory(backend, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
     backend.open.clear()
     said, times = [], []
@@ -150,7 +150,7 @@ def test_a_hanging_tracker_costs_microseconds_and_bounded_memory(backend, tmp_pa
     assert 100 <= len(backend.rows) <= 102 and backend.exit_code == 0
 
 
-def test_one_failing_call_does_not_end_the_tracker_and_rows_keep_the_values_at_the_call(backend, tmp_path) -> None:
+def test_one_failing_call_does_not_end_the_tracker_and_rows_keep_their_values(backend, tmp_path) -> None:
     said, settled, row = [], threading.Event(), {"a": 1.0}
     tracker = tracker_of(tmp_path, lambda line: (said.append(line), settled.set()))
     backend.broken = True
