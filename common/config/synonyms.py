@@ -13,7 +13,7 @@ FLAGS = {
     "model": "arch network backbone model_name model_name_or_path architecture",
     "pretrained": "weights_backbone use_pretrained",
     "init": "weights initial_checkpoint load_from finetune checkpoint",
-    "global_batch_size": "batch_size b bs batch train_batch_size per_device_train_batch_size ims_per_batch samples_per_gpu",
+    "global_batch_size": "batch_size b bs batch per_device_train_batch_size ims_per_batch",
     "max_micro_batch_size": "gradient_accumulation_steps grad_accum_steps accum_iter accumulate micro_batch_size",
     "epochs": "num_epochs num_train_epochs max_epochs",
     "max_steps": "steps num_steps iterations max_iter max_iters",
@@ -22,7 +22,7 @@ FLAGS = {
     "name": "experiment exp exp_name run_name",
     "resume": "resume_from resume_from_checkpoint auto_resume start_epoch",
     "eval_only": "evaluate eval do_eval test_only validate test",
-    "checkpoint_every": "save_freq save_every save_steps save_period save_interval checkpoint_interval",
+    "checkpoint_every": "save_freq save_every save_steps save_period save_interval",
     "keep_checkpoints": "checkpoint_hist save_total_limit max_keep_ckpts",
     "eval_every": "eval_steps eval_freq eval_interval val_interval",
     "log_every": "log_interval log_freq logging_steps print_freq",
@@ -33,7 +33,7 @@ FLAGS = {
     "opt": "optim optimizer",
     "lr": "learning_rate lr0 base_lr blr",
     "schedule": "sched scheduler lr_scheduler lr_scheduler_type cos_lr",
-    "warmup_epochs": "warmup lr_warmup_epochs warmup_steps warmup_iters warmup_ratio num_warmup_steps",
+    "warmup_epochs": "warmup lr_warmup_epochs warmup_steps warmup_iters warmup_ratio",
     "min_lr_ratio": "min_lr lr_min eta_min lrf",
     "step_epochs": "decay_epochs decay_milestones milestones lr_steps lr_step_size",
     "step_factor": "decay_rate gamma lr_gamma",
@@ -44,7 +44,7 @@ FLAGS = {
     "drop": "dropout drop_rate",
     "drop_path": "drop_path_rate stochastic_depth",
     "batch_norm": "sync_bn sync_batchnorm dist_bn",
-    "freeze_stages": "freeze freeze_at frozen_stages freeze_backbone freeze_layers trainable_backbone_layers",
+    "freeze_stages": "freeze freeze_at frozen_stages freeze_backbone freeze_layers",
     "patience": "early_stopping early_stopping_patience",
     "max_hours": "time max_time",
     "grad_checkpointing": "gradient_checkpointing activation_checkpointing use_checkpoint",
@@ -78,14 +78,12 @@ NOTES = {
     "step_epochs": "--step_epochs, in epochs",
     "warmup_epochs": "--warmup_epochs, in epochs",
 }
-LAUNCH = (
-    "num_processes num_machines multi_gpu gpu_ids config_file main_process_ip machine_rank mixed_precision max_restarts"
-)
+LAUNCH = "num_processes num_machines multi_gpu gpu_ids config_file machine_rank mixed_precision"
 _FILE = "the file given to accelerate launch --config_file decides"
 OTHERS = {
     "it is a flag of accelerate launch, which stands before the recipe": LAUNCH,
     "accelerate launch starts the processes: its --num_processes stands before the recipe": (
-        "nproc_per_node nnodes node_rank master_addr num_gpus gpus world_size local_rank distributed dist_url launcher"
+        "nproc_per_node nnodes node_rank master_addr num_gpus gpus world_size local_rank launcher"
     ),
     f"{_FILE}: accelerate_configs/ has cpu.yaml, single_gpu.yaml, multi_gpu.yaml and more": "device devices gpu cuda no_cuda",
     f"{_FILE}: one that ends in _bf16 or _fp16, or --mixed_precision bf16 before the recipe": "amp use_amp fp16 bf16 half",

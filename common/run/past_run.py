@@ -100,7 +100,8 @@ class PastRun:
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
-        return [(match[1], match[2]) for match in filter(None, map(_LINE.fullmatch, text.splitlines()))]
+        found = filter(None, map(_LINE.fullmatch, text.splitlines()))
+        return [(match[1], match[2]) for match in found]
 
     @cached_property
     def starts(self) -> list[dict[str, str]]:

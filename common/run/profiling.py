@@ -27,7 +27,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 
 @dataclass(frozen=True)
 class IdleTime:
-    """Time without work in the steps of a trace. What is between two steps, such as an evaluation, does not count."""
+    """Time without work in the steps of a trace; an evaluation between two steps does not count."""
 
     steps: tuple[int, ...]
     step_ms: float  # median
@@ -147,7 +147,7 @@ def idle_time_of(trace: Path) -> IdleTime:
 
 
 def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float]]:
-    """Of each operator on a thread when it began and ended, except those that are part of waiting for data."""
+    """When each operator on a thread began and ended, but for those that are part of waiting for data."""
     loading = sorted(_span(mark) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA)
     began = [begin for begin, _ in loading]
     operators = sorted(_span(event) for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread)

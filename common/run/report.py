@@ -30,7 +30,7 @@ _MOST_MESSAGES = 200  # lines of the log
 
 
 def write(folder: Path, draw: bool = True) -> Path:
-    """Write report.html of a run folder, in one step; returns its path. Its curves are drawn first, but not without `draw`.
+    """Write report.html of a run folder, in one step; returns its path. With `draw`, its curves are drawn first.
 
     Raises OSError, and `Refused` for another folder.
     """
@@ -41,7 +41,7 @@ def write(folder: Path, draw: bool = True) -> Path:
 
 
 def leave(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """`write` of a run that has drawn its curves. A failure is logged with `say`, not raised: a page is not worth a run."""
+    """`write` of a run that has drawn its curves. A failure is logged with `say`: a page is not worth a run."""
     try:
         return write(folder, draw=False)
     except Exception as error:
@@ -101,7 +101,9 @@ def _drawn_curves(run: PastRun) -> Html:
 
 def _curves(run: PastRun) -> Html:
     drawn = run.path / "pictures" / "curves.png"
-    return section("Curves", picture(drawn, "loss, leading result, learning rate") if drawn.exists() else "None yet.")
+    if not drawn.exists():
+        return section("Curves", "None yet.")
+    return section("Curves", picture(drawn, "loss, leading result, learning rate"))
 
 
 def _results(run: PastRun) -> Html:

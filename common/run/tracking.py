@@ -139,7 +139,7 @@ class Tracker:
         self._put_of(step, lambda backend: backend.images(step, kept))
 
     def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Queues images with boxes of `step`; only W&B shows them, the others get the plot that shows them as well."""
+        """Queues images with boxes of `step`; only W&B shows them. A plot that shows them is sent as well."""
         kept = tuple(images)
         self._put_of(step, lambda backend: backend.boxes(step, kept))
 
