@@ -25,22 +25,19 @@ from common.run.plots import (
     short,
     title,
 )
-from common.run.tracking import MistakenImage
 
 __all__ = ["captioned", "confusion", "mistakes", "reliability", "suspicious"]
 
 
-def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> list[MistakenImage]:
-    """Draw a sheet of wrongly classified images, captioned "true → predicted", and return them."""
-    cells, images = [], []
+def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
+    """Draw a sheet of wrongly classified images, captioned "true → predicted"."""
+    cells = []
     for mistake in mistakes:
         names = source.classes[mistake.label], source.classes[mistake.predicted]
         share = f"{mistake.confidence:.0%}".replace("%", " %")
         cells.append(_cell(source, mistake.index, f"{arrow(*names)}\n{share}"))
-        images.append(MistakenImage(Image.fromarray(cells[-1].pixels), cells[-1].footnote, *names, mistake.confidence))
     found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
     sheet(cells, f"{evaluation_of(path)}: {found}", path)
-    return images
 
 
 def reliability(calibration: Calibration, path: Path) -> None:

@@ -94,10 +94,12 @@ def wrong_with_sizes(text: str) -> str:
 
 
 def _wrong_with_profile(text: str) -> str:
+    if not text:
+        return ""
     steps = steps_between(text)
-    if text and not steps:
+    if not steps:
         return "must be FIRST-LAST, two steps counted from 1 such as 10-14, or one step"
-    if text and steps[1] - steps[0] >= MOST_PROFILED:
+    if steps[1] - steps[0] >= MOST_PROFILED:
         return f"are more than {MOST_PROFILED} steps, a trace that no viewer opens: take fewer"
     return ""
 

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 import yaml
@@ -27,7 +27,10 @@ from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
 
-C = TypeVar("C")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 _MOST = 2**63 - 1  # the largest integer that torch takes
 
@@ -169,7 +172,7 @@ def _flags(content: dict, config_class, where: str) -> list[str]:
 
 def _layered(config_class: type[C], layers: list[tuple[str, dict]], argv: list[str], program: str) -> C:
     """The defaults overridden by each of `layers` in turn, then by `argv`. A layer is a prefix for messages, and values."""
-    config = None
+    config: C | None = None
     for where, content in layers:
         config = _parse(config_class, _flags(content, config_class, where), config, program, where)
     return _parse(config_class, argv, config, program)
@@ -197,9 +200,10 @@ def _for_evaluation(
         return _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], argv, program)
 
     config = given()
-    if not config.data:
+    data = getattr(config, "data", "")
+    if not data:
         raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
-    return config if origin.trained_on(config.data) else given(but=OF_DATA)
+    return config if origin.trained_on(data) else given(but=OF_DATA)
 
 
 def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
@@ -234,13 +238,14 @@ def _parse(config_class: type[C], argv: list[str], default: C | None, program: s
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
+            parsed: Any = tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
+            return parsed
     except SystemExit:
         said = _one_line(captured.getvalue())
         raise Refused(where + said + _stray(said.partition("Unrecognized options: ")[2], config_class)) from None
 
 
-def _stray(words: str, config_class: type) -> str:
+def _stray(words: str, config_class: Any) -> str:
     """A hint about words that belong to no flag, as listed by tyro; "" if there are none."""
     first, fields = words.split(",")[0], config_class.__dataclass_fields__
     name, is_assignment, value = first.lstrip("-").partition("=")

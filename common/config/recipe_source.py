@@ -68,7 +68,7 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
         if plain[0] != plain[1]:
             wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
-            found = difflib.unified_diff(*wrapped, f"{was} before", f"{name} now", lineterm="", n=0)
+            found = difflib.unified_diff(wrapped[0], wrapped[1], f"{was} before", f"{name} now", lineterm="", n=0)
             # Line numbers in @@ lines would not be those of the file.
             lines += [line for line in found if not line.startswith("@@")] or [f"{name}: whitespace in a string"]
     more = len(lines) - _LINES
@@ -121,7 +121,7 @@ def _plain(text: str) -> str:
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
-                node.body = [line for line in body if not _is_docstring(line)]
+                body[:] = [line for line in body if not _is_docstring(line)]
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text

@@ -49,7 +49,7 @@ class RunFolder:
             raise Refused(
                 f"--output_dir {path.parent}: {path} can't be written ({error.strerror}); name another folder"
             ) from None
-        self._rows = None
+        self._rows: io.FileIO | None = None
 
     def _claim(self) -> None:
         try:
@@ -103,13 +103,14 @@ class RunFolder:
     def rewind(self, step: int) -> list[dict]:
         """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the rows that are left."""
         path = self.path / "metrics.jsonl"
-        rows = [row for row in _read_rows(path) if row["step"] <= step]
+        rows = [row for row in read_rows(path) if row["step"] <= step]
         replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self._rows = open(path, "ab", buffering=0, opener=_open_file)
         return rows
 
     def row(self, row: dict) -> None:
         """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite become null."""
+        assert self._rows, "rewind comes first"
         _append(self._rows, json.dumps(as_json(row), allow_nan=False) + "\n")
 
     def sync(self) -> None:
@@ -169,9 +170,9 @@ def _append(file: io.FileIO, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl up to the first incomplete line, which a power loss may leave at the end."""
-    rows = []
+    rows: list[dict] = []
     if not path.exists():
         return rows
     with open_regular(path) as lines:

@@ -11,19 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Fonts with many scripts come first, so that the letters of a text have the same style.
-_FIRST = (
-    "notosanscjk",
-    "sourcehan",
-    "noto",
-    "wqy",
-    "pingfang",
-    "hiragino",
-    "msyh",
-    "yugoth",
-    "malgun",
-    "arialuni",
-    "droid",
-)
+_FIRST = "notosanscjk sourcehan noto wqy pingfang hiragino msyh yugoth malgun arialuni droid".split()
 _missing: set[str] = set()
 _said: set[str] = set()
 

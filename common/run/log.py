@@ -13,7 +13,7 @@ from tqdm import tqdm
 from common.errors import printable
 from common.run.folder import RunFolder
 from common.run.progress import display_name, of_exported
-from common.run.tracking import Example, Tracker
+from common.run.tracking import BoxedImage, Tracker
 
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
@@ -22,7 +22,10 @@ class RunLog:
     """The log of one run. `folder` is None on every process except the main one."""
 
     def __init__(self, folder: RunFolder | None):
-        self._folder, self._bar, self._tracker = folder, None, None
+        self._folder = folder
+        self._bar: tqdm | None = None
+        self._tracker: Tracker | None = None
+        self._pace_from: tuple[float, int] | None = None  # time and step of the first row
         self._row: dict = {}
         self._failure: OSError | None = None
         self._line_at = 0.0
@@ -46,7 +49,7 @@ class RunLog:
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts after the first step."""
-        self._tracker, self._total, self._pace_from = tracker, total, None
+        self._tracker, self._total = tracker, total
         if self._folder and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -73,7 +76,8 @@ class RunLog:
                 self._folder.row(row)
             except OSError as error:
                 self._failure = error
-        self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+        if self._tracker:
+            self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
         self._show(row)
 
     @property
@@ -109,12 +113,12 @@ class RunLog:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, step: int, pictures: dict, examples: Sequence[Example] | None = None) -> None:
-        """Send image files of `step` (key -> path) to the dashboard, and images with boxes or labels if there are any."""
+    def pictures(self, step: int, pictures: dict, boxed: Sequence[BoxedImage] | None = None) -> None:
+        """Send image files of `step` (key -> path) to the dashboard, and images with boxes if there are any."""
         if self._tracker:
             self._tracker.images(step, pictures)
-            if examples:
-                self._tracker.examples(step, examples)
+            if boxed:
+                self._tracker.boxes(step, boxed)
 
     def _show(self, row: dict) -> None:
         results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})

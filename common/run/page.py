@@ -1,11 +1,10 @@
 """Page: the look of a self-contained HTML page, and its parts: tables and pictures.
 
 Whatever is no `Html` yet is escaped, so names of classes and files can't become markup. The page's policy lets a browser load
-nothing and run no script but the one below, so that it can't reach a network.
+nothing and run no script.
 """
 
 import base64
-import hashlib
 import html
 import io
 from collections.abc import Iterable, Sequence
@@ -53,23 +52,20 @@ def facts(rows: Iterable[tuple[str, object]]) -> Html:
     return element("div", element("table", *lines, kind="facts"), kind="scroll")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], sortable: bool = False) -> Html:
-    """A table with a line of names; numbers stand at the right, and with `sortable` a click on a name sorts."""
-    names = [element("th", element("button", name, type="button") if sortable else name, scope="col") for name in head]
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table with a line of names; numbers stand at the right."""
+    names = [element("th", name, scope="col") for name in head]
     lines = [element("tr", *map(_cell, row)) for row in rows]
-    kind = "sortable" if sortable else "plain"
-    body = element("table", element("thead", element("tr", *names)), element("tbody", *lines), kind=kind)
+    body = element("table", element("thead", element("tr", *names)), element("tbody", *lines))
     return element("div", body, kind="scroll long")
 
 
 def _cell(value: object) -> Html:
     if isinstance(value, float) and 0 <= value <= 1:
-        return element(
-            "td", f"{100 * value:.1f} %", kind="number share", data_value=value, style=f"--share:{value:.3f}"
-        )
+        return element("td", f"{100 * value:.1f} %", kind="number share", style=f"--share:{value:.3f}")
     if isinstance(value, int | float):
-        return element("td", f"{value:,}", kind="number", data_value=value)
-    return element("td", NOTHING, kind="number", data_value=-1) if value is None else element("td", value)
+        return element("td", f"{value:,}", kind="number")
+    return element("td", NOTHING, kind="number") if value is None else element("td", value)
 
 
 def picture(path: Path, caption: str) -> Html:
@@ -119,16 +115,14 @@ def duration(seconds: float | None) -> str:
 
 def page(title: str, *body: object) -> str:
     """The whole page."""
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    return _PAGE.substitute(title=escaped(title), digest=digest, style=_STYLE, script=_SCRIPT, body=join(body))
+    return _PAGE.substitute(title=escaped(title), style=_STYLE, body=join(body))
 
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-$digest'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>$title</title>
@@ -138,25 +132,9 @@ _PAGE = Template("""<!DOCTYPE html>
 <main>
 $body
 </main>
-<script>$script</script>
 </body>
 </html>
 """)
-
-_SCRIPT = """
-for (const table of document.querySelectorAll("table.sortable")) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-    const up = head.getAttribute("aria-sort") !== "ascending";
-    const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
-    const order = (a, b) => isNaN(a) || isNaN(b) ? String(a).localeCompare(b, undefined, {numeric: true}) : a - b;
-    const rows = [...body.rows].sort((a, b) => (up ? 1 : -1) * order(key(a), key(b)));
-    heads.forEach(other => other.removeAttribute("aria-sort"));
-    head.setAttribute("aria-sort", up ? "ascending" : "descending");
-    body.append(...rows);
-  }));
-}
-"""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 15%, Canvas); --soft: GrayText;
@@ -166,22 +144,16 @@ body { margin: 0; background: Canvas; color: CanvasText; font: 15px/1.5 system-u
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 p { margin: 6px 0; overflow-wrap: anywhere; }
-.soft, figcaption, .tile span, .facts th, svg text { color: var(--soft); fill: var(--soft); font-size: 13px; font-weight: 400; }
+.soft, figcaption, .tile span, .facts th { color: var(--soft); font-size: 13px; font-weight: 400; }
 .status { padding: 2px 12px; border-radius: 99px; border: 1px solid; font-weight: 600; }
 .finished { color: var(--c2); } .failed { color: var(--c1); } .resumable, .running, .unknown { color: var(--c3); }
-.tiles, .charts, .pictures { display: grid; gap: 14px 24px; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); }
+.tiles, .pictures { display: grid; gap: 14px 24px; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); }
 .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 20px 0; }
 .tile, section { border: 1px solid var(--line); border-radius: 10px; padding: 12px 18px; margin: 16px 0; }
 .tile { margin: 0; } .tile b { display: block; font-size: 21px; overflow-wrap: anywhere; }
 figure { margin: 0; } .wide { grid-column: 1 / -1; }
 figure img { display: block; max-width: 100%; height: auto; margin: 0 auto 6px; background: #fff; }
 figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; justify-content: space-between; }
-.keys i { display: inline-block; width: 14px; height: 3px; margin: 0 6px 3px 12px; }
-i.c0 { background: var(--c0); } i.c1 { background: var(--c1); } i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
-svg { width: 100%; height: auto; } .grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
-.line { fill: none; stroke-width: 1.8; } .pale { opacity: .3; stroke-width: 1; }
-.line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
-.dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); } .dot.c3 { fill: var(--c3); }
 .scroll { overflow-x: auto; } .long { max-height: 560px; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -189,8 +161,6 @@ thead th { position: sticky; top: 0; background: Canvas; }
 td { overflow-wrap: anywhere; } .number { text-align: right; white-space: nowrap; }
 .share { background: linear-gradient(color-mix(in srgb, var(--c0) 22%, Canvas) 0 0) no-repeat 0 50% /
   calc(var(--share) * (100% - 66px)) 70%; min-width: 150px; }
-th button { all: unset; cursor: pointer; } th button::after { content: " ↕"; }
-[aria-sort=ascending] button::after { content: " ↑"; } [aria-sort=descending] button::after { content: " ↓"; }
 pre { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 520px) { .charts, .pictures { grid-template-columns: 1fr; } }
+@media (max-width: 520px) { .pictures { grid-template-columns: 1fr; } }
 """

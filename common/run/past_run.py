@@ -4,7 +4,6 @@ A killed run lacks files, and a folder may be copied from elsewhere. So each par
 damaged is empty.
 """
 
-import datetime
 import re
 import shlex
 from dataclasses import dataclass
@@ -14,25 +13,14 @@ from typing import Any
 
 from common.errors import Refused
 from common.files import MEDIUM, SMALL, open_regular, read_yaml
-from common.run.folder import read_json
-from common.run.plots import finite, read_rows
+from common.run.folder import read_json, read_rows
+from common.run.plots import finite
 from common.run.progress import Progress, metric_of, of_exported
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _ROW = re.compile(r"  (\S.*?) {2,}(.*)")  # of a table in the log
 _STEP = re.compile(r"step [\d,]+/[\d,]+  ")
 LEADING = ("top1", "f1", "AP")  # the results that decide which model of cls.py and det.py is the best
-
-
-@dataclass
-class Start:
-    """One start of a run, as its log tells it."""
-
-    time: datetime.datetime
-    table: dict[str, str]  # the start table
-    resumed_from: int = 0
-    end: str = ""  # the line that says how it ended; "" if it was killed, or is still running
-    seconds: float = 0.0  # up to its end or its last line
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,7 @@ class PastRun:
 
     @cached_property
     def rows(self) -> list[dict]:
-        return list(read_rows(self.path / "metrics.jsonl"))
+        return read_rows(self.path / "metrics.jsonl")
 
     @cached_property
     def leading(self) -> str:
@@ -104,57 +92,38 @@ class PastRun:
         return int(finite(found.get("step")) or 0) if isinstance(found, dict) else 0
 
     @cached_property
-    def log(self) -> list[tuple[datetime.datetime, str]]:
-        """The lines of the log with their times; of a very long one the last."""
+    def log(self) -> list[tuple[str, str]]:
+        """The lines of the log, each with its time before it; of a very long one the last."""
         try:
             with open_regular(self.path / "log.txt") as file:
                 file.seek(max(0, file.seek(0, 2) - MEDIUM))
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
-        found = []
-        for match in filter(None, map(_LINE.fullmatch, text.splitlines())):
-            try:
-                found.append((datetime.datetime.fromisoformat(match[1]), match[2]))
-            except ValueError:
-                continue
-        return found
+        found = filter(None, map(_LINE.fullmatch, text.splitlines()))
+        return [(match[1], match[2]) for match in found]
 
     @cached_property
-    def starts(self) -> list[Start]:
-        """The starts that came as far as their start table, oldest first."""
-        starts: list[Start] = []
+    def starts(self) -> list[dict[str, str]]:
+        """The start tables of the starts that came as far, oldest first."""
+        starts: list[dict[str, str]] = []
         table: dict[str, str] = {}
-        began = None
-        for time, line in self.log:
-            ended = bool(starts and starts[-1].end)
+        for _, line in self.log:
             row = _ROW.fullmatch(line)
-            if row:
-                began = began or time
-                table[row[1]] = row[2]
-                if row[1] == "run folder":  # the last row of a start table
-                    starts.append(Start(began, table))
-                elif row[1] == "finished" and starts:
-                    starts[-1].end = f"finished: {row[2]}"
-            else:
-                table, began = {}, None
-                if found := starts and re.match(r"resuming from step (\d+) ", line):
-                    starts[-1].resumed_from = int(found[1])
-                elif starts and re.match(r"stopped by |failed at step |this run (is finished|was ended) ", line):
-                    starts[-1].end = line
-            if starts and not table and not ended:  # what follows may be the next start's
-                starts[-1].seconds = (time - starts[-1].time).total_seconds()
+            table = table | {row[1]: row[2]} if row else {}
+            if row and row[1] == "run folder":  # the last row of a start table
+                starts.append(table)
         return starts
 
     @cached_property
-    def events(self) -> list[tuple[datetime.datetime, str]]:
-        """The lines of the log that are neither a table's nor about the progress."""
-        return [(time, line) for time, line in self.log if not (_ROW.fullmatch(line) or _STEP.match(line))]
+    def messages(self) -> list[str]:
+        """The lines of the log that are neither a table's nor about the progress, with their times."""
+        return [f"{time}  {line}" for time, line in self.log if not (_ROW.fullmatch(line) or _STEP.match(line))]
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the data that the newest start or checkpoint names: training and validation part, joined by a dash; "" if none."""
-        of_starts = [start.table.get("fingerprint", "").split(",")[0] for start in reversed(self.starts)]
+        of_starts = [table.get("fingerprint", "").split(",")[0] for table in reversed(self.starts)]
         if any(of_starts):
             return next(filter(None, of_starts))
         for record in sorted(self.path.glob("checkpoints/step_*/record.json"), reverse=True):

@@ -5,19 +5,19 @@ one step, so that a viewer never sees half of it.
 """
 
 import io
-import json
 import math
+import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from common.durable import make_folder, replace_file
-from common.files import open_regular
 from common.run import fonts
+from common.run.folder import read_rows
 from common.run.progress import display_name, is_share
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
@@ -35,17 +35,19 @@ SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over window
 
 
 def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
-    """Draws the loss, the leading metric and the learning rate of `folder/metrics.jsonl`.
+    """Draws the loss and its parts, the leading metric and the learning rate of `folder/metrics.jsonl`.
 
-    Incomplete lines, missing keys and values that are not finite are skipped.
+    Missing keys and values that are not finite are skipped.
 
     Args:
         leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
         best_step: the step of the model in `best/`, which is marked.
         path: of the PNG file (default: `folder/pictures/curves.png`).
     """
+    from matplotlib.ticker import MaxNLocator
+
     folder = Path(folder)
-    rows = list(read_rows(folder / "metrics.jsonl"))
+    rows = read_rows(folder / "metrics.jsonl")
     known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
     leading = leading or next(iter(known), "eval/evaluation")
     metric = leading.removeprefix("eval/").removeprefix("ema_")
@@ -55,6 +57,9 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
     draw_line(loss, rows, "train/loss", "training", BLUE)
     draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
     draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
+    parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
+    for number, key in enumerate(parts):
+        draw_line(loss, rows, key, key.removeprefix("train/loss_"), f"C{number}", style=":")
     kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
     scale, unit = (100, " (%)") if is_share(metric) else (1, "")
     if metric == "AP":
@@ -64,15 +69,7 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
         draw_line(quality, rows, f"{part}{metric}", label, colour, scale)
     draw_line(rate, rows, "train/lr", "", INK)
     title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
-    finish_curves(figure, {"loss": loss, name + unit: quality, "learning rate": rate})
-    save(figure, path or folder / "pictures" / "curves.png")
-
-
-def finish_curves(figure: Any, panels: Mapping[str, Any]) -> None:
-    """Label and style panels that share the steps; the last is the learning rate's."""
-    from matplotlib.ticker import MaxNLocator
-
-    for label, axes in panels.items():
+    for label, axes in {"loss": loss, name + unit: quality, "learning rate": rate}.items():
         axes.set_ylabel(label)
         axes.grid(color=PALE, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -80,12 +77,13 @@ def finish_curves(figure: Any, panels: Mapping[str, Any]) -> None:
             axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
-    axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    rate.set_ylim(bottom=0)
+    rate.set_xlabel("step")
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
+    rate.xaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
+    save(figure, path or folder / "pictures" / "curves.png")
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
@@ -134,7 +132,8 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
         figure.text(
             0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
         )
-    headline = headline or f"{np.trace(counts):,} of {counts.sum():,} right{_per_cent(counts)}"
+    right, images = np.trace(counts), counts.sum()
+    headline = headline or f"{right:,} of {images:,} right" + (f" ({100 * right / images:.2f} %)" if images else "")
     title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
@@ -282,21 +281,6 @@ def save(figure: "Figure", path: Path) -> None:
     replace_file(Path(path), content.getvalue())
 
 
-def read_rows(path: Path) -> Iterator[dict]:
-    """The rows of a metrics.jsonl that have a step; incomplete lines are skipped."""
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        lines = file.read().decode(errors="replace").splitlines()
-    for line in lines:
-        try:
-            row = json.loads(line)
-            if math.isfinite(row["step"]):
-                yield row
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-
-
 def draw_line(
     axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
 ) -> None:
@@ -321,7 +305,7 @@ def finite(value: Any) -> float | None:
 def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
     """Marks the step of the model in `best/`; returns a text about it for the title."""
     value = next((finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
-    if value is None:
+    if step is None or value is None:
         return ""
     for axes in panels:
         axes.axvline(step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
@@ -336,7 +320,3 @@ def _most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 
     pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
     named = [f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
     return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])
-
-
-def _per_cent(counts: np.ndarray) -> str:
-    return f" ({np.trace(counts) / counts.sum() * 100:.2f} %)" if counts.sum() else ""

@@ -1,4 +1,4 @@
-"""Profiling: records some steps with torch.profiler, and measures the idle time in and between them.
+"""Profiling: records some steps with torch.profiler, and measures the idle time in them.
 
 The trace names each step, and the phases that a process notes in `watchdog`, such as waiting for data. On a GPU, kernels
 count as work. Without a GPU, operators on the training thread do, except those that are part of waiting for data.
@@ -23,31 +23,21 @@ from common.errors import Refused
 _STEP, _PHASE = "step ", "phase: "  # prefixes of names in a trace
 WAITING_FOR_DATA = "waiting for data"  # the phase that common/data/loader.py notes
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
 class IdleTime:
-    """Time without work in a trace, in milliseconds."""
+    """Time without work in the steps of a trace; an evaluation between two steps does not count."""
 
     steps: tuple[int, ...]
     step_ms: float  # median
-    # From the last work of a step to the first of the next; left out if there is other work between, such as an evaluation.
-    between_ms: tuple[float, ...]
-    phase: str  # the phase that takes most of the longest time between two steps
-    within_ms: float  # the longest time without work in a step
+    share: float  # of the time of the steps
+    longest_ms: float
+    phase: str  # the phase that takes most of the longest
 
     def __str__(self) -> str:
-        parts = [f"{self.step_ms:.1f} ms a step"]
-        if self.between_ms:
-            parts.append(
-                f"between steps no work for {self._share(statistics.median(self.between_ms))}, for at most "
-                f"{self._share(max(self.between_ms))}, most of that {self.phase}"
-            )
-        return "; ".join([*parts, f"within a step for at most {self._share(self.within_ms)}"])
-
-    def _share(self, time_ms: float) -> str:
-        return f"{time_ms:.2f} ms ({100 * time_ms / self.step_ms:.2f} % of a step)"
+        longest = f"{self.longest_ms:.2f} ms, most of that {self.phase}"
+        return f"{self.step_ms:.1f} ms a step, idle for {100 * self.share:.2f} % of it, for at most {longest}"
 
 
 class Profile:
@@ -56,7 +46,8 @@ class Profile:
     def __init__(self, first: int, last: int, run: Path, say: Callable[[str], None]):
         self._first, self._last, self._run, self._say = first, last, run, say
         self._profiler: profile | None = None
-        self._step_mark = self._phase_mark = None  # open marks of the trace
+        self._step_mark: record_function | None = None  # these marks of the trace are open
+        self._phase_mark: record_function | None = None
         self._steps: list[int] = []  # recorded so far
 
     def skip(self, done: int) -> None:
@@ -75,7 +66,7 @@ class Profile:
                 self._profiler = _profiler()
                 self._profiler.prepare_trace()  # one step earlier, if possible: it takes time
             if step >= self._first:
-                self._begin(step)
+                self._begin(step, self._profiler)
 
     def after(self) -> None:
         """Must be called after each step, so that an evaluation or a checkpoint does not count as part of it."""
@@ -86,7 +77,7 @@ class Profile:
     def end(self) -> None:
         """Write the trace and log the idle time. A collective; does nothing if nothing was recorded."""
         profiler, self._profiler = self._profiler, None
-        if not self._steps:
+        if not (self._steps and profiler):
             return
         watchdog.note("writing the profile")
         watchdog.listen(None)
@@ -108,9 +99,9 @@ class Profile:
             where = path if world_size() == 1 else path.with_name(f"{name}_rank*.json.gz")
             self._say(f"profile: {idle}; {where} opens in ui.perfetto.dev or chrome://tracing")
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, profiler: profile) -> None:
         if not self._steps:
-            self._profiler.start_trace()
+            profiler.start_trace()
             watchdog.listen(self._mark_phase)
         self.after()
         self._steps.append(step)
@@ -135,56 +126,42 @@ def idle_time_of(trace: Path) -> IdleTime:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     marks = [event for event in events if event.get("cat") == "user_annotation"]
     marked = sorted((event for event in marks if event["name"].startswith(_STEP)), key=lambda event: event["ts"])
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in marked]  # microseconds, as all times below
-    work = _on_device(events) or _on_thread(events, marks, marked[0]["tid"])
-    starts = [start for start, _ in spans]
-    between, within, longest = [], 0.0, (0.0, 0.0)
-    before, busy_until = None, 0.0  # the step of the last work, and when all work so far was done
-    for asked, began, duration in sorted(work, key=lambda event: event[1]):
-        step = bisect.bisect(starts, asked) - 1  # the step that launched it, whenever it ran
-        step = step if step >= 0 and asked < spans[step][1] else None  # launched between two steps
-        idle = began - busy_until
-        if None not in (step, before) and step == before + 1:
-            longest = max(longest, (busy_until, began), key=lambda span: span[1] - span[0])
-            between.append(max(0.0, idle) / 1e3)
-        elif step is not None and step == before:
-            within = max(within, idle)
-        before, busy_until = step, max(busy_until, began + duration)
+    steps = [_span(event) for event in marked]  # microseconds, as all times below
+    on_device = sorted(_span(event) for event in events if event.get("cat") in _ON_DEVICE)
+    # A device may still be at work on the step before the first one.
+    busy_until = on_device[0][0] if on_device else steps[0][0]
+    gaps = []
+    for begin, end in on_device or _on_thread(events, marks, marked[0]["tid"]):
+        if begin > busy_until:
+            gaps.append((sum(_overlap((busy_until, begin), step) for step in steps), (busy_until, begin)))
+        busy_until = max(end, busy_until)
+    longest, where = max(gaps, default=(0.0, (0.0, 0.0)))
+    durations = [end - begin for begin, end in steps]
     return IdleTime(
         steps=tuple(int(event["name"].removeprefix(_STEP)) for event in marked),
-        step_ms=statistics.median(end - start for start, end in spans) / 1e3,
-        between_ms=tuple(between),
-        phase=_phase_of(marks, longest),
-        within_ms=within / 1e3,
+        step_ms=statistics.median(durations) / 1e3,
+        share=sum(idle for idle, _ in gaps) / sum(durations),
+        longest_ms=longest / 1e3,
+        phase=_phase_of(marks, where),
     )
 
 
-def _on_device(events: list[dict]) -> list[tuple[float, float, float]]:
-    """Of each kernel and copy on a GPU: when the host launched it, when it began and how long it took."""
-    asked = {
-        event["args"]["correlation"]: event["ts"]
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
+def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float]]:
+    """When each operator on a thread began and ended, but for those that are part of waiting for data."""
+    loading = sorted(_span(mark) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA)
+    began = [begin for begin, _ in loading]
+    operators = sorted(_span(event) for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread)
     return [
-        (asked[event["args"]["correlation"]], event["ts"], event["dur"])
-        for event in events
-        if event.get("cat") in _ON_DEVICE and event.get("args", {}).get("correlation") in asked
+        span for span in operators if not (place := bisect.bisect(began, span[0])) or span[0] >= loading[place - 1][1]
     ]
 
 
-def _on_thread(events: list[dict], marks: list[dict], thread: int) -> list[tuple[float, float, float]]:
-    """The same of each operator on a thread, except those that are part of waiting for data."""
-    loading = sorted(
-        (mark["ts"], mark["ts"] + mark["dur"]) for mark in marks if mark["name"] == _PHASE + WAITING_FOR_DATA
-    )
-    began = [start for start, _ in loading]
-    operators = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] == thread]
-    return [
-        (event["ts"], event["ts"], event["dur"])
-        for event in operators
-        if not (place := bisect.bisect(began, event["ts"])) or event["ts"] >= loading[place - 1][1]
-    ]
+def _span(event: dict) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def _phase_of(marks: list[dict], span: tuple[float, float]) -> str:
@@ -192,10 +169,9 @@ def _phase_of(marks: list[dict], span: tuple[float, float]) -> str:
     shares: dict[str, float] = {}
     for event in marks:
         if event["name"].startswith(_PHASE):
-            share = min(span[1], event["ts"] + event["dur"]) - max(span[0], event["ts"])
             name = event["name"].removeprefix(_PHASE)
-            shares[name] = shares.get(name, 0.0) + max(0.0, share)
-    return max(shares, key=shares.get, default="")
+            shares[name] = shares.get(name, 0.0) + _overlap(span, _span(event))
+    return max(shares, key=shares.__getitem__, default="")
 
 
 def _open(name: str) -> record_function:

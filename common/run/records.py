@@ -7,7 +7,7 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +16,11 @@ from accelerate import Accelerator
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint
 from common.config import parsing as configuration
+from common.config import recipe_source
 from common.config.fields import RunConfig
-from common.config.recipe_source import Source, difference, keep, stem
+from common.config.recipe_source import difference, keep, stem
 from common.data.batch_plan import BatchPlan
+from common.data.source import Source
 from common.data.stream import Stream
 from common.distributed.collectives import all_or_none, broadcast_object
 from common.durable import replace_file
@@ -77,7 +79,9 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: Source) -> None:
+    def begin(
+        self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: recipe_source.Source
+    ) -> None:
         """Set what rows, the summary and checkpoints are made of."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
         self._source = recipe
@@ -126,7 +130,7 @@ class Records:
         config = self._config
         self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
 
-    def describe(self, rows: dict[str, str], train: Sized, val: Sized, plan: BatchPlan, sizes: dict) -> None:
+    def describe(self, rows: dict[str, str], train: Source, val: Source, plan: BatchPlan, sizes: dict) -> None:
         """Print the start table: `rows` that have a value."""
         self.log.table({name: value for name, value in rows.items() if value})
         self._classes = list(train.classes)
@@ -136,6 +140,7 @@ class Records:
     def open(self, accelerator: Accelerator, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
+        assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
         keep(self._source, self._path)
@@ -190,13 +195,13 @@ class Records:
         if self._folder and not self._folder.lost:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
-                examples = function(*arguments, path)
+                boxed = function(*arguments, path)
                 if letters := fonts.missing():
                     self.log.say(
                         f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
                         "Noto Sans CJK (Debian: fonts-noto-cjk)"
                     )
-                self.log.pictures(self.progress.step or 1, {name: path}, examples)  # the first batch is step 1's
+                self.log.pictures(self.progress.step or 1, {name: path}, boxed)  # the first batch is step 1's
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             if self.progress.step:  # before that, data workers are starting

@@ -1,17 +1,17 @@
 """Report of a run: the page report.html in its folder, made of the folder's files alone.
 
-It is one file: pictures and curves are in it, and it loads nothing. It is made when a start of the run ends, and again by
+It is one file: pictures are in it, and it loads nothing. It is made when a start of the run ends, and again by
 `write`. What can't be read is left out, and a part that fails says so on the page.
 """
 
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from common.config.recipe_source import FOLDER
 from common.durable import replace_file
-from common.run.line_chart import chart
+from common.run import plots
 from common.run.page import Html, duration, element, facts, in_words, join, listed, page, picture, section, table
 from common.run.past_run import PastRun
 from common.run.plots import finite
@@ -26,21 +26,24 @@ _CAPTIONS = {
     "misses": "missed objects and false detections",
 }
 _MOST_CLASSES = 1_000  # rows of the table of classes; of more, those with the lowest value
-_MOST_EVENTS = 200  # lines of the log
+_MOST_MESSAGES = 200  # lines of the log
 
 
-def write(folder: Path) -> Path:
-    """Write report.html of a run folder, in one step; returns its path. Raises OSError, and `Refused` for another folder."""
+def write(folder: Path, draw: bool = True) -> Path:
+    """Write report.html of a run folder, in one step; returns its path. With `draw`, its curves are drawn first.
+
+    Raises OSError, and `Refused` for another folder.
+    """
     run = PastRun(Path(folder))
-    body = [_part(part, run) for part in _PARTS]
-    replace_file(run.path / FILE, page(run.name, *body).encode(errors="replace"))
+    parts = [_head, _drawn_curves if draw else _curves, *_PARTS]
+    replace_file(run.path / FILE, page(run.name, *(_part(part, run) for part in parts)).encode(errors="replace"))
     return run.path / FILE
 
 
 def leave(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """`write`, where a failure is logged with `say` and not raised: a page is not worth a run."""
+    """`write` of a run that has drawn its curves. A failure is logged with `say`: a page is not worth a run."""
     try:
-        return write(folder)
+        return write(folder, draw=False)
     except Exception as error:
         say(f"{folder / FILE} could not be written: {type(error).__name__}: {error}")
         return None
@@ -60,7 +63,7 @@ def _head(run: PastRun) -> Html:
     known = status if status in ("finished", "resumable", "failed", "running") else "unknown"
     said = f"{status or 'unknown'} at step {run.status['step']}" if "step" in run.status else status or "unknown"
     said += " (or killed)" * (status == "running")
-    table = run.starts[-1].table if run.starts else {}
+    table = run.starts[-1] if run.starts else {}
     lines = [table.get("data", run.config.get("data", "")), table.get("model", run.config.get("model", ""))]
     head = [element("h1", run.name), element("span", said, kind=f"status {known}")]
     if cause:
@@ -89,42 +92,18 @@ def _head(run: PastRun) -> Html:
     return join([element("header", *head), element("div", *drawn, kind="tiles")])
 
 
+def _drawn_curves(run: PastRun) -> Html:
+    if run.rows:
+        leading = f"{run.part}{run.leading}" if run.leading else ""
+        plots.curves(run.path, leading, run.step_of("best"))
+    return _curves(run)
+
+
 def _curves(run: PastRun) -> Html:
-    metric, averaged = run.leading, run.part != "eval/"
-    marks = [
-        (start.resumed_from, f"resumed from step {start.resumed_from}") for start in run.starts if start.resumed_from
-    ]
-    if best := run.step_of("best"):
-        marks.append((best, f"best, step {best}"))
-
-    def drawn(title: str, keys: dict[str, str], scale: float = 1) -> Html:
-        return chart(title, [(name, _points(run.rows, key, scale)) for name, key in keys.items()], marks)
-
-    metrics = [metric, *(["AP50"] if metric == "AP" else [])] if metric else []
-    names = {display_name(name): f"{run.part}{name}" for name in metrics}
-    names |= {display_name(f"raw_{name}"): f"eval/{name}" for name in metrics if averaged}
-    losses = {"training": "train/loss", "evaluation": f"{run.part}loss"}
-    losses |= {"evaluation, without EMA": "eval/loss"} if averaged else {}
-    share = is_share(metric)
-    parts = {
-        key.removeprefix("train/loss_"): key for row in run.rows[:1] for key in row if key.startswith("train/loss_")
-    }
-    parts.pop("scale", None)
-    charts = [
-        drawn("Loss", losses),
-        drawn(display_name(metric) + " (%)" * share, names, 100 if share else 1),
-        drawn("Parts of the loss", parts),
-        drawn("Learning rate", {"": "train/lr"}),
-        drawn("Images per second", {"": "perf/images_per_second"}),
-    ]
-    note = "Dotted: the best model" + ", and where a start resumed." if len(marks) > 1 else "Dotted: the best model."
-    empty = not any(charts)
-    shown = "No rows yet." if empty else join([element("div", *charts, kind="charts"), element("p", note, kind="soft")])
-    return section("Curves", shown)
-
-
-def _numbers(run: PastRun) -> Html:
-    return element("div", _part(_results, run), _part(_classes, run), kind="pair")
+    drawn = run.path / "pictures" / "curves.png"
+    if not drawn.exists():
+        return section("Curves", "None yet.")
+    return section("Curves", picture(drawn, "loss, leading result, learning rate"))
 
 
 def _results(run: PastRun) -> Html:
@@ -171,63 +150,42 @@ def _classes(run: PastRun) -> Html:
     rows = [(name, *(columns[key].get(name) for key in ordered)) for name in names]
     left_out = f"The {len(names):,} lowest of {len(first):,} classes." if len(first) > len(names) else ""
     note = f"Of the best model, on the validation data; the lowest come first. {left_out}"
-    return section("Classes", element("p", note, kind="soft"), table(["class", *titles], rows, sortable=True))
+    return section("Classes", element("p", note, kind="soft"), table(["class", *titles], rows))
 
 
 def _start_table(run: PastRun) -> Html:
-    return section("Start table", facts(run.starts[-1].table.items())) if run.starts else Html("")
+    return section("Start table", facts(run.starts[-1].items())) if run.starts else Html("")
 
 
 def _timings(run: PastRun) -> Html:
     seconds, step = finite(run.summary.get("train_seconds")), finite(run.summary.get("step"))
-    whole = sum(start.seconds for start in run.starts)
-    rows = [("wall time, all starts", duration(whole) if whole else "")]
+    rows = []
     if seconds and step:
-        rows += [("training", f"{duration(seconds)}, {1000 * seconds / step:,.1f} ms per step")]
-        rows += [
-            (
-                "outside training",
-                f"{duration(whole - seconds)}: start-up, evaluations, checkpoints" if whole > seconds else "",
-            )
-        ]
+        rows.append(("training", f"{duration(seconds)}, {1000 * seconds / step:,.1f} ms per step"))
     for name, key, unit in (("images/s", "perf/images_per_second", ""), ("waiting for data", "perf/data_wait", "%")):
-        if values := [value for _, value in _points(run.rows, key)]:
+        if values := _values(run, key):
             low, middle, high = min(values), statistics.median(values), max(values)
             shown = [f"{100 * v:.1f} %" if unit else f"{v:,.0f}" for v in (middle, low, high)]
             rows.append((name, f"median {shown[0]}, from {shown[1]} to {shown[2]} between rows"))
-    if memory := [value for _, value in _points(run.rows, "perf/gpu_memory_gb")]:
+    if memory := _values(run, "perf/gpu_memory_gb"):
         rows.append(("GPU memory", f"{max(memory):.1f} GiB at most, main process"))
-    return section("Timings", facts(rows)) if any(value for _, value in rows) else Html("")
+    return section("Timings", facts(rows)) if rows else Html("")
 
 
 def _faults(run: PastRun) -> Html:
     broken, skipped = (int(finite(run.summary.get(key)) or 0) for key in ("broken_draws", "skipped_steps"))
-    resumed = sum(bool(start.resumed_from) for start in run.starts)
+    resumed = sum(line.startswith("resuming from step ") for _, line in run.log)
+    names = listed(run.summary.get("broken_files")) or "unknown"
     rows = [
         ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
-        (
-            "broken images",
-            f"{listed(run.summary.get('broken_files')) or 'unknown'} in training, drawn {broken:,} times",
-        ),
+        ("broken images", f"{names} in training, drawn {broken:,} times"),
         ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
     ]
-    status = str(run.status.get("status") or "unknown")
-    starts = []
-    for start in run.starts:
-        end = start.end or (
-            f"status: {status}" if start is run.starts[-1] else "no last line: killed, or lost its machine"
-        )
-        begin = f"step {start.resumed_from:,}" if start.resumed_from else "the beginning"
-        starts.append((str(start.time), start.table.get("layout", ""), begin, end))
     parts: list[object] = [facts(rows)]
-    if starts:
-        parts += [element("h3", "Starts"), table(["time", "layout", "from", "end"], starts)]
-    if run.events:
-        shown = "\n".join(f"{time}  {line}" for time, line in run.events[-_MOST_EVENTS:])
-        parts.append(
-            element("h3", f"Messages of the log{f', the last {_MOST_EVENTS}' * (len(run.events) > _MOST_EVENTS)}")
-        )
-        parts.append(element("pre", shown))
+    if run.messages:
+        left_out = f", the last {_MOST_MESSAGES}" * (len(run.messages) > _MOST_MESSAGES)
+        parts.append(element("h3", f"Messages of the log{left_out}"))
+        parts.append(element("pre", "\n".join(run.messages[-_MOST_MESSAGES:])))
     return section("Faults and restarts", *parts)
 
 
@@ -256,18 +214,8 @@ def _repeat(run: PastRun) -> Html:
     return section("Repeat", *parts, whole if run.config else "")
 
 
-_PARTS = (
-    _head,
-    _curves,
-    _numbers,
-    _pictures,
-    _start_table,
-    _timings,
-    _faults,
-    _repeat,
-    _environment,
-)
+_PARTS = (_results, _classes, _pictures, _start_table, _timings, _faults, _repeat, _environment)
 
 
-def _points(rows: Iterable[dict], key: str, scale: float = 1) -> list[tuple[float, float]]:
-    return [(row["step"], scale * row[key]) for row in rows if finite(row.get(key)) is not None]
+def _values(run: PastRun, key: str) -> list[float]:
+    return [value for row in run.rows if (value := finite(row.get(key))) is not None]

@@ -424,7 +424,7 @@ class Run:
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
 
-        Images with boxes or labels that it returns (`tracking.BoxedImage`, `tracking.MistakenImage`) go to the dashboard, too.
+        Images with boxes that it returns (`tracking.BoxedImage`) go to the dashboard, too.
         """
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)

@@ -24,6 +24,7 @@ class Shutdown:
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
         self._config, self._path, self._folder = config, path, folder
         self._records, self._log, self._writer = records, records.log, writer
+        self._in_order = False  # whether this start ended without an error
 
     def leave_no_trace(self) -> None:
         """Remove the run folder after a refused start, if this start has created it."""
@@ -55,6 +56,7 @@ class Shutdown:
         all ranks.
         """
         progress = self._records.progress
+        self._in_order = stopped or error is None
         if stopped:
             return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(asked_by))))
         if error is None:
@@ -78,7 +80,7 @@ class Shutdown:
     def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
         """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.
 
-        Does nothing except on the main process. `draw` makes the plots of a finished run. `goes_on`: the launcher
+        Does nothing except on the main process. `draw` makes the plots of a start that ended in order. `goes_on`: the launcher
         starts this process again.
         """
         if not self._folder:
@@ -94,7 +96,7 @@ class Shutdown:
             self._folder.check()
         try:
             self._log.flush()
-            if status == "finished":
+            if self._in_order:
                 draw()
             self._log.summary(self._records.summary())
             where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class _Posted:
     stop: bool
     ended_by: str
     counts: dict[str, int]  # number of values of each custom number
-    copied: object = None  # CUDA event
+    copied: torch.cuda.Event | None = None
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
     update: Update | None = None
@@ -62,7 +63,7 @@ class _Posted:
     grad_norm: float = 0.0
     loss_scale: float | None = None
     skipped: bool = False
-    work: object = None
+    work: Any = None
 
 
 class Lap:
@@ -106,7 +107,7 @@ class StepReports:
     _laps: float = 0.0  # seconds of this rank's laps since the last step that was logged
 
     def __post_init__(self) -> None:
-        self._loss_scale = self.scaler.get_scale() if self.scaler else None  # of the step that is summed next
+        self._loss_scale = self.scaler.get_scale() if self.scaler else 0.0  # of the step that is summed next
 
     def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Add custom numbers, float[] or float[n], to the present step. Does not wait for a device."""
@@ -146,8 +147,8 @@ class StepReports:
             total if total.device == loss.device else torch.zeros_like(loss) + total.to(loss.dtype)
             for total in self._sums.values()
         ]
-        numbers = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, outcome, numbers, stop, ended_by, self._counts, update=update, lap=lap)
+        on_host = torch.stack(numbers).to("cpu", non_blocking=True)
+        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update=update, lap=lap)
         self._sums, self._counts = {}, {}
         if losses.is_cuda:
             posted.copied = torch.cuda.Event()
@@ -177,9 +178,9 @@ class StepReports:
             posted.copied.synchronize()
         loss, posted.grad_norm, *totals = posted.device_numbers.tolist()
         if self.scaler:
-            posted.loss_scale, *totals = totals
-            posted.skipped = posted.loss_scale < self._loss_scale
-            self._loss_scale = posted.loss_scale
+            scale, *totals = totals
+            posted.skipped = scale < self._loss_scale
+            self._loss_scale = posted.loss_scale = scale
         if posted.update and posted.update.norms is not None:
             posted.norms, totals = totals[:2], totals[2:]
         posted.logged = {

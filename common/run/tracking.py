@@ -68,20 +68,6 @@ class Box:
     score: float | None = None
 
 
-@dataclass(frozen=True)
-class MistakenImage:
-    """An image that was classified wrongly: its true and its predicted class, and the probability of the latter."""
-
-    image: "Image.Image"
-    name: str
-    true: str
-    predicted: str
-    confidence: float
-
-
-Example = BoxedImage | MistakenImage
-
-
 class Tracker:
     """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
@@ -144,20 +130,18 @@ class Tracker:
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
         """Queues the run's results, for the table of runs."""
-        self._put(lambda backend, values=dict(values): backend.summary(values))
+        kept = dict(values)
+        self._put(lambda backend: backend.summary(kept))
 
     def images(self, step: int, pictures: Mapping[str, Path]) -> None:
         """Queues image files of `step`."""
-        self._put_of(step, lambda backend, pictures=dict(pictures): backend.images(step, pictures))
+        kept = dict(pictures)
+        self._put_of(step, lambda backend: backend.images(step, kept))
 
-    def examples(self, step: int, examples: Sequence[Example]) -> None:
-        """Queues images with boxes or with labels of `step`; only W&B shows them."""
-        boxed = tuple(example for example in examples if isinstance(example, BoxedImage))
-        mistaken = tuple(example for example in examples if isinstance(example, MistakenImage))
-        if boxed:
-            self._put_of(step, lambda backend: backend.boxed_images(step, boxed))
-        if mistaken:
-            self._put_of(step, lambda backend: backend.mistaken_images(step, mistaken))
+    def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
+        """Queues images with boxes of `step`; only W&B shows them. A plot that shows them is sent as well."""
+        kept = tuple(images)
+        self._put_of(step, lambda backend: backend.boxes(step, kept))
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -225,11 +209,11 @@ class _Backend:
     def summary(self, values: dict) -> None:
         self.tracker.log({f"summary/{key}": value for key, value in values.items()}, step=values.get("last/step"))
 
-    def boxed_images(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Does nothing by default: a plot that shows the boxes is sent as well."""
+    def images(self, step: int, pictures: dict[str, Path]) -> None:
+        raise NotImplementedError
 
-    def mistaken_images(self, step: int, images: Sequence[MistakenImage]) -> None:
-        """Does nothing by default: a plot that shows the images is sent as well."""
+    def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
+        """Does nothing by default."""
 
     def finish(self, exit_code: int) -> None:
         self.tracker.finish()
@@ -292,7 +276,7 @@ class _WandB(_Backend):
 
         self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
 
-    def boxed_images(self, step, images):
+    def boxes(self, step, images):
         import wandb
 
         # Every set of boxes names all classes, so that a class has one colour. A list of images would need one size.
@@ -306,14 +290,6 @@ class _WandB(_Backend):
             }
             row[f"objects/{number:02d}"] = wandb.Image(image.image, caption=image.name, boxes=boxes)
         self.log(step, row)
-
-    def mistaken_images(self, step, images):
-        import wandb
-
-        table = wandb.Table(columns=["image", "name", "true", "predicted", "confidence"])
-        for image in images:
-            table.add_data(wandb.Image(image.image), image.name, image.true, image.predicted, image.confidence)
-        self.log(step, {"mistakes_table": table})
 
     def finish(self, exit_code):
         self.run.finish(exit_code=exit_code)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import tempfile
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from typing import Literal
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.config.fields import OptimizationConfig, RunConfig, option
-from common.config.parsing import identity, nearest, parse, save, short_hash
+from common.config.parsing import identity, parse, save, short_hash
 from common.errors import Refused
 from recipes import cls, det
 
@@ -64,12 +63,9 @@ def preset(tmp_path: Path):
     return write
 
 
-def test_defaults_apply_if_nothing_else_is_given() -> None:
-    assert parse(Config, []) == Config()
-
-
 @pytest.mark.smoke
 def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None:
+    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == Config()
     file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\n")
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
     assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64)
@@ -81,28 +77,18 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
     "text, field, value",
     [
         ("lr: 1e-3", "lr", 0.001),  # text to YAML 1.1
-        ("lr: 1", "lr", 1.0),
-        ("lr: .5", "lr", 0.5),
         ("temperature: -1e3", "temperature", -1000.0),
         ("seed: 010", "seed", 10),  # octal to YAML 1.1, sixty-two to nobody
-        ("seed: 1_000", "seed", 1000),
         ("name: 007", "name", "007"),
         ("name: 12:30:45", "name", "12:30:45"),  # a number to the base of 60
-        ("name: 2024-13-45", "name", "2024-13-45"),  # no date
         ("name: 2024-01-01", "name", "2024-01-01"),
         ("name: 1e3", "name", "1e3"),
         ('name: "on"', "name", "on"),
         ("name: --help", "name", "--help"),
-        ("name: -x", "name", "-x"),
-        ("name: a=b", "name", "a=b"),
-        ("name: 'two words'", "name", "two words"),
         ('name: ""', "name", ""),
         ("name: Füße 足", "name", "Füße 足"),
-        ("data: hf:owner/name", "data", "hf:owner/name"),
         ("pretrained: yes", "pretrained", True),
         ("visible: off", "visible", False),
-        ("tracker: none", "tracker", "none"),
-        ("augment: rand-m9-mstd0.5", "augment", "rand-m9-mstd0.5"),
     ],
 )
 def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, value: object) -> None:
@@ -110,60 +96,28 @@ def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, 
     assert given == value and type(given) is type(value)
 
 
-def test_an_empty_file_changes_nothing(preset) -> None:
-    assert parse(Config, preset("# only a comment\n")) == Config()
-
-
 @pytest.mark.parametrize(
     "text, told",
     [
         ("epoch: 3", "unknown key epoch; did you mean epochs"),
         ("batch_nrm: 3", "unknown key batch_nrm"),
-        ("3: 3", "unknown key 3"),
-        ("lr: fast", "lr"),
         ("lr: [1, 2]", "lr must be a single value, not list"),
-        ("lr: {a: 1}", "lr must be a single value"),
         ("lr:", "lr must be a single value, not None"),
-        ("name: ~", "name must be a single value, not None"),
         ("name: on", "name: True is not of the right type"),
         ("pretrained: 1", "pretrained: '1' is not true or false"),
-        ("pretrained: maybe", "pretrained: 'maybe' is not true or false"),
-        ("seed: 1.5", "seed"),
-        ("seed: true", "seed: True is not of the right type"),
-        ("loss: mse", "loss"),
         ("lr: 1\nseed: 2\nlr: 3", "lr is given twice"),
-        ("lr: .nan", "lr"),
-        ("lr: nan", "--lr nan: must be"),
-        ("temperature: inf", "--temperature inf: must be a finite number"),
-        ("crop_pct: 1.5", "--crop_pct 1.5: must be between 0 and 1"),
         ("data: ''", "--data is empty"),
         ("- lr", "must hold `key: value` lines, found a list"),
-        ("lr", "must hold `key: value` lines, found a str"),
         ("lr: [", "not readable as YAML"),
-        ("lr: 1\n\tseed: 2", "not readable as YAML"),
-        ("lr: 'a", "not readable as YAML"),
         ("lr: !!python/object/apply:os.getpid []", "not readable as YAML"),
         ("? [a, b]\n: 1", "not readable as YAML"),
-        ("? {a: b}\n: 1", "not readable as YAML"),
         ("lr: &a 1\n<<: *a", "unknown key <<"),
-        ("\0", "not readable as YAML"),
     ],
 )
 def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str) -> None:
     line = refusal(*preset(text))
     assert told in line
     assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
-
-
-@given(st.one_of(st.text(max_size=40), st.dictionaries(st.sampled_from(["lr", "name", "?"]), st.text()).map(yaml.dump)))
-def test_any_file_gives_a_configuration_or_one_line(text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(text)
-        file.flush()
-        try:
-            assert isinstance(parse(Config, ["--config", file.name]), Config)
-        except Refused as refused:
-            assert str(refused)
 
 
 @pytest.mark.parametrize(
@@ -175,25 +129,17 @@ def test_any_file_gives_a_configuration_or_one_line(text: str) -> None:
         (["--lr", "fast"], "fast"),
         (["--lr"], "lr"),
         (["--lr", "nan"], "--lr nan: must be"),
-        (["--lr", "inf"], "--lr inf: must be"),
         (["--lr", "-1"], "--lr -1.0: must be between 0 and 1000000"),
         (["--temperature=-inf"], "--temperature -inf: must be a finite number"),
-        (["--epochs", "-0.1"], "--epochs -0.1: must be between 0 and 1000000"),
-        (["--val_share", "1.01"], "--val_share 1.01: must be between 0 and 1"),
         (["--global_batch_size", "0"], "--global_batch_size 0: must be between 1 and 1048576"),
-        (["--workers", "-2"], "--workers -2: must be between -1 and 1024"),
         (["--seed", "1.5"], "1.5"),
         (["--loss", "mse"], "mse"),
-        (["--dtype", "float16"], "float16"),
         (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
         (["--pretrained", "false"], "--pretrained takes no value"),
-        (["--no_lr"], "no_lr"),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
         (["--eval_flip"], "--eval_flip works only with --eval_only"),
         (["stray"], "stray"),
-        (["-x"], "-x"),
         (["--config"], "--config needs the path of a YAML file"),
-        (["--config="], "--config needs the path of a YAML file"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
         (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
@@ -224,6 +170,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), m
     )
 )
 @example(Config(data="\x85", name="a\u2028b"))
+@settings(max_examples=25)
 def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
@@ -241,7 +188,7 @@ def shown_by(capsys: pytest.CaptureFixture, *words: str) -> tuple[str, list[str]
     return text, re.findall(r"^\W --(\w+)", text, re.MULTILINE)
 
 
-def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys: pytest.CaptureFixture) -> None:
+def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys) -> None:
     every = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
@@ -255,7 +202,7 @@ def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(c
 
 
 @pytest.mark.parametrize("recipe", [cls, det])
-def test_help_of_a_recipe_shows_at_most_25_flags(capsys: pytest.CaptureFixture, monkeypatch, recipe) -> None:
+def test_help_of_a_recipe_shows_at_most_25_flags(capsys, monkeypatch, recipe) -> None:
     monkeypatch.setitem(globals(), "Config", recipe.Config)
     assert 20 <= len(shown_by(capsys, "--help")[1]) <= 25
 
@@ -267,22 +214,12 @@ def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_overri
     assert parse(Config, [*preset("init: lion")]).seed == 7
 
 
-def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture, preset) -> None:
-    with pytest.raises(SystemExit):
-        parse(Config, [*preset("temperature: 0.4321"), "--help", "all"])
-    assert "0.4321" in capsys.readouterr().out
-
-
-def test_help_is_printed_once_per_machine(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit):
-        parse(Config, ["--help"])
-    assert capsys.readouterr().out == ""
-
-
-def test_the_command_line_is_what_is_parsed_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["cls.py", "--seed", "3"])
-    assert parse(Config).seed == 3
+def test_help_shows_the_values_of_the_preset_once_per_machine(capsys, preset, monkeypatch) -> None:
+    for rank, shown in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit):
+            parse(Config, [*preset("temperature: 0.4321"), "--help", "all"])
+        assert capsys.readouterr().out.count("0.4321") == shown
 
 
 def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
@@ -296,25 +233,6 @@ def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
         Config(seed=1),
         Config(global_batch_size=65),
         Config(lr=0.1),
-        Config(augment="v0"),
-        Config(data="x"),
     ):
         assert short_hash(identity(changed)) != short_hash(run)
     assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record
-
-
-def test_the_hash_of_a_run_does_not_depend_on_the_order_of_its_fields() -> None:
-    assert short_hash({"a": 1, "b": 2.5}) == short_hash({"b": 2.5, "a": 1}) != short_hash({"a": 2.5, "b": 1})
-    assert len(short_hash({})) == 6
-
-
-def test_similar_names_are_suggested() -> None:
-    assert nearest("resnett50", ["resnet50", "vit"]) == "; did you mean resnet50?"
-    assert nearest("qqq", ["resnet50", "vit"]) == ""
-
-
-def test_defaults_of_the_shared_configuration_are_within_their_limits() -> None:
-    for field in dataclasses.fields(Config):
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        assert (low is None or field.default >= low) and (high is None or field.default <= high)
-        assert not isinstance(field.default, float) or math.isfinite(field.default)

@@ -37,15 +37,8 @@ def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
 
 def test_a_recipe_is_its_file_and_the_modules_beside_it_that_it_imports(tmp_path, monkeypatch) -> None:
     hard = "import os, losses.focal\nfrom mine import model\nfrom common import run\nfrom . import near\n"
-    files = {
-        "losses__focal": LOSS,
-        "losses____init__": "",
-        "mine": "import deep",
-        "deep": "import hard",
-        "near": "",
-        "far": "",
-    }
-    read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", **files)
+    files = {"losses__focal": LOSS, "losses____init__": "", "mine": "import deep", "deep": "import hard", "near": ""}
+    read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files)
     assert next(iter(read)) == "hard.py"
     assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
     assert read["losses/focal.py"] == LOSS
@@ -63,9 +56,8 @@ def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -
     )
     assert words != LOSS
     assert recipe_source.difference({"hard.py": LOSS}, {"hard.py": words}) == []
-    assert recipe_source.difference({"cls.py": LOSS}, {"hard.py": LOSS}) == [], (
-        "the recipe itself may be called otherwise"
-    )
+    # The recipe itself may be called otherwise.
+    assert recipe_source.difference({"cls.py": LOSS}, {"hard.py": LOSS}) == []
 
 
 def test_other_code_is_shown_in_a_few_lines() -> None:
@@ -81,13 +73,10 @@ def test_other_code_is_shown_in_a_few_lines() -> None:
     assert "-a = 1" in recipe_source.difference(there, {"hard.py": LOSS})
     many = recipe_source.difference(there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))})
     assert len(many) == 13 and many[-1] == "... and 90 more lines"
-    assert (
-        recipe_source.difference({"hard.py": f"'{'a' * 117}  b'"}, {"hard.py": f"'{'a' * 117} b'"}) == []
-    )  # a docstring
-    assert recipe_source.difference({"hard.py": f"x='{'a' * 114}  b'"}, {"hard.py": f"x='{'a' * 114} b'"}) != []
-    assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"}), (
-        "what is no Python, by its text"
-    )
+    spaces = f"x='{'a' * 114}  b'", f"x='{'a' * 114} b'"
+    assert recipe_source.difference({"hard.py": spaces[0]}, {"hard.py": spaces[1]}) != []
+    # What is no Python is compared by its text.
+    assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"})
 
 
 def test_a_notebook_has_the_source_of_its_functions(monkeypatch) -> None:

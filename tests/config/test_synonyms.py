@@ -20,7 +20,7 @@ FIELDS = {recipe: {field.name for field in dataclasses.fields(config)} for recip
 def test_names_of_other_tools_lead_to_flags_of_the_recipe_and_are_no_flags(recipe: str) -> None:
     known = {flag: names.split() for flag, names in FLAGS.items() if flag in FIELDS[recipe]}
     all_names = [name for names in known.values() for name in names]
-    assert len(all_names) == len(set(all_names)) > 150, "each leads to one flag"
+    assert len(all_names) == len(set(all_names)) > 60, "each leads to one flag"
     for flag, names in known.items():
         for name in names:
             with pytest.raises(Refused) as raised:

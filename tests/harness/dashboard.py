@@ -32,7 +32,7 @@ class Dashboard:
     def images(self, step: int, images: dict) -> None:
         self.shown = {step: images}
 
-    def examples(self, step: int, images: list) -> None:
+    def boxes(self, step: int, images: list) -> None:
         self.boxed = [step, *images]
 
     def finish(self, exit_code: int, patience: float) -> None:

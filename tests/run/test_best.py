@@ -74,34 +74,23 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
-def cut(run: Path) -> None:
-    (run / "best/model.safetensors").write_bytes(b"")
+def flip(best: Path) -> None:
+    weights = (best / "model.safetensors").read_bytes()
+    (best / "model.safetensors").write_bytes(weights[:-1] + b"\x07")
 
 
-def tear(run: Path) -> None:
-    file = run / "best/model.safetensors"
-    file.write_bytes(file.read_bytes()[:-3])
+def be_a_file(best: Path) -> None:
+    shutil.rmtree(best)
+    best.write_text("best")
 
 
-def flip(run: Path) -> None:
-    file = run / "best/model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
-
-
-def lose_results(run: Path) -> None:
-    (run / "best/results.json").unlink()
-
-
-def lose_all(run: Path) -> None:
-    shutil.rmtree(run / "best")
-
-
-def be_a_file(run: Path) -> None:
-    lose_all(run)
-    (run / "best").write_text("best")
-
-
-DAMAGES = (cut, tear, flip, lose_results, lose_all, be_a_file)
+DAMAGES = {
+    "emptied": lambda best: (best / "model.safetensors").write_bytes(b""),
+    "changed": flip,
+    "without its results": lambda best: (best / "results.json").unlink(),
+    "removed": shutil.rmtree,
+    "a file": be_a_file,
+}
 
 
 def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> None:
@@ -114,17 +103,6 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
     again = training.start_again()
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
-
-
-def test_best_names_its_run_also_when_it_is_exported_again(run: Path) -> None:
-    training = Training(run)
-    for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
-        training.step(step, top1)
-    wanted = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
-    assert json.loads((run / "best/run.json").read_text()) == wanted
-    lose_all(run)
-    training.start_again()
-    assert json.loads((run / "best/run.json").read_text()) == wanted
 
 
 @pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there"])
@@ -158,46 +136,40 @@ def test_the_old_best_returns_if_the_checkpoint_of_the_new_one_is_missing(run: P
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_best_is_exported_again(run: Path, damage) -> None:
-    """From the checkpoint of the same step, which need not be the newest; with the results of each class."""
+def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
+    """From the checkpoint of the same step, which need not be the newest; with its run and the results of each class."""
     training = Training(run)
     for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
         training.step(step, top1)
     was = content(run / "best")
-    damage(run)
+    of_run = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
+    assert json.loads(was["run.json"]) == of_run
+    DAMAGES[damage](run / "best")
     again = training.start_again()
     (said,) = again.said
-    assert f"{run}/best is damaged or of another checkpoint (" in said and said.endswith(
-        f"): exported again from {run}/checkpoints/step_00000002"
-    )
-    assert content(run / "best") == was and again.progress.best["step"] == 2
-    assert names(run) == ["best", "checkpoints"]
+    assert said.startswith(f"{run}/best is damaged or of another checkpoint (")
+    assert said.endswith(f"): exported again from {run}/checkpoints/step_00000002")
+    assert content(run / "best") == was and names(run) == ["best", "checkpoints"]
     again.step(4, 0.2)
     assert again.start_again().said == [], "it is as every checkpoint says"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_without_the_checkpoint_of_the_best_the_last_one_replaces_it_with_a_message(run: Path, damage) -> None:
+def test_without_its_checkpoint_the_last_model_replaces_the_best_with_a_message(run: Path, damage: str) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
         training.step(step, top1)
-    damage(run)
+    DAMAGES[damage](run / "best")
     again = training.start_again()
     (said,) = again.said
-    for part in (
-        f"{run}/best is damaged or of another checkpoint (",
-        "the checkpoint of step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost",
-        "best/ is now that of step 3, top-1 20.00 %",
-    ):
-        assert part in said, said
+    lost = "step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost"
+    assert lost in said and "best/ is now that of step 3, top-1 20.00 %" in said
     assert weight(run) == 3 and again.progress.best == {"step": 3, "eval/top1": 0.2}
     assert json.loads((run / "best/results.json").read_text()) == {"top1": 0.2}
-    aside = [] if damage is lose_all else ["best.damaged"]
+    aside = [] if damage == "removed" else ["best.damaged"]
     assert names(run) == ["best", *aside, "checkpoints"]
-    kept = [content(run / name) for name in aside if (run / name).is_dir()]
     (said,) = again.start_again().said  # as long as no newer checkpoint is there
-    assert "is lost; best/ is now that of step 3" in said
-    assert weight(run) == 3 and kept == [content(run / name) for name in aside if (run / name).is_dir()]
+    assert "is lost; best/ is now that of step 3" in said and weight(run) == 3
     again.step(4, 0.25)
     assert weight(run) == 4 and again.start_again().said == []
 
@@ -210,7 +182,7 @@ def test_without_any_evaluated_checkpoint_the_next_evaluation_is_the_best(run: P
     record = training.record(3) | {"ledger": {"step": 3, "leading": "eval/top1"}, "best": training.best.seal()}
     record["ledger"] |= {"best": training.progress.best, "last": training.progress.last}
     training.checkpoints.save(record, {"model": {}})
-    cut(run)
+    DAMAGES["emptied"](run / "best")
     again = training.start_again()
     (said,) = again.said
     assert "top-1 30.00 %, is lost; best/ will be the best of the evaluations from now on" in said
@@ -225,7 +197,8 @@ def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path)
         training.step(step, top1)
     (tmp_path / "b").mkdir()
     branch = training.start_again(tmp_path / "b")
-    assert branch.said == [] and content(tmp_path / "b/best") == content(run / "best") and weight(run) == 1
+    assert branch.said == [] and weight(run) == 1
+    assert content(tmp_path / "b/best") == content(run / "best")
 
 
 def test_an_export_that_fails_leaves_the_old_one(run: Path) -> None:

@@ -45,7 +45,7 @@ time.sleep(600)
 
 
 @pytest.mark.smoke
-def test_a_second_run_is_refused_until_the_first_is_gone_whatever_became_of_its_workers(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_live(tmp_path) -> None:
     path = tmp_path / "a"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -78,27 +78,15 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_it_is_known_whether_the_folder_was_there(tmp_path: Path) -> None:
-    first = RunFolder(tmp_path / "a")
-    first.close()
-    again = RunFolder(tmp_path / "a")
-    again.close()
-    assert first.fresh and not again.fresh
-
-
-def test_files_are_replaced_whole(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_and_read(folder: RunFolder) -> None:
     assert folder.read("summary.json") == {}
     folder.write("summary.json", {"step": 1})
     folder.write("summary.json", {"step": 2, "name": "Füße"})
     assert folder.read("summary.json") == {"step": 2, "name": "Füße"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-        with pytest.raises(OSError):
-            folder.write("summary.json", {"step": 3})
-    assert folder.read("summary.json")["step"] == 2
     assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "log.txt", "summary.json"]
-    (folder.path / "summary.json").write_text('{"step": ')
-    assert folder.read("summary.json") == {}
+    for content in (b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'{"step": '):
+        (folder.path / "summary.json").write_bytes(content)
+        assert folder.read("summary.json") == {}, "anything but a JSON object is read as empty"
 
 
 def test_rows_are_on_disk_at_once_and_nothing_is_not_json(folder: RunFolder) -> None:
@@ -107,32 +95,14 @@ def test_rows_are_on_disk_at_once_and_nothing_is_not_json(folder: RunFolder) -> 
     assert rows(folder.path) == [{"step": 1, "train/loss": None, "train/grad_norm": None, "samples": 64, "ok": 0.5}]
 
 
-@pytest.mark.parametrize("torn", ["", '{"st', '{"step": 40, "train/loss": 0.1', "{", "\n", '{"step": 40}'])
-def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder: RunFolder, torn: str) -> None:
+@pytest.mark.parametrize("torn", ["", '{"step": 40, "train/loss": 0.1', "{", "\n", '{"step": 40}', "[" * 100_000])
+def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: str) -> None:
     text = "".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30))
     (folder.path / "metrics.jsonl").write_text(text + torn)
     assert [row["step"] for row in folder.rewind(20)] == [10, 20]
     folder.row({"step": 30, "train/loss": 0.25})
     assert [(row["step"], row["train/loss"]) for row in rows(folder.path)] == [(10, 0.1), (20, 0.05), (30, 0.25)]
     assert not (folder.path / ".metrics.jsonl.tmp").exists()
-
-
-@pytest.mark.parametrize("kill_after", range(1, 60, 4))
-def test_whatever_byte_a_kill_comes_after_no_step_is_lost_or_there_twice(tmp_path: Path, kill_after: int) -> None:
-    first = RunFolder(tmp_path / "a")
-    first.rewind(0)
-    for step in (1, 2):
-        first.row({"step": step, "train/loss": 0.5})
-    first.close()
-    path = tmp_path / "a" / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:kill_after])
-    whole = path.read_text().count("}")
-    again = RunFolder(tmp_path / "a")
-    again.rewind(whole)  # a checkpoint syncs its rows first: it is never beyond them
-    for step in range(whole + 1, 4):
-        again.row({"step": step, "train/loss": 0.5})
-    again.close()
-    assert [row["step"] for row in rows(tmp_path / "a")] == [1, 2, 3]
 
 
 def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder) -> None:
@@ -157,31 +127,20 @@ def replace(path: Path) -> None:
     (path / ".lock").write_text("of another run")
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [
-        shutil.rmtree,
-        replace,
-        lambda path: path.rename(path.with_name("elsewhere")),
-        lambda path: (path / ".lock").unlink(),
-        lambda path: path.parent.rename(path.parent.with_name("elsewhere")),
-    ],
-)
-def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder: RunFolder, lose) -> None:
+@pytest.mark.parametrize("lose", [shutil.rmtree, replace, lambda path: path.parent.rename(f"{path.parent}.gone")])
+def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder, lose) -> None:
     folder.write("summary.json", {"step": 1})
     folder.check()
-    assert not folder.lost
     lose(folder.path)
-    assert folder.lost
     before = sorted(folder.path.rglob("*"))
     for write in (folder.check, lambda: folder.write("summary.json", {}), lambda: folder.status("running", 2)):
         with pytest.raises(Refused, match=f"{folder.path} was removed, renamed or replaced while this run was at work"):
             write()
-    assert sorted(folder.path.rglob("*")) == before
+    assert folder.lost and sorted(folder.path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
-def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str) -> None:
+def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()
@@ -193,11 +152,3 @@ def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_pa
     os.mkfifo(run / name)
     with pytest.raises(Refused, match="can't be written"):
         RunFolder(run)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe\x00", b"[" * 100_000, b'{"id": '])
-def test_anything_but_a_json_object_is_read_as_empty(folder: RunFolder, content: bytes) -> None:
-    (folder.path / "tracker.json").write_bytes(content)
-    assert folder.read("tracker.json") == {}
-    (folder.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content)  # as a machine's end leaves it
-    assert folder.rewind(5) == rows(folder.path) == [{"step": 1}]

@@ -22,11 +22,10 @@ def installed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [str(path) for path in paths])
 
     yield install
-    fonts._families.cache_clear()
-    fonts._missing.clear(), fonts._said.clear()
+    install()
 
 
-def test_a_text_takes_letters_from_an_installed_font_and_others_stay_as_they_are(installed, tmp_path: Path) -> None:
+def test_a_text_takes_letters_from_an_installed_font_and_others_stay(installed, tmp_path: Path) -> None:
     (tmp_path / "noto.ttf").write_text("no font")
     installed(tmp_path / "noto.ttf", OWN / "STIXGeneral.ttf")
     figure = new_figure(1, 1)

@@ -1,10 +1,7 @@
 """Plots can be drawn from whatever a run left: no rows, one row, NaN, an incomplete line, odd class names."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -17,27 +14,21 @@ ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
     {"step": 2, "train/loss": float("nan"), "train/lr": 0.1, "eval/loss": float("inf"), "eval/top1": None},
     {"step": 3, "eval/loss": 1.5, "eval/top1": 0.5, "eval/ema_top1": 0.75},
-    {"epoch": 1},
 ]
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 4], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("rows", [0, 1, 3, 2000], ids=lambda rows: f"{rows} rows")
 def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:rows]) + '{"step": 4, "tra')
+    more = [{"step": step, "train/loss": 1 / step, "train/lr": 0.0} for step in range(4, rows + 1)]
+    lines = "".join(json.dumps(row) + "\n" for row in (ROWS[:rows] + more))
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "tra')
     plots.curves(tmp_path)
     pixels = drawn(tmp_path / "pictures" / "curves.png")
     shown = [has(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)]
-    assert shown == [rows > 0, rows == 4, rows == 4]
+    assert shown == [rows > 0, rows >= 3, rows >= 3]
 
 
 CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ -> title and lines
-    "the weights lead": (
-        {"top1": [0.5, 0.7, 0.7], "ema_top1": [0.4, 0.6, 0.9]},
-        "top1",
-        2,
-        "best/ is of step 2, top-1 70.00 %",
-        ["top-1", "top-1 of the averaged weights (EMA)"],
-    ),
     "the averaged weights lead": (
         {"top1": [0.9, 0.7, 0.7], "ema_top1": [0.4, 0.6, 0.65]},
         "ema_top1",
@@ -45,7 +36,6 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         "best/ is of step 3, top-1 (EMA) 65.00 %",
         ["top-1", "top-1 of the averaged weights (EMA)"],
     ),
-    "several labels": ({"f1": [0.1, 0.5, 0.2]}, "f1", 2, "best/ is of step 2, micro F1 50.00 %", ["micro F1"]),
     "a detector": (
         {"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]},
         "AP",
@@ -53,20 +43,13 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         "best/ is of step 2, AP 30.00 %",
         ["AP", "AP50"],
     ),
-    "a metric of one's own": (
-        {"neg_error": [-3.0, -2.0, -1.5]},
-        "neg_error",
-        3,
-        "step 3, neg_error -1.5",
-        ["neg_error"],
-    ),
-    "no row of it": ({"top1": [0.1, 0.3, 0.2]}, "top1", 7, "run", ["top-1"]),
+    "a metric of one's own": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
     "none yet": ({"loss": [3.0, 2.0, 1.0]}, "", None, "run", []),
 }
 
 
 @pytest.mark.parametrize("case", CURVES)
-def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path, monkeypatch, case: str) -> None:
+def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monkeypatch, case) -> None:
     results, leading, best, told, lines = CURVES[case]
     folder = tmp_path / "run"
     folder.mkdir()
@@ -74,13 +57,12 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path: Path
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = texts(monkeypatch, lambda: plots.curves(folder, f"eval/{leading}" * bool(leading), best))
     assert next(text for text in said if text.startswith("run")).endswith(told)
-    marked = f"best/ (step {best})"
-    assert (marked in said) == ("step" in told)
+    assert (f"best/ (step {best})" in said) == bool(best)
     assert all(line in said for line in lines)
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
 
 
-def test_the_first_batch_is_shown_as_it_was_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
+def test_the_first_batch_is_shown_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
     cells, wanted = [], np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
     wanted[:, 0, 0], wanted[:, 0, 1] = 0, 255
     monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
@@ -99,73 +81,30 @@ def test_the_first_batch_is_shown_as_it_was_before_normalisation_with_labels_and
     assert np.abs(cells[0].pixels.astype(int) - wanted[0]).max() <= 1
 
 
-def test_curves_of_a_long_run_and_of_none(tmp_path: Path) -> None:
-    plots.curves(tmp_path, path=tmp_path / "pictures" / "other.png")
-    drawn(tmp_path / "pictures" / "other.png")
-    rows = ({"step": step, "train/loss": 1 / step, "train/lr": 0.0} for step in range(1, 2001))
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    plots.curves(tmp_path)
-    assert has(drawn(tmp_path / "pictures" / "curves.png"), plots.BLUE)
-
-
-@pytest.mark.parametrize("classes", [1, 2, 10, 21, 100, 1000])
-def test_a_confusion_matrix_of_any_size_shows_its_single_mistake(tmp_path: Path, classes: int) -> None:
-    names = [f"$class_{{{index}}} 猫 & dog" for index in range(classes)]
-    matrix = np.diag(np.full(classes, 2))
-    matrix[0] = 0  # a class that does not occur
-    if classes > 1:
-        matrix[-1, 0] = 2
-    path = tmp_path / "pictures" / "confusion.png"
-    plots.confusion(matrix, names, path)
-    assert drawn(path).shape[0] < 3000
-    if classes > plots.NUMBERED_CLASSES:
-        assert "dog: 2" in plots._most_confused(matrix, names)
-
-
-@pytest.mark.parametrize("classes", [1, 20, 50, 200])
-def test_a_confusion_matrix_may_have_a_background(tmp_path: Path, monkeypatch, classes: int) -> None:
+@pytest.mark.parametrize("classes", [1, 10, 50, 1000])
+def test_a_confusion_matrix_of_any_size_shows_its_mistake(tmp_path, monkeypatch, classes: int) -> None:
     figures, save = [], plots.save
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
-    matrix = np.eye(classes + 1, dtype=int)
-    plots.confusion(matrix, ["a"] * classes, tmp_path / "pictures" / "a.png", headline="all is found")
-    drawn(tmp_path / "pictures" / "a.png")
+    names = [f"$class_{{{index}}} 猫 & dog" for index in range(classes)]
+    matrix = np.diag(np.full(classes + 1, 2))  # the last row and column are the background's
+    matrix[0] = 0  # a class that does not occur
+    matrix[-1, 0] = 3
+    path = tmp_path / "pictures" / "confusion.png"
+    plots.confusion(matrix, names, path, headline="nearly all is found")
+    assert drawn(path).shape[0] < 3000
     axes = figures[0].axes[0]
-    assert axes.get_title().endswith("last evaluation: all is found")
+    assert axes.get_title().endswith("last evaluation: nearly all is found")
     if classes <= plots.NAMED_CLASSES:
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["a"] * classes + ["background"]
-    assert len(axes.texts) == (classes + 1 if classes <= plots.NUMBERED_CLASSES else 0)
+        assert [label.get_text() for label in axes.get_yticklabels()][-1] == "background"
+    if classes <= plots.NUMBERED_CLASSES:
+        assert "3" in [text.get_text() for text in axes.texts]
+    else:
+        assert "background → $class_{0} 猫 & dog: 3" in figures[0].texts[0].get_text()
 
 
 def test_a_shortened_name_keeps_its_distinctive_parts() -> None:
     assert plots.short("a  b\n", 5) == "a b"
     assert plots.short("defect_of_type_12", 9) == "defe…e_12"
     assert plots.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
-    assert plots.short("/data/train/cat_of_a_neighbour_0017.png", 12, path=True) == "…ur_0017.png"
     assert plots.breadth(plots.short("汽车和卡车的混合类别", 10)) <= 10
     assert plots.short("قطة", 9) == "\u200eقطة\u200e"  # else "قطة → dog" would read as "dog → قطة"
-    assert [plots.count_of(number, "image") for number in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
-
-
-def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "confusion.png"
-    path.write_bytes(b"old")
-    from matplotlib.figure import Figure
-
-    def half(figure: Figure, file: BinaryIO, **options) -> None:
-        file.write(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    with pytest.raises(OSError, match="no space"):
-        plots.confusion(np.eye(2, dtype=int), ["a", "b"], path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"confusion.png": b"old"}
-
-
-def test_plots_need_no_pyplot_and_import_matplotlib_late() -> None:
-    """Importing the module costs no Matplotlib, and drawing touches no global state."""
-    code = (
-        "import sys; from common.run import plots; assert 'matplotlib' not in sys.modules;"
-        "import tempfile, pathlib; plots.curves(pathlib.Path(tempfile.mkdtemp()));"
-        "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,20 +27,10 @@ def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, 
         state.scaler.scale(torch.ones(()))
         state.scaler.update(state.scaler.get_scale() / 2)
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
-    state.post(
-        step,
-        StepOutcome(
-            torch.tensor(losses),
-            torch.arange(first, first + len(losses)),
-            options.get("wait", 0.0),
-            options.get("broken", ()),
-        ),
-        torch.tensor(norm),
-        stop,
-        options.get("ended_by", ""),
-        options.get("update"),
-        options.get("lap"),
-    )
+    positions = torch.arange(first, first + len(losses))
+    outcome = StepOutcome(torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ()))
+    said = options.get("ended_by", ""), options.get("update"), options.get("lap")
+    state.post(step, outcome, torch.tensor(norm), stop, *said)
 
 
 def test_a_report_comes_one_step_late_in_order() -> None:
@@ -69,18 +59,17 @@ def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
 HALF = "or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite"
 NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
     "two losses": ([1.0, NAN, 1.0, NAN], 1.0, False, "samples at positions 29, 31 is not finite; no checkpoint"),
-    "a positive loss": ([1.0, INF], 1.0, False, "the loss of the samples at positions 15 is not finite"),
+    "many losses": ([NAN] * 100, NAN, False, "positions 700, 701, 702, 703, 704, 705, 706, 707 and 92 more is not"),
     "a negative loss": ([-INF], 1.0, False, "the loss of the samples at positions 7 is not finite"),
     "the gradient": ([1.0, 1.0], INF, False, "the gradient norm is not finite"),
-    "the loss under fp16, which no smaller scale mends": ([NAN], 1.0, True, HALF),
-    "loss and gradient under fp16": ([NAN], NAN, True, HALF),
+    "the loss under fp16, which no smaller scale mends": ([NAN], NAN, True, HALF),
     "the sum of squares under fp16": ([1.0], INF, True, "the gradient norm is not finite"),
 }
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_stops_the_run_with_step_and_samples_once_the_next_step_is_made(case: str) -> None:
+def test_what_is_not_finite_stops_the_run_and_is_named_one_step_later(case: str) -> None:
     losses, norm, half, told = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
     post(state, 8, losses, norm, unseen=math.isinf(norm))
@@ -90,39 +79,25 @@ def test_what_is_not_finite_stops_the_run_with_step_and_samples_once_the_next_st
     assert said.startswith("step 8: the ") and told in said
 
 
-def test_of_many_samples_that_are_not_finite_the_first_are_named() -> None:
-    state = StepReports(100)
-    post(state, 1, [NAN] * 100, norm=NAN)
-    assert "positions 0, 1, 2, 3, 4, 5, 6, 7 and 92 more is not" in refusal(state)
-
-
 def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_after_it() -> None:
     state = StepReports(1, fp16(8.0))
+    state.add({"train/aux": 3.0})
     for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
-        post(state, step, [1.0], norm)
+        post(state, step, [1.0], norm, update=Update({}, torch.tensor([4.0, 2.0])) if step == 1 else None)
     reports = state.settle()
+    beside = {"weight_norm": 4.0, "update_ratio": 0.5}, {"train/aux": 3.0}
+    assert (reports[0].update, reports[0].logged) == beside
     assert [report.skipped for report in reports] == [False, True, True, False, True]
     assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
 
 
-def test_the_scale_is_known_without_asking_the_scaler_which_would_wait_for_the_device(monkeypatch) -> None:
-    state = StepReports(1, fp16(8.0))
-    monkeypatch.delattr(torch.amp.GradScaler, "get_scale")
-    for step in (1, 2):
-        post(state, step, [1.0])
-    assert [report.loss_scale for report in [*state.read(), *state.settle()]] == [8.0, 8.0]
-
-
-@pytest.mark.parametrize("scale, skipped", [(2.0**16, 25), (2.0**20, 29)])
-def test_overflows_that_no_smaller_scale_mends_stop_the_run_also_if_a_step_in_between_is_made(
-    scale: float, skipped: int
-) -> None:
-    state = StepReports(1, fp16(scale))
-    for step in range(1, 2 * skipped + 1):
+def test_overflows_that_no_smaller_scale_mends_stop_the_run() -> None:
+    state = StepReports(1, fp16(2.0**16))
+    for step in range(1, 51):
         post(state, step, [1.0], INF if step % 2 else 1.0)
-    assert sum(report.skipped for report in state.settle()) == skipped
-    post(state, 2 * skipped + 1, [1.0], INF)
-    assert refusal(state).startswith(f"step {2 * skipped + 1}: gradients still overflow in fp16")
+    assert sum(report.skipped for report in state.settle()) == 25
+    post(state, 51, [1.0], INF)
+    assert refusal(state).startswith("step 51: gradients still overflow in fp16")
 
 
 # --- on several ranks
@@ -141,8 +116,8 @@ def healthy_steps() -> list[dict]:
     return reports + [asdict(report) for report in state.settle()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes, ranks: int) -> None:
+def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes) -> None:
+    ranks = 3
     answers = processes.run(healthy_steps, ranks=ranks)
     assert answers == [answers[0]] * ranks
     reports = [StepReport(**report) for report in answers[0]]
@@ -168,7 +143,7 @@ def logged_steps() -> list[dict]:
     return reports + [asdict(report) for report in state.settle()]
 
 
-def test_logged_steps_tell_the_update_and_how_long_each_rank_took_since_the_last_one(processes: Processes) -> None:
+def test_logged_steps_tell_the_update_and_how_long_each_rank_took(processes: Processes) -> None:
     answers = processes.run(logged_steps, ranks=3)
     assert answers == [answers[0]] * 3
     reports = [StepReport(**report) for report in answers[0]]
@@ -180,18 +155,6 @@ def test_logged_steps_tell_the_update_and_how_long_each_rank_took_since_the_last
         {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0},
     ]
     assert [[*report.ready] for report in reports] == [[], [30.0, 32.0, 34.0], [], [70.0, 72.0, 74.0]]
-
-
-def test_under_fp16_the_update_stands_beside_the_scale() -> None:
-    state = StepReports(1, fp16(8.0))
-    state.add({"train/aux": 3.0})
-    post(state, 1, [1.0], update=Update({}, torch.tensor([4.0, 2.0])))
-    (report,) = state.settle()
-    assert (report.loss_scale, report.update, report.logged) == (
-        8.0,
-        {"weight_norm": 4.0, "update_ratio": 0.5},
-        {"train/aux": 3.0},
-    )
 
 
 def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
@@ -208,13 +171,12 @@ def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
     return told, step
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes, ranks: int) -> None:
-    for half, norm in ((False, 1.0), (False, NAN), (True, 1.0), (True, NAN)):
-        answers = processes.run(fail_on_one_rank, half, norm, ranks=ranks)
-        assert answers == [answers[0]] * ranks
+def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes) -> None:
+    for half, norm in ((False, 1.0), (True, 1.0), (True, NAN)):
+        answers = processes.run(fail_on_one_rank, half, norm, ranks=3)
+        assert answers == [answers[0]] * 3
         told, step = answers[0]
-        assert told.startswith(f"step 4: the loss of the samples at positions {3 * 2 * ranks + 3} is not finite")
+        assert told.startswith("step 4: the loss of the samples at positions 21 is not finite")
         assert step == 5
 
 
@@ -251,30 +213,24 @@ def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, told",
-    [
-        (torch.zeros(2, 3), "has shape [2, 3]; give one number, or one per sample, [n]"),
-        ("much", "is 'much'; give a number or a tensor"),
-        (None, "is None; give a number or a tensor"),
-    ],
+    "value, told", [(torch.zeros(2, 3), "has shape [2, 3]; "), ("much", "is 'much'; "), (None, "is ")]
 )
 def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -> None:
     with pytest.raises(Refused) as raised:
         StepReports(1).add({"train/a": value})
-    assert str(raised.value) == f"run.log: train/a {told}"
+    assert str(raised.value).startswith(f"run.log: train/a {told}")
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_custom_number_that_is_not_finite_stops_the_run_except_in_a_skipped_step(value: float) -> None:
-    for half, norm in ((False, 1.0), (True, 1.0), (True, INF)):
-        state = StepReports(1, fp16() if half else None)
-        for step in (1, 2):  # the first time, names travel, too
-            state.add({"train/a": torch.tensor([1.0 if step == 1 else value])})
-            post(state, step, [1.0], norm)
-        if half and norm == INF:
-            assert [report.skipped for report in state.settle()] == [True, True]
-        else:
-            assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
+@pytest.mark.parametrize("half, norm", [(False, 1.0), (True, 1.0), (True, INF)])
+def test_a_custom_number_that_is_not_finite_stops_the_run_but_for_a_skipped_step(half, norm) -> None:
+    state = StepReports(1, fp16() if half else None)
+    for step in (1, 2):  # the first time, names travel, too
+        state.add({"train/a": torch.tensor([1.0 if step == 1 else NAN])})
+        post(state, step, [1.0], norm)
+    if norm == INF:
+        assert [report.skipped for report in state.settle()] == [True, True]
+    else:
+        assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
 
 
 def test_too_many_names_are_refused() -> None:

@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from common.config.parsing import parse, save
+from common.config.parsing import parse
 from common.detection import defaults as detection
 from common.errors import Refused
-from common.training import defaults
 from recipes import cls, det
 from tests.harness.launching import ROOT
 
@@ -52,21 +51,12 @@ def test_weights_to_begin_with_decide_where_nothing_is_given(tmp_path) -> None:
     decided |= {"short_sides": "800", "long_side": 1333, "variant": "torchvision", "batch_norm": "frozen"}
     config = parse(det.Config, words)
     assert config == det.Config(data="x", init=words[-1], **decided)
-    save(config, tmp_path / "config.yaml")
-    assert parse(det.Config, ["--config", str(tmp_path / "config.yaml")]) == config
     (tmp_path / "preset.yaml").write_text("width: 64\nshort_sides: 320\n")
     given = parse(det.Config, [*words, "--config", str(tmp_path / "preset.yaml"), "--short_sides", "400"])
     assert given == det.Config(data="x", init=words[-1], **decided | {"width": 64, "short_sides": "400"})
     rows = detection.describe(given)
     assert rows.keys() == {"as the weights"} and "levels 3-7" in rows["as the weights"]
     assert "width" not in rows["as the weights"] and "short_sides" not in rows["as the weights"]
-
-
-@pytest.mark.parametrize("describe, config_class", [(defaults.describe, cls.Config), (detection.describe, det.Config)])
-def test_the_start_table_hints_at_pretrained_weights_where_they_would_help(describe, config_class, tmp_path) -> None:
-    assert describe(config_class(data="x"))["pretrained"].startswith("no; --pretrained ")
-    for given in ({"data": "digits"}, {"pretrained": True}, {"model": str(tmp_path)}):
-        assert describe(config_class(**{"data": "x"} | given)) == {}
 
 
 def test_presets_of_digits_say_all_that_is_not_for_photographs() -> None:

@@ -94,41 +94,24 @@ def built(name: str, dtype: torch.dtype, size: int = 64) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     "name, noisy",
     [
         ("test_vit", "attn.qkv.bias"),
         ("test_efficientnet", "bn3.bias"),  # a shift that the next batch norm takes away
         pytest.param("swin_tiny_patch4_window7_224", "attn.qkv.bias", marks=pytest.mark.long),
-        pytest.param("vgg11_bn", "features.0.bias", marks=pytest.mark.long),
         ("test_convnext", ""),
         ("test_resnet", ""),
         pytest.param("eva02_tiny_patch14_224", "", marks=pytest.mark.long),  # its keys have no bias
     ],
 )
-def test_gradients_of_nothing_but_noise_are_found(name: str, noisy: str, dtype: torch.dtype) -> None:
-    model = built(name, dtype)
+def test_gradients_of_nothing_but_noise_are_found(name: str, noisy: str) -> None:
+    model = built(name, torch.float32)
     before = copy.deepcopy(model.state_dict())
     names = exactness.noisy_parameters(model, step_of(model, 64))
     assert any(found.endswith(noisy) for found in names) if noisy else not names
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "name, kinds",
-    [
-        ("test_efficientnet_evos", ["EvoNorm2dS0"]),
-        pytest.param("resnetv2_50d_evos", ["EvoNorm2dS0"], marks=pytest.mark.long),
-        pytest.param("resnetv2_50d_frn", ["FilterResponseNormTlu2d"], marks=pytest.mark.long),
-        ("test_vit", []),
-        ("test_resnet", []),
-    ],
-)
-def test_modules_that_compute_in_float32_are_found(name: str, kinds: list[str]) -> None:
-    model = built(name, torch.float64)
-    assert exactness.narrowing_modules(model, step_of(model, 64)) == kinds
 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:

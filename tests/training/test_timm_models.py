@@ -39,20 +39,20 @@ def converted(architecture: str) -> nn.Module:
 @pytest.mark.parametrize(
     "architecture",
     [
-        "test_resnet",
         pytest.param("test_vit", marks=pytest.mark.smoke),
         "test_efficientnet",
-        "test_convnext",
         "fbnetc_100",
     ],
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
+    before = copy.deepcopy(model.state_dict())
     wanted = timm_models.data_config(model, SIZE, 0.9)
     timm_models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert torch.equal(outputs(plain), outputs(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert tuple(plain.pretrained_cfg["label_names"]) == CLASSES
     theirs = timm.data.resolve_model_data_config(plain)
     assert {key: theirs[key] for key in wanted} == {**wanted, "mean": list(wanted["mean"]), "std": list(wanted["std"])}
@@ -70,8 +70,7 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     assert set(kept) == other.state_dict().keys() - head
 
 
-@pytest.mark.parametrize("architecture", ["test_resnet", "test_vit", "test_nfnet"])
-@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("architecture, multi_label", [("test_vit", False), ("test_nfnet", True)])
 def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
     architecture, multi_label, tmp_path
 ) -> None:
@@ -94,7 +93,7 @@ def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
     assert found == pytest.approx(dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet", "crossvit_9_240"])
+@pytest.mark.parametrize("architecture", ["test_vit", "crossvit_9_240"])
 def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
     model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
     timm_models.export(model, CLASSES, timm_models.data_config(model), False, {}, folder)
@@ -115,9 +114,7 @@ def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture:
                 assert torch.equal(tensor[row], expected), (key, name)
         assert again.begins_with == said.format(f"of {number} tensors of {folder}")
 
-    check("daisy, rose, 007, tulip & co, no", f"{number} {{}}")
     check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
-    check("tulip & co, rose", f"{number} {{}}")
     check(
         "cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no"
     )  # as many as before
@@ -141,33 +138,17 @@ def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said
 
 def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_step(monkeypatch) -> None:
     """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
-    for name in ("test_resnet", "fbnetc_100"):
-        model = build_classifier(name, len(CLASSES))
-        before = copy.deepcopy(model.state_dict())
-        timm_models.check_export(model, timm_models.data_config(model))
-        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-    monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
     model = build_classifier("fbnetc_100", len(CLASSES))
-    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model than is trained here"):
-        timm_models.check_export(model, timm_models.data_config(model))
-
-
-def test_features_that_others_would_make_differently_are_refused() -> None:
+    timm_models.check_export(model, timm_models.data_config(model))
     features = timm_models.create("fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True)
     timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
-    with pytest.raises(Refused, match="--model fbnetc_100: others would load another model"):
+    refused = "--model fbnetc_100: others would load another model"
+    with pytest.raises(Refused, match=refused):
         timm_models.check_features(features, {"model_name": "fbnetc_100"})
-
-
-def test_an_export_does_not_touch_the_model_and_never_overwrites(tmp_path: Path) -> None:
-    model = converted("test_vit")
-    before, device_layout = copy.deepcopy(model.state_dict()), model.patch_embed.proj.weight.stride()
-    timm_models.export(model, CLASSES, timm_models.data_config(model, SIZE), False, {}, tmp_path / "a" / "best")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model.patch_embed.proj.weight.stride() == device_layout
-    with pytest.raises(FileExistsError):
-        timm_models.export(model, CLASSES, {}, False, {}, tmp_path / "a" / "best")
+    monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
+    model = build_classifier("fbnetc_100", len(CLASSES))
+    with pytest.raises(Refused, match=refused):
+        timm_models.check_export(model, timm_models.data_config(model))
 
 
 def test_initial_weights_are_a_function_of_the_seed() -> None:
@@ -191,10 +172,7 @@ def test_the_head_has_the_classes_and_options_arrive() -> None:
     "name, told",
     [
         ("resnett50", r"not a model of timm .*did you mean resnet50, "),
-        ("RESNET50", r"not a model of timm .*did you mean resnet50, "),
-        ("vit_small_patch16", r"not a model of timm .*did you mean .*vit_small_patch16_224"),
         ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
-        ("/no/such/folder", r"not a model of timm"),
         ("resnet50.nonsense", r"can't be made: Invalid pretrained tag \(nonsense\) for resnet50"),
         ("hf-hub:nobody/nothing", r"can't be made: "),
         ("resnet18.a1_in1k", r"can't be made with pretrained weights \(is the hub in reach\?\); without --pretrained"),
@@ -225,39 +203,28 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()
-    (folder / "model.safetensors").unlink()
-    assert "can't be made" in refusal()
-    (folder / "config.json").write_text("{")
-    assert "can't be made" in refusal()
-    (folder / "config.json").write_text("{}")
-    assert "its config.json names no architecture of timm" in refusal()
-    (folder / "config.json").write_text('{"classes": ["dog"], "detector": "fcos"}')
-    assert refusal().endswith("; a detector is begun with by --init, and evaluated by --eval_only")
+    for content, said in (
+        ("{", "can't be made"),
+        ("{}", "its config.json names no architecture of timm"),
+        (
+            '{"classes": ["dog"], "detector": "fcos"}',
+            "; a detector is begun with by --init, and evaluated by --eval_only",
+        ),
+    ):
+        (folder / "config.json").write_text(content)
+        assert said in refusal()
     folder = folder / "model.safetensors"
-    folder.touch()
     assert "a file; name the folder of a model that timm saved" in refusal()
     folder = tmp_path / "nowhere"
     assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
 
 
 def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
-    for channels in (1, 2):
-        grey, folder = timm.create_model("test_resnet", in_chans=channels), tmp_path / str(channels)
-        sees = {"input_size": (channels, SIZE, SIZE), "mean": (0.5,) * channels, "std": (0.5,) * channels}
-        timm_models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, folder)
-        with pytest.raises(Refused, match=f"{folder}: sees images of {channels} channels?, and is given 3, of grey"):
-            build_classifier(str(folder), len(CLASSES))
-
-
-def test_what_a_constructor_itself_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mine(pretrained=False, **options):
-        return nn.Linear(options["num_classes"])
-
-    monkeypatch.setitem(timm.models._registry._model_entrypoints, "mine", mine)
-    with pytest.raises(
-        Refused, match=r"TypeError in test_timm_models.py, line \d+: .*missing 1 required .*'out_features'$"
-    ):
-        build_classifier("mine", 3, drop=0.1)
+    grey = timm.create_model("test_resnet", in_chans=1)
+    sees = {"input_size": (1, SIZE, SIZE), "mean": (0.5,), "std": (0.5,)}
+    timm_models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, tmp_path / "best")
+    with pytest.raises(Refused, match="best: sees images of 1 channel, and is given 3, of grey"):
+        build_classifier(str(tmp_path / "best"), len(CLASSES))
 
 
 def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
@@ -285,43 +252,18 @@ def test_a_module_of_another_kind_has_to_make_logits() -> None:
         timm_models.check_export(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), config)
 
 
-@pytest.mark.parametrize("architecture", ["test_vit", "test_resnet"])
-def test_checkpointed_gradients_are_the_same(architecture: str) -> None:
-    plain = build_classifier(architecture, 3, image_size=32).train()
-    saving = build_classifier(architecture, 3, image_size=32).train()
-    timm_models.checkpoint_gradients(saving, architecture)
-    for model in (plain, saving):
-        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
-    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6)
-
-
 def test_a_model_takes_images_of_several_sizes_or_is_refused(tmp_path: Path) -> None:
     """A vision transformer resizes its position embeddings, which an export keeps; patches must divide an image."""
     sizes, config = ((32, 32), (48, 48)), {"input_size": (3, 32, 32)}
-    for name in ("test_vit3", "test_resnet"):
-        model = build_classifier(name, 3, image_size=32, dynamic_size=True)
-        timm_models.check_sizes(model, sizes, config)
-        assert model.training
+    timm_models.check_sizes(build_classifier("test_vit3", 3, image_size=32, dynamic_size=True), sizes, config)
     fixed = build_classifier("test_vit3", 3, image_size=32)
-    timm_models.check_sizes(fixed, sizes[:1], config)
-    relative = build_classifier("test_vit_relpos", 3, image_size=32, dynamic_size=True)  # has no such option
     whole_patches = build_classifier("test_vit3", 3, dynamic_size=True)
-    for model, wrong in ((fixed, sizes), (relative, sizes), (whole_patches, ((41, 41),))):
-        with pytest.raises(
-            Refused, match=rf"--image_sizes: Vision\w+ can't take images of {wrong[-1][0]} x .*; leave out"
-        ):
+    for model, wrong in ((fixed, sizes), (whole_patches, ((41, 41),))):
+        said = rf"--image_sizes: Vision\w+ can't take images of {wrong[-1][0]} x .*; leave out"
+        with pytest.raises(Refused, match=said):
             timm_models.check_sizes(model, wrong, config)
     model = build_classifier("test_vit3", 3, image_size=32, dynamic_size=True).eval()
     timm_models.export(model, "abc", timm_models.data_config(model, 32), False, {}, tmp_path / "best")
     again = build_classifier(str(tmp_path / "best"), 3).eval()
     image = torch.randn(1, 3, 48, 48, generator=torch.Generator().manual_seed(0))
     assert torch.equal(again(image), model(image))
-
-
-def test_what_a_model_wants_to_see_can_be_overruled() -> None:
-    model = build_classifier("test_resnet", 3)
-    own = timm_models.data_config(model)
-    assert own["input_size"] == (3, 160, 160) and own["crop_pct"] == 0.95
-    wished = timm_models.data_config(model, 64, 1.0)
-    assert wished == {**own, "input_size": (3, 64, 64), "crop_pct": 1.0}

@@ -60,10 +60,3 @@ def test_rates_of_parts_are_named_and_bounded() -> None:
         "lr_backbone_max": 0.5,
         "lr_head": 1.0,
     }
-
-
-def test_a_module_without_parts_has_its_least_and_largest_rate() -> None:
-    model = Plain()
-    optimizer = torch.optim.SGD([{"params": [model.first], "lr": 2.0}, {"params": [model.second]}], lr=1.0)
-    model.first.grad = torch.ones(1)
-    assert step(UpdateSize(model, [optimizer]), [optimizer], 0.5)[0] == {"lr_min": 0.5, "lr_max": 1.0}

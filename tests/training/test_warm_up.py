@@ -69,11 +69,10 @@ def resume_at_every_step(settled: bool, norm: str) -> list[bool]:
     return equal
 
 
-@pytest.mark.parametrize("norm", ["local", "group"])
-def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes, norm: str) -> None:
+def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes) -> None:
     """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets after the first step."""
-    assert processes.run(resume_at_every_step, True, norm, ranks=3) == [[True] * 3] * 3
-    assert all(False in of_rank for of_rank in processes.run(resume_at_every_step, False, norm, ranks=3))
+    assert processes.run(resume_at_every_step, True, "group", ranks=3) == [[True] * 3] * 3
+    assert all(False in of_rank for of_rank in processes.run(resume_at_every_step, False, "group", ranks=3))
 
 
 def leave_no_trace(norm: str) -> list[str]:
@@ -89,16 +88,9 @@ def leave_no_trace(norm: str) -> list[str]:
 
 
 def test_the_model_is_as_it_was(processes: Processes) -> None:
-    for norm in ("as it came", "local", "group", "global"):
+    for norm in ("as it came", "group", "global"):
         assert leave_no_trace(norm) == []
         assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
-
-
-def test_a_model_that_can_not_take_such_a_batch_is_refused_in_one_line() -> None:
-    model = network()
-    with pytest.raises(Refused, match=r"the model can't make a step: .*; look at --image_size") as raised:
-        warm_up(model, model, lambda: model(torch.zeros(4, 3, 9, 9)).sum().backward())
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.smoke
@@ -117,6 +109,8 @@ def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() 
         warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
 
     attempt(lambda losses: losses)
+    with pytest.raises(Refused, match=r"the model can't make a step: .*; look at --image_size"):
+        warm_up(model, model, lambda: model(torch.zeros(4, 3)).sum().backward())
     for change, shape in (
         (lambda losses: losses.mean(0, keepdim=True), r"\[1\]"),
         (torch.mean, r"\[\]"),
@@ -145,11 +139,8 @@ NCCL = (
             RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
             True,
         ),
-        (RuntimeError("std::bad_alloc"), True),
         (torch.AcceleratorError(f"CUDA error: out of memory\n{CUDA}"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (torch.distributed.DistBackendError(NCCL), True),
@@ -157,7 +148,6 @@ NCCL = (
         (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"), False),
         (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 166912"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x10 and 12x3)"), False),
-        (ValueError("out of memory, says somebody else"), False),
     ],
 )
 def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(error: Exception, is_memory: bool) -> None:
@@ -165,7 +155,7 @@ def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(error: Exception,
 
 
 def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Without a compiler, and as Triton says what a device has not got: neither is a matter of the image's size."""
+    """Without a compiler: this is no matter of the image's size."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
@@ -175,16 +165,3 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
     ) as raised:
         warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
     assert "\n" not in str(raised.value)
-
-    class OutOfResources(Exception):
-        """As Triton raises it, which has no common base with torch's errors."""
-
-    OutOfResources.__module__ = "triton.runtime.errors"
-
-    def fail() -> None:
-        raise OutOfResources("out of resource: shared memory, Required: 262144, Hardware limit: 166912")
-
-    with pytest.raises(
-        Refused, match=r"^--compile failed: out of resource: shared memory, Required: 262144, .*; leave out"
-    ):
-        warm_up(model, model, fail)

@@ -79,7 +79,7 @@ def _refuse_other_data(runs: Sequence, flags: Sequence[str]) -> None:
     parts = [run.fingerprint.partition("-")[2] for run in runs]
     for run, part in zip(runs, parts, strict=True):
         if "--data" not in flags and part and parts[0] and part != parts[0]:
-            theirs = [one.starts[-1].table.get("data", "") if one.starts else "" for one in (runs[0], run)]
+            theirs = [one.starts[-1].get("data", "") if one.starts else "" for one in (runs[0], run)]
             raise Refused(
                 f"{runs[0].path} and {run.path}: were evaluated on different images or labels ({parts[0]} of {theirs[0]}; "
                 f"{part} of {theirs[1]}), so their results can't be compared: name the same for all, by --data FOLDER"

@@ -153,7 +153,7 @@ class Published:
 
     def _counts(self) -> str:
         """Images of the parts, from the start table: numbers only, since the rest of the row names the data."""
-        row = self.run.starts[-1].table.get("data", "") if self.run.starts else ""
+        row = self.run.starts[-1].get("data", "") if self.run.starts else ""
         found = re.findall(r"([\d,]+) \+ ([\d,]+) ", row)
         return f"{found[-1][0]} training and {found[-1][1]} validation images" if found else "its size is not recorded"
 
