@@ -9,9 +9,11 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
+from common.distributed.sharding import Sharding
 from common.errors import Refused
-from common.launching.launch_checks import check_launch
+from common.launching.launch_checks import check_launch, sharding_of
 from common.launching.launchers import Launch
 from common.launching.network import await_listener
 from tests.harness.launching import free_port
@@ -19,11 +21,13 @@ from tests.harness.launching import free_port
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node", "4node")
+SHARDED = {"fsdp_cpu", "fsdp_bf16", "2node_fsdp_bf16", "2node_hsdp_bf16"}
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
 # All that the files need. Accelerate 1.15 takes more keys and ignores some: rdzv_backend, same_network,
 # enable_cpu_affinity, downcast_bf16.
 KEYS = {
     "distributed_type",
+    "fsdp_config",
     "gpu_ids",
     "main_process_ip",
     "main_process_port",
@@ -31,6 +35,7 @@ KEYS = {
     "mpirun_config",
     "num_machines",
     "num_processes",
+    "parallelism_config",
 }
 
 
@@ -71,7 +76,7 @@ def worlds(folder: Path) -> dict[str, list]:
 @pytest.mark.smoke
 def test_every_layout_has_its_files() -> None:
     names = {f"{layout}{suffix}" for layout in GPU_LAYOUTS for suffix in PRECISIONS}
-    assert {path.stem for path in FILES} == names | {"cpu", "multi_cpu", "mps", "2node_cpu"}
+    assert {path.stem for path in FILES} == names | {"cpu", "multi_cpu", "mps", "2node_cpu"} | SHARDED
 
 
 @pytest.mark.smoke
@@ -121,6 +126,23 @@ def test_more_machines_differ_in_number_alone() -> None:
 
 
 @pytest.mark.smoke
+def test_files_that_shard_differ_in_that_alone() -> None:
+    kept = {"distributed_type", "fsdp_config", "parallelism_config"}
+    for name, other in {"fsdp_cpu": "multi_cpu", "fsdp_bf16": "multi_gpu_bf16"}.items() | {
+        (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")
+    }:
+        mine, theirs = (
+            {key: value for key, value in keys_of(file).items() if key not in kept} for file in (name, other)
+        )
+        assert mine == theirs, name
+        command = launch_command_parser().parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"])
+        command.main_process_ip = "127.0.0.1"
+        environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
+        asked = sharding_of(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
+        assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
+
+
+@pytest.mark.smoke
 def test_the_rehearsal_of_two_machines_differs_from_the_gpu_files_in_devices_alone() -> None:
     rehearsal = keys_of("2node_cpu")
     for suffix, precision in PRECISIONS.items():
@@ -146,6 +168,7 @@ def test_every_gpu_file_is_refused_where_there_are_no_gpus(path: Path) -> None:
     [
         ("cpu", [], [1, 1, "1 process, cpu, fp32, started by accelerate launch"]),
         ("multi_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32, started by accelerate launch"]),
+        ("fsdp_cpu", [], [2, 3, "2 processes on 1 node, cpu (gloo), fp32, started by accelerate launch"]),
         pytest.param(
             "multi_cpu",
             ["--num_processes", 3, "--mixed_precision", "bf16"],

@@ -15,6 +15,7 @@ from timm.utils.agc import adaptive_clip_grad
 from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
+from common.distributed.sharding import is_sharded, local, twin, whole
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -188,7 +189,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode:
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
     if limit and mode == "agc":
         adaptive_clip_grad(parameters, limit)
     elif limit:
@@ -201,4 +202,23 @@ def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 
 
     Build it before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
     """
-    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
+    if not config.ema_decay:
+        return None
+    average = ShardedAverage if is_sharded(model) else ModelEmaV3
+    return average(model, decay=config.ema_decay, use_warmup=True)
+
+
+class ShardedAverage(ModelEmaV3):
+    """timm's moving average of a sharded model, in shards, too."""
+
+    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(torch.nn.Linear(1, 1), **options)
+        self.module = twin(model).eval()
+
+    def apply_update_(self, model: torch.nn.Module, decay: float) -> None:
+        mine, theirs = ([*map(local, module.state_dict().values())] for module in (self.module, model))
+        pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
+        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), weight=1 - decay)
+        for average, newest in zip(mine, theirs, strict=True):
+            if not average.is_floating_point():
+                average.copy_(newest)
