@@ -9,7 +9,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,10 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """
     if _begun is None:
         return
-    model.to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0, group=host_group())
+    model.to("cpu", dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+        dist.broadcast(parameter.data, 0, group=host_group())
     meta = {id(parameter): _without_data(parameter) for parameter in model.parameters()}
     model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
 
@@ -169,7 +169,8 @@ def alone(model: nn.Module) -> Iterator[None]:
     finally:
         model.shards.is_alone = False
         model.set_requires_all_reduce(True)
-        model.reset_iter_state()
+        with suppress(AttributeError):  # of a model that has not made a pass yet
+            model.reset_iter_state()
 
 
 @contextmanager
@@ -206,7 +207,7 @@ class Shards:
             for block in blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=not self.asked.keeps_weights)
             fully_shard(model, mesh=mesh, reshard_after_forward=False)  # a root's backward follows at once
-        except ValueError as error:  # such as a scalar parameter
+        except (ValueError, NotImplementedError) as error:  # such as a scalar parameter
             raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
         for method in ("detect",):  # of detectors: a forward pass under another name
             if hasattr(model, method):

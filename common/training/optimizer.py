@@ -10,7 +10,8 @@ import timm.optim
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
-from timm.utils.agc import adaptive_clip_grad
+from timm.utils.agc import adaptive_clip_grad, unitwise_norm
+from torch.distributed.tensor import DTensor
 
 from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
@@ -23,6 +24,8 @@ from common.training.parts import parts
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
 _UNFIT = ["kron*", "adahessian"]
+# Those whose step of shards is the step of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
+ON_SHARDS = {"adamw", "sgd", "nadamw", "rmsprop", "adan", "lamb", "lars", "adopt", "adabelief", "radam", "madgrad"}
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -35,6 +38,11 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
+    if is_sharded(model) and name not in ON_SHARDS:
+        raise Refused(
+            f"--opt {config.opt}: its step of a shard is not that of the whole weights; a sharded run takes "
+            f"{', '.join(sorted(ON_SHARDS))}"
+        )
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -191,10 +199,25 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode:
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
     if limit and mode == "agc":
-        adaptive_clip_grad(parameters, limit)
+        clip_units = (
+            _clip_sharded_units if any(isinstance(each, DTensor) for each in parameters) else adaptive_clip_grad
+        )
+        clip_units(parameters, limit)
     elif limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
+
+
+def _clip_sharded_units(parameters: list[torch.nn.Parameter], limit: float) -> None:
+    """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but parts of a vector."""
+    pairs = [(parameter.detach(), parameter.grad) for parameter in parameters]
+    vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
+    norms = iter(whole(torch.stack(vectors)) if vectors else ())
+    for pair in pairs:
+        of_weight, of_gradient = (next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair)
+        highest, gradient = of_weight.clamp(min=1e-3) * limit, local(pair[1])
+        clipped = gradient * (highest / of_gradient.clamp(min=1e-6))
+        gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
 
 
 def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 | None:

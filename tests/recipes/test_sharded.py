@@ -19,7 +19,7 @@ from tests.harness.outcomes import Outcome, Tensors, distance, parameters, stati
 from tests.harness.several import load
 from tests.recipes import copied
 
-STEPS, HALF = 20, 10
+STEPS, HALF = 12, 6
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 HYBRID = FSDP | {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -59,7 +59,7 @@ CASES = {
     "vit": Case(
         f"--model test_vit --lr 2e-3 {VARIED} --layer_decay 0.8 --clip 1 --global_batch_size 22",
         UNEQUAL | {"hybrid": 6, "zero2": 5, "five": 5},
-        ("five", "zero2"),
+        ("five", "zero2", "hybrid"),
     ),
     "convnext": Case(
         f"--model test_convnext --lr 2e-3 {VARIED} --clip 0.1 --clip_mode agc --grad_checkpointing --global_batch_size 22",
@@ -200,7 +200,7 @@ def test_a_sharded_run_is_that_of_one_process(name: str, world: str, runs, start
     assert "parameters: Tensor" in whole.stdout
     assert "parameters: DTensor\n" in cut.stdout
     losses = whole.column("train/loss")
-    assert losses[-5:].mean() < losses[:5].mean(), "the compared run learns"
+    assert losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
     assert_same(whole, cut, start(name))
 
 
