@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.faults.campaign import Campaign
 from tests.harness.forked import Fork, Forks
@@ -45,3 +46,17 @@ def test_runs_that_are_killed_and_change_their_strategy_are_the_undisturbed(fork
 def test_sharded_runs_that_are_killed_are_bit_equal_to_the_undisturbed(forks, tmp_path: Path) -> None:
     """In float32, on the same two processes."""
     assert Campaign(Strategies(forks, always=True), tmp_path / "campaign", (2,)).run(2).kills == 2
+
+
+def be_too_large() -> None:
+    def to(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    torch.nn.Module.to = to
+
+
+def test_a_model_that_does_not_fit_is_refused_by_a_line_that_names_the_file(forks) -> None:
+    ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
+    [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
+    assert ended.code == 2
+    assert "does not fit into the memory of a device" in line and "accelerate_configs/fsdp_bf16.yaml" in line
