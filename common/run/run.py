@@ -146,8 +146,8 @@ class Run:
             raise instead
         if not self.plan and isinstance(error, torch.OutOfMemoryError):
             raise Refused(
-                f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it over "
-                "more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
+                f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it "
+                "over more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
             ) from error
         if stopped:
             launch.leave(RESUMABLE, leavers)
