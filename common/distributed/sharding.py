@@ -325,7 +325,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for child in parent.children():
             if sizes[child] < total * _SMALLEST:
                 continue
-            is_block = isinstance(parent, _LISTS) and not isinstance(child, _LISTS) and any(child.children())
+            is_block = type(parent) in _LISTS and not isinstance(child, _LISTS) and any(child.children())
             is_block &= all(places[id(parameter)] == 1 for parameter in child.parameters())
             if not is_block or sizes[child] > total * _LARGEST:
                 yield from blocks_in(child)
