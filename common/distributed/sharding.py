@@ -332,7 +332,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             if is_block:
                 yield child
 
-    return list(dict.fromkeys(blocks_in(model)))
+    found = list(dict.fromkeys(blocks_in(model)))
+    while found and not {*model.parameters()} - {parameter for block in found for parameter in block.parameters()}:
+        found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards._tell`
+    return found
 
 
 def _without_data(parameter: nn.Parameter) -> nn.Parameter:

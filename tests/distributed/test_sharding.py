@@ -216,6 +216,12 @@ def test_models_are_cut_into_their_blocks(name: str, blocks: int, largest: float
     assert max(size for block, size in sizes.items() if block is not None) <= largest * total
 
 
+def test_a_model_of_blocks_alone_keeps_one_of_them_for_itself() -> None:
+    """Each pass begins with what no block has."""
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
+    assert find_blocks(model) == [*model][:2]
+
+
 def test_blocks_that_share_weights_stay_together() -> None:
     block = nn.Sequential(nn.Linear(4, 4))
     layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)])
