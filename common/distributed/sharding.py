@@ -105,6 +105,13 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
 
 
+def check(model: nn.Module) -> None:
+    """Raise `Refused` if a sharded model has got weights since, whose gradients nothing would send. No communication."""
+    added = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if is_sharded(model) and added:
+        raise Refused(f"{added[0]} was added to the model after prepare_layers, which shards it: add it before")
+
+
 def unsharded(model: nn.Module, tensors: Tensors) -> nn.Module:
     """A whole copy of a sharded model on the host, with these weights and statistics. No communication."""
     plain = copy.deepcopy(model.shards.plain)

@@ -183,6 +183,7 @@ class Run:
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
+        sharding.check(model)
         self.model, self._ema = model, optimization.build_ema(self.config, model)
         determinism.search_fastest(samples.few_shapes)
         freezing, data = Freezing(self.config, model, samples.stream), (samples.source, evaluated.source)

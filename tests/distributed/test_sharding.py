@@ -175,6 +175,22 @@ def test_weights_are_those_of_the_first_rank(processes) -> None:
     assert processes.run(rank_starts_otherwise, ranks=2) == [expected, expected]
 
 
+def rank_adds_a_weight() -> str:
+    begin()
+    model = sharded_vit()
+    sharding.check(model)
+    model.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(Refused) as refusal:
+        sharding.check(model)
+    return str(refusal.value)
+
+
+def test_a_weight_that_would_not_be_sharded_is_named(processes) -> None:
+    """Each rank would train its own."""
+    text = "scale was added to the model after prepare_layers, which shards it: add it before"
+    assert processes.run(rank_adds_a_weight, ranks=2) == [text, text]
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()

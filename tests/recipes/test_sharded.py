@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common.config.parsing import parse
 from tests.harness.launching import small
-from tests.harness.outcomes import Outcome, Tensors, distance, parameters, statistics
+from tests.harness.outcomes import Outcome, Tensors, distance, identical, parameters, statistics
 from tests.harness.several import load
 from tests.recipes import copied
 
@@ -143,6 +143,10 @@ def runs(run_several, stripes, scenes, tmp_path_factory, thorough) -> dict[str, 
             words += ["--output_dir", folder / "runs"]
         if commands:
             found |= run_several(processes, commands, env=env, timeout=900)
+    half = f"--data {stripes} --model test_vit --lr 2e-3 {VARIED} --global_batch_size 22 --max_steps 3 --log_every 1".split()
+    for name, env in {"bf16 FSDP": FSDP, "bf16 DDP": {}}.items():
+        command = [recipes["cls"], *half, "--output_dir", folder / "runs"]
+        found |= run_several(2, {name: command}, env=env | {"ACCELERATE_MIXED_PRECISION": "bf16"})
     assert not {name: run.text for name, run in found.items() if run.outcome != "ok"}
     return found
 
@@ -202,6 +206,14 @@ def test_a_sharded_run_is_that_of_one_process(name: str, world: str, runs, start
     losses = whole.column("train/loss")
     assert losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
     assert_same(whole, cut, start(name))
+
+
+def test_under_bf16_steps_are_those_of_ddp_bit_for_bit(runs) -> None:
+    """Weights and gradients stay in single precision; Accelerate's own policy for FSDP would cast them."""
+    sharded, plain = runs["bf16 FSDP"], runs["bf16 DDP"]
+    assert "parameters: DTensor\n" in sharded.stdout and "bf16" in sharded.stdout
+    assert sharded.column("train/loss").tolist() == plain.column("train/loss").tolist()
+    assert all(identical(sharded.tensors(file), plain.tensors(file)) for file in ("model", "ema", "optimizer"))
 
 
 @pytest.mark.parametrize("name", MOVED)
