@@ -24,8 +24,16 @@ from common.training.parts import parts
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
 _UNFIT = ["kron*", "adahessian"]
-# Those whose step of shards is the step of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
-ON_SHARDS = {"adamw", "sgd", "nadamw", "rmsprop", "adan", "lamb", "lars", "adopt", "adabelief", "radam", "madgrad"}
+# Torch has no fused kernel for the shards of these.
+_NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
+# Those whose steps on shards are those of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
+ON_SHARDS = set(
+    """
+adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc
+lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw
+nlarc nlars radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw
+""".split()
+)
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -43,6 +51,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             f"--opt {config.opt}: its step of a shard is not that of the whole weights; a sharded run takes "
             f"{', '.join(sorted(ON_SHARDS))}"
         )
+    fused = _FUSED - _NOT_FUSED_ON_SHARDS if is_sharded(model) else _FUSED
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -51,7 +60,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             param_group_fn=partial(_groups, config),
-            **({"fused": True} if name in _FUSED else {}),
+            **({"fused": True} if name in fused else {}),
         )
     except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise Refused(

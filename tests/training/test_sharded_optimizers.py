@@ -18,7 +18,7 @@ from common.training.optimizer import _UNFIT, ON_SHARDS, build_optimizer, clip_g
 BATCH, STEPS, CLASSES = 12, 4, 5
 SHARES = {1: (12,), 2: (7, 5), 3: (5, 4, 3)}
 USUAL = ("adamw", "sgd", "lamb", "lars", "adan", "rmsprop")  # the long test looks at all of them
-HANGS = ("adamp", "sgdp")  # by a condition on each rank's own shard, before a collective
+HANGS = ("adamp", "cadamp", "csgdp", "sgdp")  # each rank decides by its own shard whether to begin a collective
 
 
 @dataclass
@@ -48,7 +48,7 @@ def trained(model: nn.Module, name: str, share: slice, scale: float) -> None:
 def rank_trains(names: tuple[str, ...]) -> dict[str, float | str]:
     """How far sharded weights are from whole ones, as a share of how far these moved; or the error."""
     sharding.begin(sharding.Sharding(), torch.device("cpu"))
-    optimization.ON_SHARDS = {*names}
+    optimization.ON_SHARDS = {*names}  # also those that are refused
     rank, world, found = dist.get_rank(), dist.get_world_size(), {}
     start = sum(SHARES[world][:rank])
     for name in names:
