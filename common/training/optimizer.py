@@ -27,13 +27,11 @@ _UNFIT = ["kron*", "adahessian"]
 # Torch has no fused kernel for the shards of these.
 _NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
 # Those whose steps on shards are those of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
-ON_SHARDS = set(
-    """
-adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc
-lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw
-nlarc nlars radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw
-""".split()
-)
+ON_SHARDS = {
+    *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
+    *"lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw".split(),
+    *"nlarc nlars radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw".split(),
+}
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
