@@ -210,6 +210,8 @@ class Shards:
         self.plain, self.asked, self.mesh = plain, asked, mesh
         self.is_alone = self.is_told = self._some_are_done = False
         blocks = find_blocks(model)
+        for part in (*blocks, model):
+            part.register_forward_hook(_without_views)
         try:
             for block in blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=not self.asked.keeps_weights)
@@ -343,6 +345,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     while found and not {*model.parameters()} - {parameter for block in found for parameter in block.parameters()}:
         found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards._tell`
     return found
+
+
+def _without_views(part: nn.Module, arguments: tuple, output: Any) -> Any:
+    """The output of a part, without views: FSDP2 would miss the backward pass of a view that is then changed in place."""
+    if type(output) in (tuple, list):
+        return type(output)(_without_views(part, arguments, each) for each in output)
+    is_view = isinstance(output, torch.Tensor) and output._base is not None
+    return output.clone() if is_view and output.requires_grad else output
 
 
 def _without_data(parameter: nn.Parameter) -> nn.Parameter:

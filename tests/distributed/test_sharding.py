@@ -175,6 +175,50 @@ def test_weights_are_those_of_the_first_rank(processes) -> None:
     assert processes.run(rank_starts_otherwise, ranks=2) == [expected, expected]
 
 
+class View(nn.Module):
+    """A block whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[:, :4]
+
+
+class InPlace(nn.Module):
+    """Adds to the output of each block in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(View() for _ in range(3)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            out = block(x)
+            out += 1
+            x = out.relu()
+        return self.head(x)
+
+
+def rank_changes_views() -> list[list]:
+    begin()
+    model = InPlace()
+    sharding.shard(model, torch.float64)
+    assert len(model.shards.parts) == 4
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    return [sharding.whole(parameter.grad).tolist() for parameter in model.parameters()]
+
+
+def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None:
+    model = InPlace().double()
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    for gradients in processes.run(rank_changes_views, ranks=2):
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), parameter.grad)
+
+
 def rank_adds_a_weight() -> str:
     begin()
     model = sharded_vit()
