@@ -16,18 +16,22 @@ from common.launching.exit_codes import AT_LEAST
 from common.launching.launchers import ACCELERATE, Launch, is_agents
 
 FSDP, DEEPSPEED, MESH = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"))
-# Settings of Accelerate's FSDP: the only value that the runs have, and what takes the place of another.
+# Settings of Accelerate's FSDP: the values that a run can have, and what takes the place of others.
+_OFF = ("", "false")
 _FSDP_SETTINGS = {
-    "FSDP_VERSION": ("2", "FSDP1 is not supported: set fsdp_version: 2"),
+    "FSDP_VERSION": (("2",), "FSDP1 is not supported: set fsdp_version: 2"),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": (
-        "false",
+        _OFF,
         "fsdp_cpu_ram_efficient_loading: each process builds the model, and rank 0 sends its weights; set it to false "
         "(Accelerate's default is true)",
     ),
-    "FSDP_OFFLOAD_PARAMS": ("false", "fsdp_offload_params: optimizers step on the device; take more processes"),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "fsdp_activation_checkpointing: take the recipe's --grad_checkpointing"),
-    "FSDP_AUTO_WRAP_POLICY": ("", "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out"),
-    "FSDP_IGNORED_MODULES": ("", "fsdp_ignored_modules: all weights are sharded; leave it out"),
+    "FSDP_OFFLOAD_PARAMS": (_OFF, "fsdp_offload_params: optimizers step on the device; take more processes"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (_OFF, "fsdp_activation_checkpointing: take the recipe's --grad_checkpointing"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("", "no_wrap"),
+        "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out",
+    ),
+    "FSDP_IGNORED_MODULES": (("",), "fsdp_ignored_modules: all weights are sharded; leave it out"),
 }
 _DEEPSPEED_SETTINGS = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file: give zero_stage in Accelerate's own file",
@@ -133,9 +137,8 @@ def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
         if _is_on(environ, MESH):
             raise Refused("parallelism_config: it goes with distributed_type: FSDP and fsdp_config: {fsdp_version: 2}")
         return None
-    for variable, (value, reason) in _FSDP_SETTINGS.items():
-        default = "1" if variable == "FSDP_VERSION" else value
-        if environ.get(variable, default).lower() not in (value, "no_wrap" if value == "" else value):
+    for variable, (allowed, reason) in _FSDP_SETTINGS.items():
+        if environ.get(variable, "").lower() not in allowed:
             raise Refused(reason)
     shards = 0
     if _is_on(environ, MESH):
