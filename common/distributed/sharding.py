@@ -6,7 +6,6 @@ how the run was sharded.
 """
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,10 +28,8 @@ _LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
 # Their names since torch 2.14, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_LARGEST, _SMALLEST = (
-    1 / 16,
-    1 / 1000,
-)  # shares of the parameters: larger blocks are divided, smaller ones gathered together
+# Shares of a model's parameters: larger blocks are divided, smaller ones gathered together.
+_LARGEST, _SMALLEST = 1 / 16, 1 / 1000
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,7 @@ class Sharding:
         return world_size() // (self.shards or world_size())
 
     def __str__(self) -> str:
-        kept = (
-            "gathered weights are kept until the backward pass" if self.keeps_weights else "weights are gathered twice"
-        )
+        kept = "gathered weights stay for the backward pass" if self.keeps_weights else "weights are gathered twice"
         copies = f", in {self.replicas} replicas" if self.replicas > 1 else ""
         instead = "" if self.asked_as == "FSDP2" else f" (instead of {self.asked_as}, which shards alike)"
         shards = self.shards or world_size()
@@ -67,6 +62,8 @@ def begin(asked: Sharding | None, device: torch.device) -> None:
     _begun = None
     if asked is None or world_size() == 1:
         return
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise Refused(f"torch {torch.__version__} is too old to shard a model: take 2.14 or newer")
     ranks = torch.arange(world_size())
     mine: Any = dist.group.WORLD
     if asked.replicas > 1:  # every rank takes part in making every group
@@ -328,7 +325,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for _, part in model.named_modules(remove_duplicate=False)
         for parameter in part.parameters(recurse=False)
     )
-    total = math.ceil(sizes[model])
+    total = sizes[model]
 
     def blocks_in(parent: nn.Module) -> Iterator[nn.Module]:
         for child in parent.children():
