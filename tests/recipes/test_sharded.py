@@ -81,9 +81,6 @@ CASES = {
         "--backbone_lr_factor 0.5 --head_lr_factor 2 --clip 1 --ema_decay 0.9 --global_batch_size 24",
         {"one": 24, "two": 6},
     ),
-    "compiled": Case(
-        "--model test_vit --lr 2e-3 --clip 1 --global_batch_size 22 --compile", {"one": 12, "two": 8}, ("one", "two")
-    ),
     "fcos": Case(
         f"--detector fcos --batch_norm frozen --drop_path 0.1 {OF_DET}",
         {"one": 8, "two": 2, "three": 4},
