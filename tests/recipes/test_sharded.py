@@ -63,7 +63,7 @@ CASES = {
     ),
     "convnext": Case(
         f"--model test_convnext --lr 2e-3 {VARIED} --clip 0.1 --clip_mode agc --grad_checkpointing --global_batch_size 22",
-        UNEQUAL,
+        {"one": 22, "two": 12, "three": 12},
         ("three",),
     ),
     "resnet-group": Case(
@@ -83,7 +83,7 @@ CASES = {
     ),
     "fcos": Case(
         f"--detector fcos --batch_norm frozen --drop_path 0.1 {OF_DET}",
-        {"one": 8, "two": 2, "three": 4},
+        {"one": 8, "two": 4, "three": 4},
         ("three",),
         "det",
     ),
