@@ -7,6 +7,9 @@ parts, images in memory, transforms, loss, optimizer and gradient norm. `paired.
 """
 
 import argparse
+import itertools
+import os
+import tempfile
 
 import timm
 import torch
@@ -58,7 +61,8 @@ def main() -> None:
     parser.add_argument("--quartets", type=int, default=5)
     quartets = parser.parse_args().quartets
     torch.set_num_threads(1)
-    ours = recipe("cls", flags)
+    numbers = itertools.count()
+    ours = recipe("cls", flags, lambda: f"{tempfile.gettempdir()}/sharded-{os.getppid()}-{next(numbers)}")
     for setting in SETTINGS:
         measure(ours, setting), measure(bare, setting)  # warm up both
         found = compare(ours, bare, setting, quartets)
