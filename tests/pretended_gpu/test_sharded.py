@@ -29,6 +29,7 @@ WORDS = (
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_a_model_that_one_gpu_has_no_room_for_trains_on_two(gpus: Gpus, tmp_path: Path) -> None:
     words = (*WORDS, "--output_dir", tmp_path, "--name")
     refused = gpus.start("single_gpu_bf16", "recipes/cls.py", *words, "one", gib=GIB).finish()
