@@ -46,7 +46,7 @@ class Enough(Exception):
     """Ends a block."""
 
 
-def recipe(name: str, flags: Callable[[Setting], dict]) -> Loop:
+def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable[[], str] = tempfile.mkdtemp) -> Loop:
     """Returns `main` of recipes/<name>.py as a loop, with `flags` for each setting, and no evaluation or checkpoint."""
     path = ROOT / "recipes" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -54,7 +54,7 @@ def recipe(name: str, flags: Callable[[Setting], dict]) -> Loop:
     spec.loader.exec_module(module)
 
     def loop(setting: Setting) -> None:
-        folder = tempfile.mkdtemp()
+        folder = folder_of_runs()
         everything = flags(setting) | {
             "model": setting.model,
             "global_batch_size": setting.batch_size,
@@ -75,7 +75,7 @@ def recipe(name: str, flags: Callable[[Setting], dict]) -> Loop:
             module.main()
         finally:
             sys.argv = own
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may do so, too
 
     return loop
 

@@ -9,18 +9,23 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
+from common.distributed.sharding import Sharding
+from common.launching.launch_checks import sharding_of
 from common.launching.network import await_listener
 from tests.harness.launching import free_port
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node", "4node")
+SHARDED = {"fsdp_cpu", "fsdp_bf16", "2node_fsdp_bf16", "2node_hsdp_bf16"}
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
 # All that the files need. Accelerate 1.15 takes more keys and ignores some: rdzv_backend, same_network,
 # enable_cpu_affinity, downcast_bf16.
 KEYS = {
     "distributed_type",
+    "fsdp_config",
     "gpu_ids",
     "main_process_ip",
     "main_process_port",
@@ -28,6 +33,7 @@ KEYS = {
     "mpirun_config",
     "num_machines",
     "num_processes",
+    "parallelism_config",
 }
 
 
@@ -99,14 +105,32 @@ def test_files_differ_in_precision_in_the_number_of_machines_and_in_devices_alon
     assert keys_of("2node_cpu") == two | {"gpu_ids": "-1,-1", "num_processes": 2, "mixed_precision": "no"}
 
 
+@pytest.mark.smoke
+def test_files_that_shard_differ_in_that_alone() -> None:
+    kept = {"distributed_type", "fsdp_config", "parallelism_config"}
+    for name, other in {"fsdp_cpu": "multi_cpu", "fsdp_bf16": "multi_gpu_bf16"}.items() | {
+        (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")
+    }:
+        mine, theirs = (
+            {key: value for key, value in keys_of(file).items() if key not in kept} for file in (name, other)
+        )
+        assert mine == theirs, name
+        command = launch_command_parser().parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"])
+        command.main_process_ip = "127.0.0.1"
+        environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
+        asked = sharding_of(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
+        assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
+
+
 def worlds(folder: Path) -> dict[str, list]:
     return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
 
 
-def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path) -> None:
-    done = launch("multi_cpu", probe, tmp_path, flags=["--mixed_precision", "bf16"])
+@pytest.mark.parametrize("config, precision", [("multi_cpu", "bf16"), ("fsdp_cpu", "fp32")])
+def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, config: str, precision: str) -> None:
+    done = launch(config, probe, tmp_path, flags=["--mixed_precision", {"fp32": "no"}.get(precision, precision)])
     assert done.returncode == 0, done.stderr
-    layout = [2, 3, "2 processes on 1 node, cpu (gloo), bf16, started by accelerate launch"]
+    layout = [2, 3, f"2 processes on 1 node, cpu (gloo), {precision}, started by accelerate launch"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 

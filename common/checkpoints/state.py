@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from common.distributed import sharding
 from common.errors import Refused
 
 Tensors = dict[str, torch.Tensor]
@@ -33,13 +34,22 @@ class TrainingState:
         for optimizer in self._optimizers:
             self._optimizer_names(optimizer)
 
-    @property
-    def exported(self) -> torch.nn.Module:
-        """The module that is exported: the moving average if there is one, else the model."""
-        return self.model if self.ema is None else self.ema
+    def exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
+        """The module that is exported: the moving average if there is one, else the model; with `tensors`, if given.
+
+        Of a sharded one, a whole copy in the main process's host memory, and None on the others: a collective without
+        `tensors`.
+        """
+        module = self.model if self.ema is None else self.ema
+        if sharding.is_sharded(module):
+            tensors = tensors or sharding.gather(module.state_dict())
+            return sharding.unsharded(module, tensors) if tensors else None
+        if tensors:
+            module.load_state_dict(tensors)
+        return module
 
     def tensors(self) -> dict[str, Tensors]:
-        """The tensors to save, by file and name; not copies."""
+        """The tensors to save, by file and name; not copies, and in shards if the model is sharded."""
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
@@ -89,6 +99,7 @@ class TrainingState:
             name, _, key = path.rpartition("/")
             if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
                 # Fused optimizers rely on the parameter's memory layout (channels_last).
+                value = sharding.shard_like(value, parameters[name])
                 value = torch.empty_like(parameters[name], dtype=value.dtype, device=value.device).copy_(value)
             states.setdefault(name, {})[key] = value
         currents = [optimizer.state_dict() for optimizer in self._optimizers]
@@ -103,9 +114,9 @@ class TrainingState:
             raise KeyError(next(iter(states)))
         for optimizer, current in zip(self._optimizers, currents, strict=True):
             optimizer.load_state_dict(current)
-        self.model.load_state_dict(files["model"])
+        sharding.load(self.model, files["model"])
         if self.ema is not None:
-            self.ema.load_state_dict(files["ema"])
+            sharding.load(self.ema, files["ema"])
         if self.scaler and scaler:
             self.scaler.load_state_dict(scaler)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from common.checkpoints.state import Tensors
+from common.distributed.sharding import whole
 
 
 class Writer:
@@ -24,11 +25,12 @@ class Writer:
     def start(self, files: dict[str, Tensors], write: Callable[[dict[str, Tensors]], None]) -> None:
         """Copy `files`, then call `write` with the copies in a thread. First waits for the checkpoint before.
 
-        The tensors may change as soon as this returns: on CUDA, the copy precedes later work in the stream.
+        The tensors may change as soon as this returns: on CUDA, the copy precedes later work in the stream. Tensors in shards
+        are gathered one by one, in which all other ranks take part by `take_part`.
         """
         self.wait()
         self._copies = {
-            file: {name: _copy(tensor, self._copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
+            file: {name: _copy(whole(tensor), self._copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
             for file, tensors in files.items()
         }
         copied = torch.cuda.Event() if torch.cuda.is_available() else None
@@ -61,6 +63,13 @@ class Writer:
             write(self._copies)
         except Exception as error:  # `wait` raises it in the training thread
             self._error = error
+
+
+def take_part(files: dict[str, Tensors]) -> None:
+    """Gather the tensors that the main process's writer copies."""
+    for tensors in files.values():
+        for tensor in tensors.values():
+            whole(tensor)
 
 
 def _copy(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from common.config.fields import RunConfig
-from common.distributed import determinism, watchdog
+from common.distributed import determinism, sharding, watchdog
 from common.distributed.collectives import (
     barrier,
     gather_objects,
@@ -36,10 +36,15 @@ from common.files import SMALL, read_text
 from common.launching import launchers
 from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
 from common.launching.launch_checks import (
+    DEEPSPEED,
+    FSDP,
+    MESH,
     PRECISION_NAMES,
     check_launch,
+    check_sharded,
     parent_command,
     processes_asked,
+    sharding_of,
     wants_cpu,
 )
 from common.launching.launchers import EXPORTED, Launch, complete
@@ -86,6 +91,8 @@ def start(config: RunConfig | None = None) -> Accelerator:
     else:
         let_segments_grow(os.environ)
     settings = config or RunConfig()
+    if (sharded := sharding_of(os.environ)) and launch.world_size > 1:
+        check_sharded(settings)
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -94,12 +101,13 @@ def start(config: RunConfig | None = None) -> Accelerator:
     give_up_after(timeout)
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        gradient_accumulation_steps=1,
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=timeout)],
-    )
+    with _as_data_parallel(os.environ):
+        accelerator = Accelerator(
+            cpu=on_cpu,
+            gradient_accumulation_steps=1,
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=timeout)],
+        )
     if store:
         watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)
     if accelerator.num_processes != launch.world_size:
@@ -110,6 +118,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     if launch.nodes is None:  # mpirun does not number the machines
         nodes = max(gather_objects(node_rank())) + 1
         os.environ.update(GROUP_RANK=str(node_rank()), GROUP_WORLD_SIZE=str(nodes))
+    sharding.begin(sharded, accelerator.device)
     if accelerator.device.type == "cuda":
         _refuse_shared_devices(accelerator.device)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -272,6 +281,19 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
         cuda.cuDeviceGetAttribute(ctypes.byref(can), _VIRTUAL_MEMORY, 0)
         if can.value:
             environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+@contextlib.contextmanager
+def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hide from Accelerate that the model is sharded, which `common.distributed.sharding` does.
+
+    Accelerate forgets FSDP on CPUs without a word, casts weights and gradients under bf16, and starts DeepSpeed's engine.
+    """
+    hidden = {name: environ.pop(name) for name in (FSDP, DEEPSPEED, MESH) if name in environ}
+    try:
+        yield
+    finally:
+        environ.update(hidden)  # a process that restarts itself reads it again
 
 
 def _refuse_shared_devices(device: torch.device) -> None:

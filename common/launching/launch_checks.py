@@ -9,15 +9,36 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
 
+from common.config.fields import RunConfig
+from common.distributed.sharding import Sharding
 from common.errors import Refused
 from common.launching.exit_codes import AT_LEAST
 from common.launching.launchers import ACCELERATE, Launch, is_agents
 
-OTHER_ENGINES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+FSDP, DEEPSPEED, MESH = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"))
+# Settings of Accelerate's FSDP: the values that a run can have, and what takes the place of others.
+_OFF = ("", "false")
+_FSDP_SETTINGS = {
+    "FSDP_VERSION": (("2",), "FSDP1 is not supported: set fsdp_version: 2"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": (
+        _OFF,
+        "fsdp_cpu_ram_efficient_loading: each process builds the model, and rank 0 sends its weights; set it to false "
+        "(Accelerate's default is true)",
+    ),
+    "FSDP_OFFLOAD_PARAMS": (_OFF, "fsdp_offload_params: optimizers step on the device; take more processes"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (_OFF, "fsdp_activation_checkpointing: take the recipe's --grad_checkpointing"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("", "no_wrap"),
+        "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out",
+    ),
+    "FSDP_RESHARD_AFTER_FORWARD": ((*_OFF, "true"), "fsdp_reshard_after_forward: FSDP2 takes true or false"),
+    "FSDP_IGNORED_MODULES": (("",), "fsdp_ignored_modules: all weights are sharded; leave it out"),
+}
+_DEEPSPEED_SETTINGS = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file: give zero_stage in Accelerate's own file",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device: optimizers step on the device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device: optimizers step on the device",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping: take the recipe's --clip",
 }
 _ACCELERATE = (
     ["accelerate", "launch"],
@@ -36,9 +57,7 @@ def check_launch(
     `accelerators` is the number of devices that this process sees. `asked_for` is the number of processes and of machines on
     the launcher's command line (None if unknown); some of the machines may be missing.
     """
-    for variable, engine in OTHER_ENGINES.items():
-        if _is_on(environ, variable):
-            raise Refused(f"{engine} is not supported yet: launch with a file of accelerate_configs/, which use DDP")
+    sharding_of(environ)
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         raise Refused(
             f"dynamo_backend {environ['ACCELERATE_DYNAMO_BACKEND']} renames the model's weights: remove it from the "
@@ -92,6 +111,66 @@ def check_launch(
         raise Refused(
             f"{here} processes on a machine with {accelerators} GPUs: pass --num_processes, {accelerators} for each machine"
         )
+
+
+def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
+    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for what is not supported.
+
+    DeepSpeed's files are understood: FSDP2 shards as its ZeRO does.
+    """
+    if _is_on(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise Refused(
+            "Megatron-LM rewrites language models: take accelerate_configs/fsdp_bf16.yaml, which shards any model"
+        )
+    if environ.get("PJRT_DEVICE") == "TPU":
+        raise Refused("XLA: a TPU has no process group for what the processes agree on; launch on GPUs or CPUs")
+    if _is_on(environ, DEEPSPEED):
+        for variable, reason in _DEEPSPEED_SETTINGS.items():
+            if environ.get(variable, "none") not in ("none", "None", ""):
+                raise Refused(f"{reason}, and leave it out; accelerate_configs/fsdp_bf16.yaml shards like ZeRO-3")
+        stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if stage not in ("1", "2", "3"):
+            raise Refused(
+                f"zero_stage {stage} shards nothing: take accelerate_configs/multi_gpu_bf16.yaml, or zero_stage 3"
+            )
+        return Sharding(keeps_weights=stage != "3", asked_as=f"DeepSpeed ZeRO-{stage}")
+    if not _is_on(environ, FSDP):
+        if _is_on(environ, MESH):
+            raise Refused("parallelism_config: it goes with distributed_type: FSDP and fsdp_config: {fsdp_version: 2}")
+        return None
+    for variable, (allowed, reason) in _FSDP_SETTINGS.items():
+        if environ.get(variable, "").lower() not in allowed:
+            raise Refused(reason)
+    shards = 0
+    if _is_on(environ, MESH):
+        for kind in ("tensor", "context", "sequence"):
+            if int(environ.get(f"PARALLELISM_CONFIG_{kind[0].upper()}P_SIZE", "1")) > 1:
+                raise Refused(
+                    f"parallelism_config_{kind[0]}p_size: {kind} parallelism needs a plan for each model; set "
+                    "parallelism_config_dp_shard_size, which shards any"
+                )
+        shards, world = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")), int(environ.get("WORLD_SIZE", "1"))
+        if shards < 2 or world % shards:  # the number of replicas follows, also after a machine has left the run
+            raise Refused(
+                f"parallelism_config_dp_shard_size {shards}, {world} processes: it must be at least 2 and divide their number"
+            )
+    keeps_weights = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    return Sharding(keeps_weights, shards)
+
+
+def check_sharded(config: RunConfig) -> None:
+    """Raise `Refused` for flags of a recipe that a sharded run can't meet."""
+    if config.comm_hook != "none":
+        raise Refused(
+            f"--comm_hook {config.comm_hook} compresses the gradients of DDP; a sharded run sends them unchanged: leave it out"
+        )
+    reasons = {
+        "channels_last": "weights in shards have no memory format",
+        "compile": "no graph gathers weights in parts",
+    }
+    for flag, reason in reasons.items():
+        if getattr(config, flag, False):
+            raise Refused(f"--{flag}: {reason}; leave it out, or launch with a file that does not shard the model")
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

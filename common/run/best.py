@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Damaged, compare, stamps, verify
 from common.config.origin import RUN_FILE, made_by
@@ -21,12 +23,10 @@ _NOTHING: dict = {"results": {}, "files": {}}
 class Best:
     """The folder `best/` of one run; used only by the main process.
 
-    `export(results, folder)` exports the model `state.exported` into a folder; `say` logs a line.
+    `export(model, results, folder)` exports a model into a folder; `say` logs a line.
     """
 
-    def __init__(
-        self, run: Path, state: TrainingState, export: Callable[[dict, Path], None], say: Callable[[str], None]
-    ):
+    def __init__(self, run: Path, state: TrainingState, export: Callable[..., None], say: Callable[[str], None]):
         self.path, self._old = run / "best", run / ".best.old"
         self._new, self._draft = run / ".best.new", run / ".best.tmp"  # newly exported; chosen for the next checkpoint
         self._state, self._export, self._say = state, export, say
@@ -34,14 +34,14 @@ class Best:
         self._drafted = False
         self._record: dict = _NOTHING
 
-    def export(self, results: dict, record: dict) -> None:
-        """Export the present model beside `best/`. May be called while a checkpoint is being written.
+    def export(self, model: torch.nn.Module, results: dict, record: dict) -> None:
+        """Export the model beside `best/`. May be called while a checkpoint is being written.
 
         `record` is the record of a checkpoint of this step.
         """
         remove(self._new)
         try:
-            self._export(results, self._new)
+            self._export(model, results, self._new)
             (self._new / RUN_FILE).write_text(json.dumps(made_by(record), indent=2) + "\n")
         except BaseException:
             remove(self._new)
@@ -133,8 +133,7 @@ class Best:
             files = found.tensors()
         except Damaged:
             return False
-        self._state.exported.load_state_dict(files.get("ema", files["model"]))
-        self.export(results, found.record)
+        self.export(self._state.exported(files.get("ema", files["model"])), results, found.record)
         self.take()
         return True
 

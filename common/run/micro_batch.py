@@ -13,6 +13,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import all_or_none, gather_objects
+from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.run.folder import read_json, write_json
 from common.training.warm_up import first_line, is_out_of_memory
@@ -52,7 +53,8 @@ def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
     if size == plan.unit:
         raise Refused(
             f"not even micro-batches of {size} fit into memory: take a smaller model or smaller images, a bf16 file of "
-            f"accelerate_configs/, or --grad_checkpointing where the recipe has it{why}"
+            "accelerate_configs/ (fsdp_bf16.yaml: shards of the model), or --grad_checkpointing where the recipe has "
+            f"it{why}"
         )
     return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))
 
@@ -81,7 +83,7 @@ def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.n
         torch.cuda.reset_peak_memory_stats()
     try:
         # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie beside accumulated gradients.
-        copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1)
+        copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1 and not is_sharded(model))
         held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches

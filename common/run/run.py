@@ -32,7 +32,7 @@ from common.data.data_rows import data_rows
 from common.data.data_spec import fingerprint
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.data.source import looked_at
-from common.distributed import determinism, watchdog
+from common.distributed import determinism, sharding, watchdog
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main, world_size
 from common.distributed.environment import environment
 from common.errors import Refused
@@ -53,7 +53,7 @@ from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
 from common.training.step import Evaluated, Samples, TrainingStep
 from common.training.update_size import UpdateSize
-from common.training.warm_up import is_out_of_memory, warm_up
+from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -144,6 +144,11 @@ class Run:
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if instead:
             raise instead
+        if not self.plan and isinstance(error, torch.OutOfMemoryError):
+            raise Refused(
+                f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it "
+                "over more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
+            ) from error
         if stopped:
             launch.leave(RESUMABLE, leavers)
 
@@ -178,12 +183,13 @@ class Run:
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
+        sharding.check(model)
         self.model, self._ema = model, optimization.build_ema(self.config, model)
         determinism.search_fastest(samples.few_shapes)
         freezing, data = Freezing(self.config, model, samples.stream), (samples.source, evaluated.source)
         self._training = TrainingStep(self.accelerator, model, samples, losses_of, freezing)
         inexact = self._fit(self._make_plan(samples))
-        network, *wrapped = self.accelerator.prepare(model, *optimizers)
+        network, *wrapped = self._wrapped(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         counted = "boxes" if hasattr(samples.source, "boxes") else "images"
         rows = data_rows(self.config.data, *data, counted) | self._rows(schedule, samples, freezing) | inexact
@@ -204,6 +210,12 @@ class Run:
             batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
             self.draw("first_batch", plots.first_batch, parts, *batch)
         return network, wrapped[0] if single else wrapped
+
+    def _wrapped(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple:
+        """The network to train, and its optimizers: wrapped by Accelerate, or the model itself if that is sharded."""
+        if sharding.is_sharded(model):
+            return model, *map(self.accelerator.prepare_optimizer, optimizers)
+        return self.accelerator.prepare(model, *optimizers)
 
     def _make_plan(self, samples: Samples) -> BatchPlan:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
@@ -226,7 +238,7 @@ class Run:
             warm_up(model, model, partial(attempt, model, plan))
 
         watchdog.note("finding the micro-batch that fits into memory")
-        with batch_norm.alone(model):  # a rank that is out of memory leaves no other waiting
+        with batch_norm.alone(model), sharding.alone(model):  # a rank that is out of memory leaves no other waiting
             self.plan, peak = micro_batch.fit(plan, try_step, model, self.say)
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
@@ -368,11 +380,13 @@ class Run:
             raise Refused(
                 f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
             )
-        results, *rest = evaluate(self.model, self._loader)
+        with sharding.shared_passes(self.model, self._loader) as loader:
+            results, *rest = evaluate(self.model, loader)
         if leading not in results:
             raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
         if self._ema:
-            of_ema, *rest = evaluate(self._ema.module, self._loader)
+            with sharding.shared_passes(self._ema.module, self._loader) as loader:
+                of_ema, *rest = evaluate(self._ema.module, loader)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
             leading = f"ema_{leading}"
         _check_alike(results)
@@ -416,7 +430,8 @@ class Run:
             rows = looked_at(len(self._train), self.total_steps * self.config.global_batch_size)
             samples = dataclasses.replace(self._evaluated, source=self._train.select(rows))
             loader = evaluation_loader(samples, self.plan.max_micro_batch_size, self.config.workers)
-            draw, rows_of, *judged = judge(self.model, loader)
+            with sharding.shared_passes(self.model, loader) as shared:
+                draw, rows_of, *judged = judge(self.model, shared)
             self.draw("suspicious", draw, *judged)
             watchdog.note("writing suspicious.csv")
             self._records.table("suspicious", rows_of, *judged)  # last: it says that this is done
@@ -459,6 +474,7 @@ class Run:
             "batch norm": batch_norm.describe(self.model),
             **freezing.describe(),
             "layout": launch.describe(self.accelerator, self.config.dtype),
+            **sharding.describe(self.model),
             "batch": str(self.plan),
             "learning rate": optimization.describe(self.config, self.model),
             "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",

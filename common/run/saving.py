@@ -7,13 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from common.checkpoints.resume import choose_together
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import Checkpoints, verify
-from common.checkpoints.writer import Writer
+from common.checkpoints.writer import Writer, take_part
 from common.config.fields import RunConfig
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
+from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.files import as_json
 from common.run.best import Best
@@ -39,7 +42,7 @@ class Saving:
         `export(model, results=..., folder=...)` writes a folder of the model that is evaluated, which becomes `best/`.
         """
         self._state, records = state, self._records
-        self._best = Best(self._path, state, partial(_exported, export, state), self._say) if self._folder else None
+        self._best = Best(self._path, state, partial(_exported, export), self._say) if self._folder else None
         options = recipe, self.config.allow_changed_source
         found = choose_together(self.config.resume, self._checkpoints, identity, self._say, *options)
         if not found:
@@ -62,9 +65,10 @@ class Saving:
 
     def keep_best(self, results: dict) -> None:
         """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
+        model = self._state.exported()
         with self._records.writing("writing best/"):
             if self._best:
-                self._best.export(results, self._records.checkpoint())
+                self._best.export(model, results, self._records.checkpoint())
 
     def save(self, step: int) -> None:
         """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint before if that is still written.
@@ -81,10 +85,14 @@ class Saving:
                         "a larger --checkpoint_every leaves it the time"
                     )
                 self._best.take()
+        with records.writing("writing a checkpoint"):  # here, no rank fails alone while the others gather their shards
+            if self._folder:
                 self.writer.start(self._state.tensors(), partial(self._commit, records.checkpoint(), records.summary()))
                 if self.config.dry_run:
                     self.writer.wait()
                     self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
+            elif is_sharded(self._state.model):
+                take_part(self._state.tensors())
 
     def wait(self) -> None:
         """Wait for what is being written."""
@@ -103,5 +111,5 @@ class Saving:
             self._folder.status("running", record["step"])
 
 
-def _exported(export: Callable[..., None], state: TrainingState, results: dict, folder: Path) -> None:
-    export(state.exported, results=as_json(of_exported(results)), folder=folder)
+def _exported(export: Callable[..., None], model: torch.nn.Module, results: dict, folder: Path) -> None:
+    export(model, results=as_json(of_exported(results)), folder=folder)

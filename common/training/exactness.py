@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed import gradient_compression
+from common.distributed.sharding import local
 from common.training.warm_up import warm_up
 
 # Optimizers of timm whose step does not shrink with the gradient. All cautious ones belong here too: they count signs.
@@ -55,7 +56,8 @@ def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
         for scale in (1.0, 3.0):
             model.zero_grad()
             step(scale=scale)
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            with_gradient = {name: p for name, p in model.named_parameters() if p.grad is not None}
+            gradients.append({name: local(p.grad).clone() for name, p in with_gradient.items()})
         once, thrice = gradients
         for name, gradient in once.items():
             differs = (thrice[name] - 3 * gradient).abs() > 0.3 * gradient.abs()

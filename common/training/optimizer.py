@@ -10,11 +10,13 @@ import timm.optim
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
-from timm.utils.agc import adaptive_clip_grad
+from timm.utils.agc import adaptive_clip_grad, unitwise_norm
+from torch.distributed.tensor import DTensor
 
 from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
+from common.distributed.sharding import is_sharded, local, twin, whole
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -22,6 +24,14 @@ from common.training.parts import parts
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
 _UNFIT = ["kron*", "adahessian"]
+# Torch has no fused kernel for the shards of these.
+_NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
+# Those whose steps on shards are those of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
+ON_SHARDS = {
+    *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
+    *"lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw".split(),
+    *"nlarc nlars radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw".split(),
+}
 
 
 def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -34,6 +44,12 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
+    if is_sharded(model) and name not in ON_SHARDS:
+        raise Refused(
+            f"--opt {config.opt}: its step of a shard is not that of the whole weights; a sharded run takes "
+            f"{', '.join(sorted(ON_SHARDS))}"
+        )
+    fused = _FUSED - _NOT_FUSED_ON_SHARDS if is_sharded(model) else _FUSED
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -42,7 +58,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             param_group_fn=partial(_groups, config),
-            **({"fused": True} if name in _FUSED else {}),
+            **({"fused": True} if name in fused else {}),
         )
     except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise Refused(
@@ -188,12 +204,27 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode:
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
     if limit and mode == "agc":
-        adaptive_clip_grad(parameters, limit)
+        clip_units = (
+            _clip_sharded_units if any(isinstance(each, DTensor) for each in parameters) else adaptive_clip_grad
+        )
+        clip_units(parameters, limit)
     elif limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
+
+
+def _clip_sharded_units(parameters: list[torch.nn.Parameter], limit: float) -> None:
+    """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but parts of a vector."""
+    pairs = [(parameter.detach(), parameter.grad) for parameter in parameters]
+    vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
+    norms = iter(whole(torch.stack(vectors)) if vectors else ())
+    for pair in pairs:
+        of_weight, of_gradient = (next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair)
+        highest, gradient = of_weight.clamp(min=1e-3) * limit, local(pair[1])
+        clipped = gradient * (highest / of_gradient.clamp(min=1e-6))
+        gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
 
 
 def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 | None:
@@ -201,4 +232,23 @@ def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 
 
     Build it before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
     """
-    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
+    if not config.ema_decay:
+        return None
+    average = ShardedAverage if is_sharded(model) else ModelEmaV3
+    return average(model, decay=config.ema_decay, use_warmup=True)
+
+
+class ShardedAverage(ModelEmaV3):
+    """timm's moving average of a sharded model, in shards, too."""
+
+    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(torch.nn.Linear(1, 1), **options)
+        self.module = twin(model).eval()
+
+    def apply_update_(self, model: torch.nn.Module, decay: float) -> None:
+        mine, theirs = ([*map(local, module.state_dict().values())] for module in (self.module, model))
+        pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
+        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), weight=1 - decay)
+        for average, newest in zip(mine, theirs, strict=True):
+            if not average.is_floating_point():
+                average.copy_(newest)

@@ -6,15 +6,18 @@ import socket
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from common.config.fields import RunConfig
+from common.distributed.sharding import Sharding
 from common.errors import Refused
 from common.launching import launch, meeting
 from common.launching.exit_codes import leaving
 from common.launching.launch import last_resort
-from common.launching.launch_checks import check_launch, processes_asked
+from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
 
@@ -33,6 +36,9 @@ TWO = {
     "MASTER_ADDR": "127.0.0.1",
 }
 WORLD = {name: value for name, value in TWO.items() if not name.startswith("ACCELERATE")}
+FSDP = {**TWO, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+DEEPSPEED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -58,6 +64,40 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
 
 
 @pytest.mark.parametrize(
+    "environ, asked",
+    [
+        (TWO, None),
+        (FSDP, Sharding()),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(keeps_weights=True)),
+        ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, Sharding()),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(shards=2)),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, Sharding(True, asked_as="DeepSpeed ZeRO-1")),
+        (
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"},
+            Sharding(True, asked_as="DeepSpeed ZeRO-2"),
+        ),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Sharding(asked_as="DeepSpeed ZeRO-3")),
+    ],
+)
+def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: Sharding | None) -> None:
+    check_launch(environ, complete(dict(environ)), 2)
+    assert sharding_of(environ) == asked
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (RunConfig(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
+        (SimpleNamespace(comm_hook="none", channels_last=True), "--channels_last: weights in shards"),
+        (SimpleNamespace(comm_hook="none", compile=True), "--compile: no graph"),
+    ],
+)
+def test_what_a_sharded_run_cannot_meet_is_refused(config: RunConfig, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        check_sharded(config)
+
+
+@pytest.mark.parametrize(
     "environ, accelerators, said",
     [
         (ONE, 0, "cpu.yaml"),
@@ -69,10 +109,20 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
         ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp8"}, 1, "fp8 is not one of no, fp16, bf16"),
         ({**ONE, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "INDUCTOR"),
-        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "FSDP"),
-        ({**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}, 2, "DeepSpeed"),
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "fsdp_version: 2"),
+        ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, 2, "set it to false"),
+        ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, 2, "fsdp_offload_params"),
+        ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, 2, "--grad_checkpointing"),
+        ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}, 2, "fsdp_auto_wrap_policy"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}, 2, "tp_size: tensor parallelism needs a plan"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, 2, "cp_size: context parallelism"),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, 2, "dp_shard_size 3, 2 processes"),
+        ({**FSDP, **MESH}, 2, "dp_shard_size 1, 2 processes"),
+        ({**TWO, **MESH}, 2, "distributed_type: FSDP"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, 2, "zero_stage 0 shards nothing"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, 2, "offload_optimizer_device"),
+        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, 2, "give zero_stage in Accelerate's own file"),
         ({**TWO, "ACCELERATE_USE_MEGATRON_LM": "true"}, 2, "Megatron"),
-        ({**TWO, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, 2, "parallelism_config"),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, "max_micro_batch_size"),
     ],
 )

@@ -1,0 +1,356 @@
+"""Sharding: each process keeps one shard of all weights, gradients and optimizer states (torch's FSDP2).
+
+The Accelerate file asks for it: `launch.start` calls `begin`, and `prepare_layers` then shards the model. A tensor in shards
+is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names, so it does not say
+how the run was sharded.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
+
+from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
+from common.errors import Refused
+
+Tensors = dict[str, torch.Tensor]
+_LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
+# Their names since torch 2.14, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Shares of a model's parameters: larger blocks are divided, smaller ones gathered together.
+_LARGEST, _SMALLEST = 1 / 16, 1 / 1000
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a launch asks for."""
+
+    keeps_weights: bool = False  # from the forward pass to the backward pass, instead of gathering them twice
+    shards: int = 0  # processes that hold a whole model together, as each such group does (0: all processes)
+    asked_as: str = "FSDP2"
+
+    @property
+    def replicas(self) -> int:
+        """Groups of processes that each hold a whole model."""
+        return world_size() // (self.shards or world_size())
+
+    def __str__(self) -> str:
+        kept = "gathered weights stay for the backward pass" if self.keeps_weights else "weights are gathered twice"
+        copies = f", in {self.replicas} replicas" if self.replicas > 1 else ""
+        instead = "" if self.asked_as == "FSDP2" else f" (instead of {self.asked_as}, which shards alike)"
+        shards = self.shards or world_size()
+        return f"FSDP2{instead}: weights, gradients and optimizer states in {shards} shards{copies}; {kept}"
+
+
+_begun: tuple[Sharding, DeviceMesh] | None = None
+
+
+def begin(asked: Sharding | None, device: torch.device) -> None:
+    """From here on, shard models as the launch asked. One process shards nothing. A collective."""
+    global _begun
+    _begun = None
+    if asked is None or world_size() == 1:
+        return
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise Refused(f"torch {torch.__version__} is too old to shard a model: take 2.14 or newer")
+    ranks = torch.arange(world_size())
+    mine: Any = dist.group.WORLD
+    if asked.replicas > 1:  # every rank takes part in making every group
+        ranks = ranks.view(asked.replicas, asked.shards)
+        columns, rows = ([subgroup(line.tolist()) for line in lines] for lines in (ranks.T, ranks))
+        mine = [columns[rank() % asked.shards], rows[rank() // asked.shards]]
+    names = ("replica", "shard")[-ranks.dim() :]
+    _begun = asked, DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has cut the weights of `model`. No communication."""
+    return isinstance(model, FSDPModule)
+
+
+def describe(model: nn.Module) -> dict[str, str]:
+    """A row of the start table if the model is sharded, else an empty dict. No communication."""
+    if not is_sharded(model):
+        return {}
+    return {"sharding": f"{model.shards.asked}; {len(model.shards.parts)} parts, gathered one after the other"}
+
+
+def shard(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model on the host to `dtype`, and shard it in place if the launch asked for that. A collective.
+
+    Weights are those of rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
+    From here on, parameters are DTensors, and a forward pass is a collective; see `alone` and `shared_passes`.
+    """
+    if _begun is None:
+        return
+    model.to("cpu", dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+        dist.broadcast(parameter.data, 0, group=host_group())
+    meta = {id(parameter): _without_data(parameter) for parameter in model.parameters()}
+    model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
+
+
+def check(model: nn.Module) -> None:
+    """Raise `Refused` if a sharded model has got weights since, whose gradients nothing would send. No communication."""
+    added = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if is_sharded(model) and added:
+        raise Refused(f"{added[0]} was added to the model after prepare_layers, which shards it: add it before")
+
+
+def unsharded(model: nn.Module, tensors: Tensors) -> nn.Module:
+    """A whole copy of a sharded model on the host, with these weights and statistics. No communication."""
+    plain = copy.deepcopy(model.shards.plain)
+    plain.load_state_dict(tensors, assign=True)
+    return plain.train(model.training)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A second sharded model with the same weights, for their moving average."""
+    other = copy.deepcopy(model.shards.plain)
+    other.shards = Shards(other, model.shards.plain, model.shards.asked, model.shards.mesh)
+    other.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return other.requires_grad_(False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without shards, on its device. A collective if it has some."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the tensor itself. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """This rank's shard of a whole tensor, which every rank has, cut as `like` is. No communication."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def load(model: nn.Module, tensors: Tensors) -> None:
+    """Load whole tensors into a model, sharded or not. No communication."""
+    state = model.state_dict()
+    model.load_state_dict({name: shard_like(tensor, state.get(name)) for name, tensor in tensors.items()})
+
+
+def gather(tensors: Tensors) -> Tensors:
+    """Whole copies in the host memory of the main process, an empty dict on the others. A collective.
+
+    Tensors are gathered one by one, so that no device holds them all.
+    """
+    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if is_main()}
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """In this context, passes of a sharded model wait for no other rank, and take the memory that they would take.
+
+    What they compute is meaningless: in place of another rank's shard stands a copy of this rank's own. It is for a trial
+    that some ranks may leave by an exception, such as one that has run out of memory.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    model.shards.is_alone = True
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.shards.is_alone = False
+        model.set_requires_all_reduce(True)
+        with suppress(AttributeError):  # of a model that has not made a pass yet
+            model.reset_iter_state()
+
+
+@contextmanager
+def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
+    """The loader for an evaluation of a sharded model, in which ranks may make different numbers of passes.
+
+    A rank that has no batch left helps the others to gather their weights, until none has.
+    """
+    if not is_sharded(model):
+        yield loader
+        return
+    shards = model.shards
+    for part in shards.parts:
+        part.set_reshard_after_forward(True, recurse=False)
+    shards.is_told = True
+    try:
+        yield _SharedLoader(loader, shards)
+    finally:
+        shards.is_told = False
+        shards.reset_memory()
+
+
+class Shards:
+    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has.
+
+    `plain` is a copy of the model from before, without its weights.
+    """
+
+    def __init__(self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh) -> None:
+        self.plain, self.asked, self.mesh = plain, asked, mesh
+        self.is_alone = self.is_told = self._some_are_done = False
+        blocks = find_blocks(model)
+        for part in (*blocks, model):
+            part.register_forward_hook(_without_views)
+        try:
+            for block in blocks:
+                fully_shard(block, mesh=mesh, reshard_after_forward=not self.asked.keeps_weights)
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)  # a root's backward follows at once
+        except (ValueError, NotImplementedError) as error:  # such as a scalar parameter
+            raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
+        for method in ("detect",):  # of detectors: a forward pass under another name
+            if hasattr(model, method):
+                register_fsdp_forward_method(model, method)
+        self.parts = [model, *blocks]
+        for number, part in enumerate(self.parts):
+            part.set_custom_all_gather(_Gather(self, number))
+            part.set_custom_reduce_scatter(_Scatter(self))
+
+    def reset_memory(self) -> None:
+        """After an evaluation: no part is gathered, and parts are kept as in training."""
+        for number, part in enumerate(self.parts):
+            part.reshard()
+            part.set_reshard_after_forward(number > 0 and not self.asked.keeps_weights, recurse=False)
+
+    def before_gathering(self, number: int) -> None:
+        """Tell the ranks that have no batch left which part is gathered next."""
+        if self.is_told and (number == 0 or self._some_are_done):
+            self._tell(number)
+
+    def help_others(self) -> None:
+        """Take part in what other ranks gather, until none has a batch left."""
+        while (number := self._tell(None)) is not None:
+            self.is_told = False
+            self.parts[number].unshard()
+            self.parts[number].reshard()
+            self.is_told = True
+
+    def _tell(self, number: int | None) -> int | None:
+        """The part that ranks gather next; None if none does. A collective over the hosts."""
+        mine = torch.tensor([0, 0, 0] if number is None else [1, number, number * number])
+        active, total, squares = reduce_counts(mine).tolist()
+        self._some_are_done = active < world_size()
+        if active * squares != total * total:  # equal numbers alone have no variance
+            raise Refused("the processes evaluate different parts of the model: each pass has to run the same blocks")
+        return total // active if active else None
+
+
+class _SharedLoader:
+    """A loader whose end is reached on all ranks together."""
+
+    def __init__(self, loader: DataLoader, shards: Shards) -> None:
+        self._loader, self._shards = loader, shards
+
+    def __iter__(self) -> Iterator:
+        try:
+            yield from self._loader
+        finally:
+            self._shards.help_others()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Collective:
+    """What FSDP2 calls to communicate; see `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
+
+    def __init__(self, shards: Shards, number: int = 0) -> None:
+        self.shards, self.number = shards, number
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self.shards.is_alone:
+            for place, row in enumerate(output_tensor.view(group.size(), -1)):
+                if place != group.rank():  # there, the input is a view of the output
+                    row.copy_(input_tensor)
+            return None
+        self.shards.before_gathering(self.number)
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Collective):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self.shards.is_alone:
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+            return None
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, inner ones first: modules in its lists of layers that are worth a collective of their own.
+
+    A block with more than a sixteenth of the parameters is divided into the blocks in it, if it has some. Blocks that share
+    parameters with others stay together, in what no block has.
+    """
+    sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in model.modules()}
+    places = Counter(
+        id(parameter)
+        for _, part in model.named_modules(remove_duplicate=False)
+        for parameter in part.parameters(recurse=False)
+    )
+    total = sizes[model]
+
+    def blocks_in(parent: nn.Module) -> Iterator[nn.Module]:
+        for child in parent.children():
+            if sizes[child] < total * _SMALLEST:
+                continue
+            is_block = type(parent) in _LISTS and not isinstance(child, _LISTS) and any(child.children())
+            is_block &= all(places[id(parameter)] == 1 for parameter in child.parameters())
+            if not is_block or sizes[child] > total * _LARGEST:
+                yield from blocks_in(child)
+            if is_block:
+                yield child
+
+    found = list(dict.fromkeys(blocks_in(model)))
+    while found and not {*model.parameters()} - {parameter for block in found for parameter in block.parameters()}:
+        found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards._tell`
+    return found
+
+
+def _without_views(part: nn.Module, arguments: tuple, output: Any) -> Any:
+    """The output of a part, without views: FSDP2 would miss the backward pass of a view that is then changed in place."""
+    if type(output) in (tuple, list):
+        return type(output)(_without_views(part, arguments, each) for each in output)
+    is_view = isinstance(output, torch.Tensor) and output._base is not None
+    return output.clone() if is_view and output.requires_grad else output
+
+
+def _without_data(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
