@@ -26,6 +26,7 @@ class RegionProposalNetwork(nn.Module):
     foreground_iou, background_iou = 0.7, 0.3
     candidates: ClassVar = {True: 2000, False: 1000}  # per level and after suppression; in training, and otherwise
     nms_threshold, least_side = 0.7, 1e-3
+    decimals = 8  # of a logit
 
     def __init__(self, backbone: Backbone, convolutions: int = 1) -> None:
         super().__init__()
@@ -67,10 +68,16 @@ class RegionProposalNetwork(nn.Module):
     def select(
         self, outputs: tuple[Tensor, Tensor, Tensor], canvas: tuple[int, int], sizes: list[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Proposals of each image [n, 4] within its true size, best first, and the anchors that they come from, int64[n]."""
+        """Proposals of each image [n, 4] within its true size, best first, and the anchors that they come from, int64[n].
+
+        Of equal logits the first comes first. In padding and other plain areas, anchors have the same logit but for rounding
+        errors, which depend on the micro-batch and must not decide what suppresses what: logits are rounded first.
+        """
         objectness, deltas, anchors = outputs
+        objectness = objectness.round(decimals=self.decimals)
         lengths, limit = self.anchors.level_lengths(canvas), self.candidates[self.training]
-        best = [level.topk(min(limit, level.shape[1]), 1).indices for level in objectness.split(lengths, 1)]
+        ordered = [level.sort(dim=1, descending=True, stable=True).indices for level in objectness.split(lengths, 1)]
+        best = [level[:, :limit] for level in ordered]
         starts = [sum(lengths[:place]) for place in range(len(lengths))]
         levels = torch.cat([torch.full_like(chosen[0], place) for place, chosen in enumerate(best)])
         best = torch.cat([chosen + start for chosen, start in zip(best, starts, strict=True)], 1)  # [B, C]

@@ -138,6 +138,17 @@ def test_a_box_that_no_anchor_touches_does_not_claim_them_all():
     assert not match(places, boxes, torch.tensor([64, 64]), **rule, rescue=True)[2].any()
 
 
+def test_rounding_errors_do_not_decide_which_of_equal_proposals_stay():
+    """In a plain area all anchors have one score in exact arithmetic; the rest depends on the size of the micro-batch."""
+    rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
+    anchors = rpn.anchors((256, 256), torch.float64, torch.device("cpu"))
+    errors = 1e-12 * torch.randn(2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outputs = 0.1 + errors, torch.zeros(2, len(anchors), 4, dtype=torch.float64), anchors
+    assert max(rpn.anchors.level_lengths((256, 256))) > rpn.candidates[True], "also decides who is a candidate"
+    one, other = rpn.select(outputs, (256, 256), [torch.tensor([200, 160])] * 2)
+    assert one[1].tolist() == other[1].tolist()
+
+
 def test_every_size_belongs_to_some_level():
     detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
     boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])  # 64 from its centre: the boundary of levels 3 and 4
