@@ -18,6 +18,7 @@ import torchvision  # noqa: F401 (registers its operators)
 from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,6 +115,8 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on shards come here next
         device = cuda_device(args, kwargs)
         if device is None or is_traced((args, kwargs)):
             return func(*args, **kwargs)

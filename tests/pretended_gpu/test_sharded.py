@@ -33,7 +33,7 @@ WORDS = (
 def test_a_model_that_one_gpu_has_no_room_for_trains_on_two(gpus: Gpus, tmp_path: Path) -> None:
     words = (*WORDS, "--output_dir", tmp_path, "--name")
     refused = gpus.start("single_gpu_bf16", "recipes/cls.py", *words, "one", gib=GIB).finish()
-    assert refused.returncode == 2 and "fsdp_bf16.yaml" in refused.stderr.splitlines()[-1]
+    assert refused.returncode and "fsdp_bf16.yaml" in refused.stderr.splitlines()[-1]
 
     printed = gpus("fsdp_bf16", "recipes/cls.py", *words, "two", devices=2, gib=GIB)
     run = Outcome("ok", "", printed, 0.0, tmp_path / "two")
