@@ -166,6 +166,8 @@ def check_sharded(config: RunConfig) -> None:
         )
     if getattr(config, "channels_last", False):
         raise Refused("--channels_last: weights in shards have no memory format; leave it out, or launch without FSDP")
+    if getattr(config, "compile", False) and hasattr(config, "detector"):
+        raise Refused("--compile: in shards, no detector has been compiled yet; leave it out, or launch without FSDP")
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
