@@ -19,6 +19,8 @@ from pathlib import Path
 from table import Row
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from common.distributed.collectives import is_main
+
 ROOT = Path(__file__).resolve().parent.parent
 LR, WEIGHT_DECAY = 1e-3, 0.05
 TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
@@ -75,7 +77,8 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
             module.main()
         finally:
             sys.argv = own
-            shutil.rmtree(folder, ignore_errors=True)  # another process may do so, too
+            if is_main():  # which writes until it ends
+                shutil.rmtree(folder, ignore_errors=True)
 
     return loop
 

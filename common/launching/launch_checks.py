@@ -164,13 +164,10 @@ def check_sharded(config: RunConfig) -> None:
         raise Refused(
             f"--comm_hook {config.comm_hook} compresses the gradients of DDP; a sharded run sends them unchanged: leave it out"
         )
-    reasons = {
-        "channels_last": "weights in shards have no memory format",
-        "compile": "no graph gathers weights in parts",
-    }
-    for flag, reason in reasons.items():
-        if getattr(config, flag, False):
-            raise Refused(f"--{flag}: {reason}; leave it out, or launch with a file that does not shard the model")
+    if getattr(config, "channels_last", False):
+        raise Refused("--channels_last: weights in shards have no memory format; leave it out, or launch without FSDP")
+    if getattr(config, "compile", False) and hasattr(config, "detector"):
+        raise Refused("--compile: in shards, no detector has been compiled yet; leave it out, or launch without FSDP")
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

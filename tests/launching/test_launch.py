@@ -89,7 +89,7 @@ def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: 
     [
         (RunConfig(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
         (SimpleNamespace(comm_hook="none", channels_last=True), "--channels_last: weights in shards"),
-        (SimpleNamespace(comm_hook="none", compile=True), "--compile: no graph"),
+        (SimpleNamespace(comm_hook="none", compile=True, detector="fcos"), "--compile: in shards, no detector"),
     ],
 )
 def test_what_a_sharded_run_cannot_meet_is_refused(config: RunConfig, said: str) -> None:

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchvision  # noqa: F401 (registers its operators)
 from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,6 +116,8 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on shards come here next
         device = cuda_device(args, kwargs)
         if device is None or is_traced((args, kwargs)):
             return func(*args, **kwargs)
@@ -125,6 +129,9 @@ class Kernels(TorchDispatchMode):
             if "empty" in name:
                 poison(result)
             return result
+        if func.namespace == "_c10d_functional":
+            with self:
+                return functional(name, *args)
         if func.namespace == "c10d":
             with self:  # also for the copies that a collective makes
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
@@ -155,6 +162,24 @@ class Kernels(TorchDispatchMode):
             else:
                 result.append(index)
         return x, result, *rest
+
+
+def functional(name: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A collective of DTensors, by the one of c10d that NCCL's stand-in knows."""
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):
+        return x
+    group = (
+        rest[-1] if isinstance(rest[-1], dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(rest[-1])
+    )
+    if name == "all_reduce":
+        result, operator = x.clone(), getattr(dist.ReduceOp, rest[0].upper())
+        dist.all_reduce(result, operator, group=group)
+    elif name == "all_gather_into_tensor":
+        result = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+        dist.all_gather_into_tensor(result, x.contiguous(), group=group)
+    else:
+        raise NoKernel(f"no kernel for _c10d_functional.{name}")
+    return result
 
 
 def is_tensor(x: object) -> bool:

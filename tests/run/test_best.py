@@ -23,9 +23,9 @@ class Training:
         self.best = Best(run, self.state, self.export, self.said.append)
         self.checkpoints, self.progress = Checkpoints(run / "checkpoints", keep), Progress()
 
-    def export(self, results: dict, folder: Path) -> None:
+    def export(self, model: torch.nn.Module, results: dict, folder: Path) -> None:
         folder.mkdir()
-        save_file({"weight": self.state.ema.weight.detach().clone()}, folder / "model.safetensors")
+        save_file({"weight": model.weight.detach().clone()}, folder / "model.safetensors")
         (folder / "results.json").write_text(json.dumps(results))
 
     def record(self, step: int) -> dict:
@@ -37,7 +37,7 @@ class Training:
             self.state.model.weight.fill_(-step)
             self.state.ema.weight.fill_(step)
         if self.progress.judge(step, {"eval/top1": top1}, "eval/top1"):
-            self.best.export({"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
+            self.best.export(self.state.exported(), {"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
         self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
         record = self.record(step) | {"ledger": vars(self.progress).copy(), "best": self.best.seal()}
@@ -97,7 +97,7 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     training = Training(run)
     training.step(1, 0.1)
     assert weight(run) == 1
-    training.best.export({"top1": 0.2}, training.record(2))
+    training.best.export(training.state.exported(), {"top1": 0.2}, training.record(2))
     training.best.seal()  # for a checkpoint that was on its way
     training.best.place()
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
@@ -205,13 +205,13 @@ def test_an_export_that_fails_leaves_the_old_one(run: Path) -> None:
     training = Training(run)
     training.step(1, 0.1)
 
-    def fail(results: dict, folder: Path) -> None:
+    def fail(model: torch.nn.Module, results: dict, folder: Path) -> None:
         folder.mkdir()
         raise OSError(28, "No space left on device")
 
     training.best._export = fail
     with pytest.raises(OSError):
-        training.best.export({"top1": 0.2}, training.record(2))
+        training.best.export(training.state.exported(), {"top1": 0.2}, training.record(2))
     assert weight(run) == 1 and names(run) == ["best", "checkpoints"]
 
 
