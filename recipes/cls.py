@@ -159,7 +159,7 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if config.compile:
-        torch._dynamo.config.recompile_limit = max(256, 2 * len(sizes))  # of a sharded model, for each block
+        torch._dynamo.config.recompile_limit = max(256, 2 * len(sizes))  # also where each block is compiled apart
         model.compile(dynamic=False)  # a graph for each size of images and of micro-batches: at most two of these
     return model, data_config
 

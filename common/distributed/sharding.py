@@ -46,11 +46,11 @@ class Sharding:
         return world_size() // (self.shards or world_size())
 
     def __str__(self) -> str:
-        kept = "gathered weights stay for the backward pass" if self.keeps_weights else "weights are gathered twice"
+        kept = "kept from the forward to the backward pass" if self.keeps_weights else "in both passes"
         copies = f", in {self.replicas} replicas" if self.replicas > 1 else ""
         instead = "" if self.asked_as == "FSDP2" else f" (instead of {self.asked_as}, which shards alike)"
         shards = self.shards or world_size()
-        return f"FSDP2{instead}: weights, gradients and optimizer states in {shards} shards{copies}; {kept}"
+        return f"FSDP2{instead}: weights, gradients and optimizer states in {shards} shards{copies}; gathered {kept}"
 
 
 _begun: tuple[Sharding, DeviceMesh] | None = None
@@ -83,7 +83,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     """A row of the start table if the model is sharded, else an empty dict. No communication."""
     if not is_sharded(model):
         return {}
-    return {"sharding": f"{model.shards.asked}; {len(model.shards.parts)} parts, gathered one after the other"}
+    return {"sharding": f"{model.shards.asked}, one of {len(model.shards.parts)} parts of the model after the other"}
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> None:
