@@ -22,8 +22,8 @@ FLAGS = {
     "cls": "--model test_vit --image_size 16 --global_batch_size 32 --layer_decay 0.8 --ema_decay 0.9",
     "det": "--short_sides 112 --width 32 --global_batch_size 8 --backbone_lr_factor 0.1 --freeze_stages stem",
 }
-COMMON = "--max_steps 7 --log_every 1 --checkpoint_every 3 --eval_every 3 --workers 1 --name run --tags a,b --group g --notes n"
-LAST = 6  # steps of the start that is killed
+COMMON = "--max_steps 9 --log_every 1 --checkpoint_every 4 --eval_every 3 --workers 1 --name run --tags a,b --group g --notes n"
+LAST = 7  # steps of the start that is killed
 
 
 def draw_at_every_evaluation(rank: int) -> None:
@@ -62,10 +62,10 @@ def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
     sent = logged(folder, tracker)
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     assert "first_batch" in sent[1]  # the step that trains on it
-    assert sent.keys() == rows.keys() == {*range(1, 8)}
+    assert sent.keys() == rows.keys() == {*range(1, 10)}
     for step, row in rows.items():
         assert row.keys() - {"step"} <= sent[step].keys() | {key for key in row if row[key] is None}, step
-        repeated = tracker == "wandb" and 3 < step < LAST  # then only the first start's pace was sent
+        repeated = tracker == "wandb" and 4 < step < LAST  # then only the first start's pace was sent
         for key in row.keys() - {"step"}:
             if not (row[key] is None or (repeated and key.startswith("perf/"))):
                 np.testing.assert_allclose(sent[step][key], row[key], rtol=1e-6 if tracker == "tensorboard" else 0)
@@ -87,7 +87,7 @@ def test_rows_are_on_the_dashboard_key_by_key_through_a_kill(
         of_run = [record["run"] for start in records(folder) for record in start if record["type"] == "run"]
         assert [(run["tags"], run["run_group"], run["notes"]) for run in of_run] == [(["a", "b"], "g", "n")] * 2
         pictures |= {"objects/01"} if recipe == "det" else set()
-    for step in (3, 6):
+    for step in (3, 6, 9):
         assert pictures <= sent[step].keys(), step
     shown, kept = results(folder, tracker), read(folder, "summary.json")
     for key, value in {
@@ -123,7 +123,7 @@ def test_wandb_shows_one_run_with_each_step_once_through_a_kill_and_a_longer_run
         environment = server.environment if mode == "online" else {}
         dies = functools.partial(die_with_the_service, environment, folder / "metrics.jsonl")
         lives = functools.partial(with_environment, environment)
-        for before, steps in ((dies, 7), (lives, 7), (lives, 9)):
+        for before, steps in ((dies, 9), (lives, 9), (lives, 12)):
             longer = [*words, "--max_steps", steps]
             (ended,) = [rank.end() for rank in forks.start_ranks(1, *longer, before=before, pictures=True)]
         assert ended.code == 0, ended
@@ -135,15 +135,15 @@ def test_wandb_shows_one_run_with_each_step_once_through_a_kill_and_a_longer_run
         (run_id,) = server.runs
         shown, uploads, kept = server.history(run_id), server.uploads, server.runs[run_id]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [*range(1, 10)]
-    assert [(row["_step"], row["step"]) for row in shown] == [(step, step) for step in range(1, 10)]
+    assert [row["step"] for row in rows] == [*range(1, 13)]
+    assert [(row["_step"], row["step"]) for row in shown] == [(step, step) for step in range(1, 13)]
     for row, here in zip(rows, shown, strict=True):
         for key, value in row.items():
-            repeated = 3 < row["step"] <= LAST and key.startswith("perf/")
+            repeated = 4 < row["step"] <= LAST and key.startswith("perf/")
             assert value is None or repeated or here[key] == pytest.approx(value, rel=1e-12), (row["step"], key)
     for row in shown[5::3]:  # the pictures of step 3 went with the machine
         assert {row[name]["path"] for name in ("confusion", "mistakes")} <= uploads
     summary = json.loads(kept["summaryMetrics"])
     last = read(folder, "summary.json")["last"]
-    assert last["step"] == 9
+    assert last["step"] == 12
     assert {key: summary[f"last/{key}"] for key in last} == pytest.approx(last, rel=1e-12)
