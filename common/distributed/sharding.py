@@ -215,9 +215,8 @@ class Shards:
             fully_shard(model, mesh=mesh, reshard_after_forward=False)  # a root's backward follows at once
         except (ValueError, NotImplementedError) as error:  # such as a scalar parameter
             raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
-        for method in ("detect",):  # of detectors: a forward pass under another name
-            if hasattr(model, method):
-                register_fsdp_forward_method(model, method)
+        if hasattr(model, "detect"):  # of detectors: a forward pass under another name
+            register_fsdp_forward_method(model, "detect")
         self.parts = [model, *blocks]
         for number, part in enumerate(self.parts):
             part.set_custom_all_gather(_Gather(self, number))
