@@ -5,7 +5,7 @@
         --config recipes/presets/finetune.yaml
 
 The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
-nothing: losses and weights are those of any other layout. Kill it at any moment, start the same command again on whatever
+nothing: losses and weights equal any other layout's. Kill it at any moment, start the same command again on whatever
 hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
@@ -126,7 +126,7 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images; with `weights`, those of --eval_only, both are the images to evaluate these on."""
+    """Training and validation images; with the `weights` of --eval_only, both are the images to evaluate these on."""
     train, val = sources.load(sources.Spec.of(config, weights))
     if train.multi_label and config.loss != "bce":
         raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")

@@ -5,7 +5,7 @@
         --config recipes/presets/coco_fcos_r50.yaml
 
 The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
-nothing: losses and weights are those of any other layout. Kill it at any moment, start the same command again on whatever
+nothing: losses and weights equal any other layout's. Kill it at any moment, start the same command again on whatever
 hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
 """
@@ -146,7 +146,7 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes; with `weights`, those of --eval_only, both are the images to evaluate on."""
+    """Training and validation images with boxes; with the `weights` of --eval_only, both are the images to evaluate on."""
     pastes = config.copy_paste > 0 and weights is None
     return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn" or pastes))
 
@@ -168,7 +168,7 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
 
 
 def build_augmentation(config: Config, model, device: torch.device):
-    """What happens to training images, and to those of an evaluation; normalize(batch) -> its images [B, 3, H, W]."""
+    """What happens to training images and to evaluated ones; normalize(batch) -> its images [B, 3, H, W]."""
     square = config.detector in detectors.OF_TRANSFORMERS  # as their published weights were trained
     short_sides, eval_side = read_sides(config, model.stride, square)
     plain = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)

@@ -99,7 +99,7 @@ def command_of(content: dict[str, Any], values: dict[str, Any], config_file: str
     macros = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [content["program"]]}
     macros["${args}"] = flags_of(values)
     words = [word for part in map(str, content["command"]) for word in macros.get(part, [part])]
-    if words[0] == "accelerate":  # that of this Python
+    if words[0] == "accelerate":  # this Python's
         words[0:1] = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     if config_file and "--config_file" not in words:
         raise Refused(f"--config_file: the sweep file's command has none to replace; {EXAMPLE}")

@@ -55,7 +55,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
 
     A run folder means its best/, the folder of its checkpoints the mean of their weights. Of a run, the recipe is the one
-    kept in its run folder, which is executed; else that of recipes/. With `reads_data`, the flags or the run must name the
+    kept in its run folder, which is executed; else the one in recipes/. With `reads_data`, the flags or the run must name the
     data. Raises `Refused`.
     """
     folder = Path(weights)

@@ -60,7 +60,7 @@ def choose_together(
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
-    """Load the weights of a checkpoint into `model`, those of the moving average if it has one.
+    """Load the weights of a checkpoint into `model`; if it has a moving average, the averaged weights.
 
     `path` may also be the exported folder of a custom nn.Module, or a run's folder of checkpoints, whose mean is loaded.
     Raises `Refused` if the weights are of another model.
@@ -101,7 +101,7 @@ def check_weights(model: torch.nn.Module, file: Path) -> None:
 def mean_of(paths: Sequence[Path]) -> Tensors:
     """The mean of the weights of checkpoints, newest last, or of their moving averages if they have them.
 
-    Numbers are added in float64, running statistics of batch norms among them. Tensors of integers are those of the newest.
+    Numbers are added in float64, running statistics of batch norms among them. Tensors of integers are taken from the newest.
     Raises `Refused` for checkpoints whose tensors differ in name, shape or type.
     """
     total: Tensors = {}
@@ -162,7 +162,7 @@ def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callabl
         raise Refused(
             f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see the changes above: give this "
             "run another --name, add --allow_changed_source if they are meant, or put the source back "
-            f"({found.path.parent.parent / FOLDER} has that of its newest start)"
+            f"({found.path.parent.parent / FOLDER} has the code of its newest start)"
         )
     say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
 

@@ -41,7 +41,7 @@ class Augmentation:
         """Images [B, 3, H, W] and targets [B, K] after this augmentation, in the type of the run (`--dtype`).
 
         Runs on the device, where `draws` is what `sample` returned. Pixels are 0..255 before `Normalize` in the list and
-        normalised after it. No sample may depend on others of its micro-batch, except on those of its `unit`.
+        normalised after it. No sample may depend on other samples of its micro-batch, except in its `unit`.
         """
         raise NotImplementedError
 

@@ -69,7 +69,7 @@ class TrainingSamples(Dataset):
     drop_path_layers: int = 0
     cache: Cache | None = None
     decode: str = "worker"  # or "device"
-    image_sizes: StepSizes = field(default_factory=lambda: StepSizes(()))  # none: that of `transform`
+    image_sizes: StepSizes = field(default_factory=lambda: StepSizes(()))  # none: the size of `transform`
     rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
 
     few_shapes = True  # see `training.step.Samples`

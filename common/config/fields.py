@@ -130,7 +130,7 @@ class SharedFields:
     """Base of the dataclasses of fields that recipes share.
 
     A recipe may state such a field again, to show or change its default: `epochs: float = 10.0`, without a docstring. Limits,
-    `may_change` and the help text stay those of the shared field.
+    `may_change` and the help text of the shared field stay.
     """
 
     def __init_subclass__(cls, **options) -> None:

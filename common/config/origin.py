@@ -34,7 +34,7 @@ class Origin:
     steps: tuple[int, ...] = ()  # of the checkpoints whose mean is meant; empty for weights that are there as they are
 
     def describe(self, config: Mapping) -> str:
-        """A line that names the weights, and the settings of `config` that differ from those of their run."""
+        """A line that names the weights, and the settings of `config` that differ from their run's."""
         step = self.mean if self.steps else f"step {self.run.get('step')}"
         of = f" of the run {self.run['name']}, {step}" if self.run else ", which names no run"
         parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
@@ -81,7 +81,7 @@ class Origin:
         return [place for place in found if place is not None]
 
     def matched(self, classes: Sequence[str]) -> str:
-        """How the classes of the data correspond to those of the model, in words."""
+        """How the classes of the data correspond to the model's, in words."""
         if not self.classes:
             return "taken to be the model's, which have no names, in this order"
         if len(classes) < len(self.classes):

@@ -69,7 +69,7 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         if plain[0] != plain[1]:
             wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
             found = difflib.unified_diff(wrapped[0], wrapped[1], f"{was} before", f"{name} now", lineterm="", n=0)
-            # Line numbers in @@ lines would not be those of the file.
+            # Line numbers in @@ lines would not be the file's.
             lines += [line for line in found if not line.startswith("@@")] or [f"{name}: whitespace in a string"]
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]

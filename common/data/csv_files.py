@@ -22,7 +22,7 @@ _MAX_BYTES = 2**32
 def read_csv(files: Sequence[str | PathLike]) -> list[pa.Table]:
     """The rows of each file. Whole numbers are int64, all else is text, and empty cells are null.
 
-    All files must have the same columns: their types are those of all rows together. Raises `Refused`.
+    All files must have the same columns; types are inferred from all rows together. Raises `Refused`.
     """
     tables = [_read(file) for file in files]
     for file, table in zip(files, tables, strict=True):

@@ -178,7 +178,7 @@ def moved(
     """A sample of tensors turned clockwise about its centre, then shifted; float32[n]: the share of each object in view.
 
     `shift` is in pixels to the right and down. What comes into view has the colour `fill`. A box is
-    that of the object's turned mask. Without masks it is the box of the ellipse that touches the
+    the box of the object's turned mask. Without masks it is the box of the ellipse that touches the
     sides of the original box: the box of the turned corners is larger than most objects. Measured
     on the digits' scenes, the ellipse's boxes overlap the masks' boxes by an IoU of 0.85 after 10
     degrees and 0.76 after 30, the corners' boxes by 0.80 and 0.67. An object that fills the

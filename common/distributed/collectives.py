@@ -390,7 +390,7 @@ def _unpack(data: bytes) -> list[np.ndarray]:
 
 
 def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
-    """The value that the launcher has set, else that of `otherwise`, as always without a process group."""
+    """The value that the launcher has set, else `otherwise`'s; without a process group always `otherwise`'s."""
     if is_distributed() and variable in os.environ:
         return int(os.environ[variable])
     return otherwise()

@@ -68,7 +68,7 @@ def _version(package: str) -> str | None:
 
 
 def _launch_command() -> str:
-    """The whole command as it was typed, quoted for a shell: that of the launcher; without one, of this process."""
+    """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
     try:
         words = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:

@@ -141,7 +141,7 @@ class _Watch:
         store.set_timeout(ANSWER)
 
     def run(self) -> None:
-        """Send heartbeats until told to stop; compare those of all ranks when this process makes no progress."""
+        """Send heartbeats until told to stop; compare all ranks' heartbeats when this process makes no progress."""
         idle, before = _IdleTimer(), None
         while not self.stop.wait(INTERVAL):
             seconds = idle.seconds()

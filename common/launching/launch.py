@@ -73,7 +73,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     watchdog starts: a process without progress for `config.collective_timeout` seconds ends the run.
 
     Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the group without
-    these checks. Device and precision are those of the launch.
+    these checks. The launch sets device and precision.
 
     Raises `Refused`; if the environment shows the reason, before a process group is formed.
     """

@@ -194,7 +194,7 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     names = [Path(word).name for word in program[:2]]
     launcher = next((launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None)
     if names[:1] in (["torchrun"], ["torch.distributed.run"]):
-        from torch.distributed.run import get_args_parser  # its variables PET_* are those of this process, too
+        from torch.distributed.run import get_args_parser  # it reads PET_* from this process's environment, too
 
         return None, int(get_args_parser().parse_known_args(program[1:])[0].nnodes.partition(":")[0])
     if launcher is None:

@@ -21,7 +21,7 @@ ACCELERATE = (
     "ACCELERATE_DYNAMO_BACKEND"  # which `accelerate launch` always sets; people may set the precision themselves
 )
 EXPORTED = "exported variables"
-DEFAULT_PORT = 29500  # that of torch and accelerate, for processes that no job number joins
+DEFAULT_PORT = 29500  # torch's and accelerate's, for processes that no job number joins
 LATER = "file"  # in place of an address that INIT_METHOD's file will have
 _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -38,7 +38,7 @@ _STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpispawn", "mpirun", "mpiexec"
 class Launch:
     """This process's place in the run. `node_rank` and `nodes` are None if the launcher does not number the machines.
 
-    `address` and `port` are those of rank 0's store; "" and 0 for a single process.
+    `address` and `port` lead to rank 0's store; "" and 0 for a single process.
     """
 
     launcher: str
@@ -155,7 +155,7 @@ def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
-    """Open MPI 4 and 5. The main machine is that of mpirun, on which rank 0 runs unless a host file says otherwise."""
+    """Open MPI 4 and 5. The main machine runs mpirun, and rank 0 unless a host file says otherwise."""
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     launch = _from_mpi(
@@ -253,7 +253,7 @@ def _alone(environ: Mapping[str, str]) -> Launch:
         return Launch("accelerate launch")
     if _int(environ, "PMI_SIZE", 1) > 1:
         raise Refused(
-            f"PMI_SIZE={environ['PMI_SIZE']} is the number of all processes, but that of this machine is not known: export "
+            f"PMI_SIZE={environ['PMI_SIZE']} is the number of all processes, but this machine's number is not known: export "
             "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         )
     if (tasks := max(_int(environ, name, 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))) > 1:

@@ -45,7 +45,7 @@ class Round:
 
 
 class Membership:
-    """The records of all machines as one of them sees them. `number` is that of this machine, never used again by another."""
+    """The records of all machines as one of them sees them. `number` is this machine's, never used again by another."""
 
     def __init__(self, store: Store, host: str, address: str, interval: float, silence: float) -> None:
         """Write a record, and renew it every `interval` seconds. After `silence` seconds without that, a machine is lost."""

@@ -198,7 +198,7 @@ class Machines(RendezvousHandler):
         self._team.begin(Round(self._round.number + 1, machines, address))
 
     def _present(self) -> dict[int, Record]:
-        """The records of the machines that are present. The main machine compares its clock with those of new ones."""
+        """The records of the machines that are present. The main machine compares its clock with the clocks of new ones."""
         present = self._team.present()
         for number in present.keys() - self._known.keys() if self._hosting else ():
             seconds = present[number].clock - time.time()
@@ -324,7 +324,7 @@ class Machines(RendezvousHandler):
                 return 1  # the others count this machine as lost
             if lost := members - present.keys():
                 if self._least < self._most:
-                    return 1  # restart: the processes would wait for those of the lost machine
+                    return 1  # restart: the processes would wait for the lost machine's
                 _give_up(
                     f"nothing is heard of {self._names(lost)} any more: see to it, and start the command on all again"
                 )

@@ -99,7 +99,7 @@ class Best:
                 f"{damage}, and the checkpoint of step {lost['step']}, from which it was exported, is gone: the best model, "
                 f"{progress.headline(lost)}, is lost; "
                 + (
-                    f"best/ is now that of step {progress.best['step']}, {progress.headline(progress.best)}"
+                    f"best/ is now from step {progress.best['step']}, {progress.headline(progress.best)}"
                     if progress.best
                     else "best/ will be the best of the evaluations from now on"
                 )

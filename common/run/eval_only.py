@@ -224,7 +224,7 @@ def viewed(config, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def match(model: torch.nn.Module, val: Source, names: Sequence[str], places: Sequence[int]):
-    """`model` and `val` with the same classes in the same order: those of `val`, then the others that the model knows.
+    """`model` and `val` with the same classes in the same order: `val`'s, then the others that the model knows.
 
     `names` are the model's classes, `places` its class ids of the classes of `val`. Predicting one of the others counts as
     an error. For multi-label data, each class is a separate decision, so the others are left out.

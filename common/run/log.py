@@ -61,7 +61,7 @@ class RunLog:
             self._bar.update(step - self._bar.n)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Add values to the row of `step`. A row is written when that of a later step begins, so that no step has two rows."""
+        """Add values to the row of `step`. A row is written when a later step's row begins, so that no step has two rows."""
         if self._row and self._row["step"] != step:
             self.flush()
         self._row = {"step": step} | self._row | values

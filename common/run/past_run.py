@@ -61,7 +61,7 @@ class PastRun:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """The results of the best model, see `of_exported`; those of classes by name."""
+        """The results of the best model, see `of_exported`; results of classes by name."""
         return of_exported(read_json(self.path / "best" / "results.json", MEDIUM))  # with a line for each class
 
     @cached_property

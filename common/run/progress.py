@@ -46,7 +46,7 @@ def direction_of(key: str) -> bool | None:
 
 
 def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results of an evaluation under plain names, those of the exported weights (`best/`) first.
+    """Results of an evaluation under plain names, the exported weights' (`best/`) first.
 
     With a moving average, the average is exported; results of the weights that it averages follow as `raw_...`:
     {"eval/top1": 0.97, "eval/ema_top1": 0.94} -> {"top1": 0.94, "raw_top1": 0.97}

@@ -118,7 +118,7 @@ class Records:
         if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             say(
-                f"its length was {before} steps: the schedule is now that of {now} from the start, so the learning rate "
+                f"its length was {before} steps: the schedule now has {now} steps from the start, so the learning rate "
                 f"continues at {self._schedule(step):.3g} (the last was {rate:.3g})"
             )
         return now

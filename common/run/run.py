@@ -310,7 +310,7 @@ class Run:
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, one per sample, [B].
 
-        After the last micro-batch the gradients are those of the mean over the global batch, whatever the layout.
+        After the last micro-batch the gradient is that of the mean loss over the global batch, whatever the layout.
         """
         self._lap.ready()
         self._training.backward(losses)
@@ -387,7 +387,7 @@ class Run:
         if self._ema:
             with sharding.shared_passes(self._ema.module, self._loader) as loader:
                 of_ema, *rest = evaluate(self._ema.module, loader)
-            results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # those of best/ first
+            results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # the exported weights' first
             leading = f"ema_{leading}"
         _check_alike(results)
         if self._records.evaluation(self.step, results, leading, larger):

@@ -266,7 +266,7 @@ class StepReports:
 
 
 def _of_update(posted: _Posted) -> dict[str, float]:
-    """Learning rates of parts, norm of the weights, and that of their change as a share of it."""
+    """Learning rates of parts, norm of the weights, and norm of their change as a share of it."""
     if not posted.update:
         return {}
     found = dict(posted.update.rates)

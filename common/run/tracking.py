@@ -264,7 +264,7 @@ class _WandB(_Backend):
         self.where = self.run.url or offline
 
     def log(self, step, metrics):
-        # W&B's own step is that of the run: left to count rows, it would start again from 0 in an offline resume, and
+        # W&B's own step is set to the run's: left to count rows, it would start again from 0 in an offline resume, and
         # `wandb sync` would give the rows of both starts the same steps.
         self.tracker.log({"step": step, **metrics}, step=step)
 

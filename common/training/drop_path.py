@@ -27,7 +27,7 @@ class PositionalDropPath(nn.Module):
         mask = (self.shared.draws[self.layer] < keep_prob).to(x.dtype)
         if keep_prob > 0 and self.scale_by_keep:
             mask = mask / keep_prob
-        if len(mask) != len(x):  # windows or patches are rows of their own: those of a sample are dropped together
+        if len(mask) != len(x):  # windows or patches are rows of their own: a sample's rows are dropped together
             mask = mask.repeat_interleave(len(x) // len(mask))
         return x * mask.view(-1, *[1] * (x.dim() - 1))
 

@@ -26,7 +26,8 @@ _FUSED = {"adam", "adamw", "sgd", "momentum"}
 _UNFIT = ["kron*", "adahessian"]
 # Torch has no fused kernel for the shards of these.
 _NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
-# Those whose steps on shards are those of whole weights, within 1e-10 in float64 (tests/training/test_sharded_optimizers.py).
+# Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64:
+# tests/training/test_sharded_optimizers.py has the table.
 ON_SHARDS = {
     *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
     *"lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw".split(),
@@ -46,7 +47,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
     if is_sharded(model) and name not in ON_SHARDS:
         raise Refused(
-            f"--opt {config.opt}: its step of a shard is not that of the whole weights; a sharded run takes "
+            f"--opt {config.opt}: its step on a shard differs from its step on whole weights; a sharded run takes "
             f"{', '.join(sorted(ON_SHARDS))}"
         )
     fused = _FUSED - _NOT_FUSED_ON_SHARDS if is_sharded(model) else _FUSED
@@ -200,7 +201,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode: str) -> torch.Tensor:
     """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the device, without a wait.
 
-    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` those of each unit by the norm of its weights
+    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit's by the norm of its weights
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]

@@ -148,7 +148,7 @@ class TrainingStep:
     def _made(self, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple:
         """These samples of the first step as a batch, as the model gets them, and their losses.
 
-        `seed` is that of all global generators.
+        `seed` goes to all global generators.
         """
         seen = []
 
@@ -220,7 +220,7 @@ class TrainingStep:
                 batch.totals = F.pad(counts, (0, 1), value=self.samples.stream.global_batch_size)
 
     def backward(self, losses: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch's losses, [B]; in the end they are those of the mean over the global batch."""
+        """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over the global batch."""
         check_losses(losses, len(self._positions[-1]))
         self._accelerator.backward(losses.sum() * self.plan.loss_scale)
         self._losses.append(losses.detach())

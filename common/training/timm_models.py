@@ -128,7 +128,7 @@ def _head(model: torch.nn.Module) -> Tensors:
 def create(
     name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
 ) -> torch.nn.Module:
-    """What `timm.create_model` makes of `name` with `options`, and with those of `wishes` that the model accepts.
+    """What `timm.create_model` makes of `name` with `options`, and with the `wishes` that the model accepts.
 
     A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models drop by default.
     The model's `created_with` has the arguments that it was made with.
@@ -380,7 +380,7 @@ def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
 
 @torch.no_grad()
 def check_sizes(model: torch.nn.Module, sizes: Sequence[tuple[int, int]], config: dict) -> None:
-    """Check that a model takes images of all `sizes` (height, width), if they are not that of `config` alone.
+    """Check that a model takes images of all `sizes` (height, width), unless `config`'s is the only one.
 
     Raises `Refused`.
     """

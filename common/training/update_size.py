@@ -1,4 +1,4 @@
-"""What a step does to the weights: their norm, that of their change, and the learning rate of each part.
+"""What a step does to the weights: their norm, the norm of their change, and the learning rate of each part.
 
 It is computed only for steps that are logged, on the device, and nothing waits for it. In between there is no copy of the
 weights.

@@ -76,6 +76,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of the message, without a full stop; of a compiler's error that of its cause."""
+    """First line of the message, without a full stop; of a compiler's error, the first line of its cause."""
     text = str(getattr(error, "inner_exception", error)).strip() or type(error).__name__
     return text.split("\n")[0][:300].rstrip(".")

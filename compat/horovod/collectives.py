@@ -65,7 +65,7 @@ def run(
     splits: Sequence[Sequence[int]],
     group: Group,
 ) -> list[Any]:
-    """The output for each tensor, in new memory. `shapes` and `splits` are those of all ranks."""
+    """The output for each tensor, in new memory. `shapes` and `splits` have an entry per rank."""
     if request.kind == "allreduce":
         return _all_reduce(tensors, request, group)
     if request.kind == "broadcast":
@@ -88,7 +88,7 @@ def _all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> li
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         lengths = [tensors[place].numel() for place in places]
-        if request.op == ADASUM:  # its factors are those of a tensor
+        if request.op == ADASUM:  # it has factors per tensor
             pieces = [_adasum(piece, request, group) for piece in flat.split(lengths)]
         else:
             pieces = [*_reduced(flat, request, group).split(lengths)]
@@ -158,7 +158,7 @@ def _broadcast(tensor: Tensor, root: int, group: Group) -> Tensor:
 
 
 def _all_to_all(tensor: Tensor, splits: Sequence[Sequence[int]], group: Group) -> tuple[Tensor, Tensor]:
-    """Rows that the ranks have for this one, in their order, and how many each had. `splits` are those of all ranks."""
+    """Rows that the ranks have for this one, in their order, and how many each had. `splits` has an entry per rank."""
     received = [row[group.rank] for row in splits]
     result = tensor.new_empty(sum(received), *tensor.shape[1:])
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()

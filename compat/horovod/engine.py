@@ -303,7 +303,7 @@ class Engine:
         grouped: bool = False,
         **fields: Any,
     ) -> int:
-        """Ask for a collective; returns its handle. `fields` are those of a `Request`.
+        """Ask for a collective; returns its handle. `fields` are a `Request`'s.
 
         Raises ValueError if its name is in flight, this rank is not in the process set or the
         type can't be reduced, and HorovodInternalError after a rank of the set has died.

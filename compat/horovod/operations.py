@@ -9,7 +9,7 @@ disagree.
 Each kind comes in forms. `*_async` functions return a handle for `poll` and `synchronize`. A
 trailing underscore means in place. `grouped_*` functions take and return several tensors, as
 one operation. Functions that are neither asynchronous nor in place can be differentiated.
-Their gradients are those of Horovod, which a script's loss counts on:
+Their gradients equal Horovod's, which a script's loss counts on:
 
 | operation | gradient of this rank's tensor |
 | --- | --- |

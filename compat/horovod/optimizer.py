@@ -144,7 +144,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by `GradScaler.step` before it looks at the gradients, which have to be those of all ranks by then."""
+        """Read by `GradScaler.step` before it looks at the gradients, which have to be averaged over ranks by then."""
         if self._synchronizes:
             self._reduction.finish()
         return self.__dict__.get("_step_supports_amp_scaling", False)

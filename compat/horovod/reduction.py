@@ -28,7 +28,7 @@ from compat.horovod.functions import allgather_object, check_same
 from compat.horovod.operations import Average, Sum, grouped_allreduce_async, synchronize
 from compat.horovod.process_sets import ProcessSet
 
-_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # those of DDP: a small one first, so that sending starts early
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # as DDP has: a small one first, so that sending starts early
 _numbers = itertools.count()  # of the optimizers of this process
 
 

@@ -14,7 +14,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too, unlike Horovod's.
 
     Ranks may hold different numbers of samples. The result, its gradients and the running
-    statistics are those of BatchNorm on the whole batch. Weight and bias get this rank's share of
+    statistics equal BatchNorm's on the whole batch. Weight and bias get this rank's share of
     the gradient, as all parameters do: the DistributedOptimizer sums up. In training every rank has
     to call it, in the same order; so does the backward. In evaluation the running statistics are
     used, and nothing is communicated.

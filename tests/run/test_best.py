@@ -163,13 +163,13 @@ def test_without_its_checkpoint_the_last_model_replaces_the_best_with_a_message(
     again = training.start_again()
     (said,) = again.said
     lost = "step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost"
-    assert lost in said and "best/ is now that of step 3, top-1 20.00 %" in said
+    assert lost in said and "best/ is now from step 3, top-1 20.00 %" in said
     assert weight(run) == 3 and again.progress.best == {"step": 3, "eval/top1": 0.2}
     assert json.loads((run / "best/results.json").read_text()) == {"top1": 0.2}
     aside = [] if damage == "removed" else ["best.damaged"]
     assert names(run) == ["best", *aside, "checkpoints"]
     (said,) = again.start_again().said  # as long as no newer checkpoint is there
-    assert "is lost; best/ is now that of step 3" in said and weight(run) == 3
+    assert "is lost; best/ is now from step 3" in said and weight(run) == 3
     again.step(4, 0.25)
     assert weight(run) == 4 and again.start_again().said == []
 

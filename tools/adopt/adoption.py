@@ -102,7 +102,7 @@ class Adoption:
         self._add("no effect here", names, "")
 
     def family(self, detector: str, expected: dict[str, Any], keys: list[str], differences: Iterable[str]) -> None:
-        """Settings of a detector's parts: those of the published model are the family's, others are named."""
+        """Settings of a detector's parts: the published model's are the family's, others are named."""
         kept = [key for key in keys if key in expected and equal(self[key], expected[key])]
         self.lines.append(Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
         self.mentioned |= {*kept}

@@ -17,7 +17,7 @@ _DIFFERENT = {
     "retinanet": ("the heads have GroupNorm", "box losses are smooth L1"),
     "fcos": (
         "the head is torchvision's: centerness from the boxes' branch, points within 1.5 strides of a box's centre, GIoU",
-        "losses are divided by the number of points in the global batch, not by that of a GPU",
+        "losses are divided by the number of points in the global batch, not in a GPU's batch",
     ),
 }
 

@@ -38,7 +38,7 @@ def family(architecture: str) -> dict[str, Any]:
 
 
 def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
-    """A file's settings by dotted name, over those of its `_BASE_`. `read`: the files that have been read for it."""
+    """A file's settings by dotted name, over its `_BASE_`'s. `read`: the files that have been read for it."""
     read = [] if read is None else read
     read.append(file)
     if len(read) > _MOST:

@@ -97,7 +97,7 @@ def _model(adoption: Adoption) -> None:
         adoption.carry(names, batch_norm="frozen")
     elif norm in NORMS:
         adoption.carry(names, batch_norm="global" if "Sync" in str(norm) else "local")
-    adoption.leave(names, "the norms are those of timm's model")
+    adoption.leave(names, "the norms are timm's")
     frozen, drop_path = adoption.at(place, "frozen_stages drop_path_rate")
     if frozen is not None and frozen >= 0:
         adoption.carry(f"{place}.frozen_stages", freeze_stages=str(frozen) if frozen else "stem")
@@ -165,7 +165,7 @@ class _Units:
         return detectors.epochs_of(self.steps(int(count), up), self.batch, self.images)
 
     def _batch(self, gpus: int) -> int:
-        """Carry the batch size: per GPU times --gpus, or that of `auto_scale_lr`."""
+        """Carry the batch size: per GPU times --gpus, or `auto_scale_lr`'s."""
         adoption = self.adoption
         base = int(adoption["auto_scale_lr.base_batch_size"] or 0)
         per_gpu = int(adoption["train_dataloader.batch_size"] or 0) or base // GPUS

@@ -30,7 +30,7 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def values_of(file: Path) -> dict[str, Any]:
-    """The variables of a configuration, over those of its bases. Raises `Refused` with the line."""
+    """The variables of a configuration, over its bases'. Raises `Refused` with the line."""
     try:
         return _File(file, [_MOST]).run()
     except RecursionError:  # of expressions, or of files that name each other
@@ -38,7 +38,7 @@ def values_of(file: Path) -> dict[str, Any]:
 
 
 class _File:
-    """One file: the variables that its statements have assigned so far, and those of its bases.
+    """One file: the variables that its statements and its bases have assigned so far.
 
     `left` is what all files together may still use, which they share.
     """

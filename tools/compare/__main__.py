@@ -147,7 +147,7 @@ def _differences(predictions: Sequence, resamples: int) -> tuple[list[str], list
             )
             entry["mcnemar"] = {"only_first": only_first, "only_second": only_second, "p": chance}
         found.append(entry)
-    noise = "  Noise is that of the choice of validation images. How much another --seed changes, only more runs tell."
+    noise = "  Noise comes from the choice of validation images. How much another --seed changes, only more runs tell."
     return [*lines, noise], found
 
 

@@ -99,7 +99,7 @@ class AveragePrecision:
 
 
 def _firsts(images: np.ndarray) -> np.ndarray:
-    """int64[n]: where the image of each detection begins; those of an image stand together."""
+    """int64[n]: where the image of each detection begins; an image's stand together."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(images)) + 1])
     return np.repeat(starts, np.diff([*starts, len(images)]))
 

@@ -36,7 +36,7 @@ def judged(
 
 
 def differing(world: World, check: str, status: Status, way_out: str, value: dict[str, Any]) -> list[Finding]:
-    """A row for each set of ranks whose `value` differs from that of most ranks, or of rank 0."""
+    """A row for each set of ranks whose `value` differs from most ranks', or rank 0's."""
     of_ranks = world.exchange(value)
     names = dict.fromkeys(sorted(name for theirs in of_ranks for name in theirs))
     by_texts: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ QUIET = (
 ).split()
 _INEXACT = re.compile("depends? on the layout|layouts agree|not measured")  # in the start table
 FEWEST_ROWS = 4  # the first half is warm-up
-# A launcher's variables, which describe another world than that of a trial.
+# A launcher's variables, which describe another world than the trial's.
 _LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "MASTER_"),
     *("TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_"),
@@ -125,7 +125,7 @@ def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: f
             started.append(stack.enter_context(process))  # at the end it is waited for,
             stack.callback(process.kill)  # once it is killed
         while any(process.poll() is None for process in started) and time.monotonic() < until:
-            if world.device.type == "cpu":  # rank 0's rows have that of a GPU
+            if world.device.type == "cpu":  # rank 0's rows have a GPU's memory
                 with contextlib.suppress(psutil.Error):
                     memory = max([memory, *(psutil.Process(one.pid).memory_info().rss for one in started)])
             times = _read(run, rows) if world.is_main else []

@@ -144,7 +144,7 @@ class DetectorTask:
 
 @dataclass
 class Apart:
-    """How the detections of the exported model in one image differ from those of the trained one."""
+    """How the detections of the exported model in one image differ from the trained one's."""
 
     box: float = 0.0  # largest distance of an edge in pixels, of detections that both have
     score: float = 0.0

@@ -31,7 +31,7 @@ def half_even(dividend: torch.Tensor, divisor: torch.Tensor | int) -> torch.Tens
 class Preprocessing(torch.nn.Module):
     """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized to cover, cropped at the centre, normalised.
 
-    `covered` is the size (height, width) that the resized picture covers, `size` that of the crop.
+    `covered` is the size (height, width) that the resized picture covers, `size` the size of the crop.
     """
 
     def __init__(self, size: tuple[int, int], covered: tuple[int, int], interpolation: str, mean, std):

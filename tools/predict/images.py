@@ -56,7 +56,7 @@ def images(files: Sequence[str], classes: tuple[str, ...], multi_label: bool) ->
 
 
 def scenes(files: Sequence[str], sizes: np.ndarray, classes: tuple[str, ...]) -> Scenes:
-    """`sizes` int[N, 2] are those of `sizes_of`."""
+    """`sizes` int[N, 2] come from `sizes_of`."""
     return Scenes(
         classes,
         category_ids=np.arange(len(classes)),

@@ -59,7 +59,7 @@ class Output:
         self._write(form.head)
 
     def take(self, index: int, text: bytes) -> None:
-        """Write the text of an image, after those of all images before it."""
+        """Write the text of an image, after the texts of all images before it."""
         self._waiting[index] = text
         while self._next in self._waiting:
             text = self._waiting.pop(self._next)

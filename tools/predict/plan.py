@@ -36,7 +36,7 @@ def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
         notes += more
     elif is_coco:
         image_ids, category_ids = [*range(1, len(files) + 1)], _own_category_ids(trained)
-        notes.append("image ids are 1, 2, ... in the order given; --images_of takes those of annotations")
+        notes.append("image ids are 1, 2, ... in the order given; --images_of takes them from annotations")
     if words.draw:
         try:
             make_folder(words.draw)
@@ -128,7 +128,7 @@ def _is_multi_label(folder: Path) -> bool:
 
 
 def _own_category_ids(trained: Trained) -> dict[str, int]:
-    """Those of the data that the model was trained on, if it knows them; else 1, 2, ..."""
+    """The ids of the data that the model was trained on, if it knows them; else 1, 2, ..."""
     known = _config(Path(trained.origin.path)).get("category_ids", [])
     is_known = len(known) == len(trained.classes) and min(known, default=-1) >= 0
     return dict(zip(trained.classes, known if is_known else range(1, len(trained.classes) + 1), strict=True))

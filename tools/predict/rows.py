@@ -109,7 +109,7 @@ def _coco_result(image_id: int, category_id: int, one: dict) -> dict:
 
 
 def format_of(name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]) -> Format:
-    """The format jsonl, csv or coco; the ids are those of images by number and of classes by name."""
+    """The format jsonl, csv or coco; ids of images by number, of classes by name."""
     if name == "coco":
 
         def objects(index: int, row: dict) -> str:

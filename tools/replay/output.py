@@ -14,7 +14,7 @@ from common.run.plots import ORANGE, Cell, arrow, sheet
 
 
 def write(made: Any, rows: Sequence[dict], run: Path, output: Path, most: int) -> None:
-    """Write the folder `output`, and print what was found. `made` is the `Replay`, `rows` are those of metrics.jsonl."""
+    """Write the folder `output`, and print what was found. `made` is the `Replay`, `rows` come from metrics.jsonl."""
     row = next((row for row in rows if row["step"] == made.wanted), {})
     here = {
         "train/loss": made.loss,

@@ -217,7 +217,9 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
         return "never"
     if before := [number for number in steps if number < step]:
         return str((run / "checkpoints" / f"step_{before[-1]:08d}").resolve())
-    there = f"those of {run} allow {steps[0] + 1} to {last}" if steps and steps[0] < last else f"{run} has none"
+    there = (
+        f"the checkpoints of {run} allow {steps[0] + 1} to {last}" if steps and steps[0] < last else f"{run} has none"
+    )
     raise Refused(
         f"--step {step}: needs a checkpoint from before it, {there}; --from_start makes all steps again, and "
         "--keep_checkpoints with --checkpoint_every keeps more of them in the next run"

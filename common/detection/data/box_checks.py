@@ -63,7 +63,7 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     """The annotations of the upright images.
 
     `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not
-    finite or upside down, for sizes that differ from those of the images, for boxes in another
+    finite or upside down, for sizes that differ from the images', for boxes in another
     format, and if there are no images, no boxes, or no outlines although masks are asked for.
     """
     if not len(found.images):

@@ -158,7 +158,7 @@ def _headers(column: "datasets.Dataset", folder: str) -> np.ndarray:
 
 
 def _class_names(objects: Any) -> list[str] | None:
-    """Those of a ClassLabel among the objects."""
+    """The names of a ClassLabel among the objects."""
     inner = getattr(objects, "feature", objects)
     feature = next((inner[name] for name in _LABELS if name in inner), None)
     return getattr(getattr(feature, "feature", feature), "names", None)

@@ -325,7 +325,7 @@ class _Pairs:
 class _Outputs:
     """Outputs of O layers for Q queries of B images, paired as transformers' losses pair them.
 
-    D-FINE, whose logits and boxes begin with those of a first guess, also has distributions of edges for the first E of the
+    D-FINE, whose logits and boxes begin with a first guess, also has distributions of edges for the first E of the
     O outputs; the last layer teaches the others.
     """
 

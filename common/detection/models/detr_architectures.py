@@ -44,7 +44,7 @@ _HGNET_B5 = _hgnet(32, [64, 128, 512, 1024, 2048], [64, 128, 256, 512], [1, 2, 5
 _TWO_LEVELS = {"num_feature_levels": 2, "feat_strides": [16, 32]}
 
 
-# The gamma is that of the matchability-aware loss.
+# The gamma of the matchability-aware loss.
 _OF_DEIMV2: dict = {"decoder_activation_function": "silu", "focal_loss_gamma": 1.5}
 
 

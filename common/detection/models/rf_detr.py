@@ -20,7 +20,7 @@ _GAMMA = 2  # of the focal loss, in matching and in the loss
 class RFDETR(nn.Module):
     """An RF-DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
 
-    Network, matching, losses and the names of the parameters are those of transformers, initial weights the authors'. What
+    Network, matching, losses and parameter names equal transformers', initial weights the authors'. What
     was read in both sources:
 
     - Images are squares whose side is a multiple of patch size times windows (32 pixels; base 56). The backbone cuts the map

@@ -88,7 +88,7 @@ def export_model(
 def _fresh(transformers, config, seed: int) -> nn.Module:
     """A model with the initial weights of its authors: `LWDETR`, `Transformer` and DINOv2 without weights in rfdetr.
 
-    Those of transformers are meant to be overwritten, except its DINOv2's.
+    Transformers' own are meant to be overwritten, except its DINOv2's.
     """
     torch.manual_seed(seed + 1)
     whole = transformers.AutoModelForObjectDetection.from_config(config)

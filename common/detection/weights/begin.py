@@ -17,7 +17,7 @@ from common.training.timm_models import begins_with, take_rows
 
 # Settings that weights and detector must have in common, beside the model.
 _DECIDED = ("detector", "levels", "width", "convolutions", "variant")
-# Layers with a row for each class. Those of cls_logits have one for each anchor and class.
+# Layers with a row for each class. cls_logits has one for each anchor and class.
 _HEADS = {"cls_score", "bbox_pred", "mask_fcn_logits", "enc_score_head", "class_embed", "enc_out_class_embed"}
 _HEADS |= {"cls_logits", "denoising_class_embed"}
 

@@ -77,7 +77,7 @@ _LEFT_OUT = r"^decoder\.(anchors|valid_mask)$|\.num_batches_tracked$"
 
 
 def matches(state: dict[str, Tensor]) -> bool:
-    """True if the tensors are named as in these repositories, or in that of DEIMv2."""
+    """True if the tensors are named as in these repositories, or as in DEIMv2's."""
     return {"decoder.dec_score_head.0.weight", "decoder.enc_score_head.weight"} <= state.keys()
 
 

@@ -66,7 +66,7 @@ def origin(source: str) -> Origin:
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
         return read_origin(source)
     weights = peek(source)
-    # Batch norm doesn't matter, and is that of the recipe.
+    # Batch norm doesn't matter: the recipe sets it.
     config = {name: value for name, value in weights.settings.items() if name != "batch_norm"}
     names = () if weights.is_unnamed else weights.row_names[weights.has_background :]
     return Origin(source, False, {}, {"data": ""} | config, names, None)  # their number is checked when they are loaded
