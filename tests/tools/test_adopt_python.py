@@ -1,7 +1,5 @@
 """Python configurations are evaluated, not executed: values are Python's own, inheritance is MMEngine's, work is bounded."""
 
-import random
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import Refused
+from tests.tools.test_adopt import written
 from tools.adopt.python_values import values_of
-
-
-def written(path: Path, text: str) -> Path:
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(text)
-    return path
 
 
 def plain(value: Any) -> Any:
@@ -131,38 +124,6 @@ def test_work_and_memory_are_bounded(tmp_path) -> None:
     start = time.process_time()
     assert is_refused(tmp_path / "f39.py")
     assert time.process_time() - start < 20
-
-
-SHAPES = {  # of numbers, texts, lists and dicts
-    "n": "3;-2;1.5;x;(<n> + <n>);(<n> - <n>);(<n> * <n>);(<n> // <n>);(<n> / <n>);[<n>, <n>][1]".split(";"),
-    "t": "'a';'bc';(<t> + <t>);(<t> * 2);<t>[0];<t>[:1];<d>['k']".split(";"),
-    "l": "[<n>, <t>];[<d>];(<l> + <l>);(<l> * 2);<l>[1:];[[w, <n>] for w in <l>]".split(";"),
-    "d": "dict(k=<t>);dict(<d>, a=<n>);{'k': <t>, **<d>};{3: <n>, 'k': <t>};dict(k=<t>, b=<l>, c=(<n>, <t>))".split(
-        ";"
-    ),
-}
-
-
-def expression(draw: random.Random, kind: str, depth: int = 4) -> str:
-    shape = draw.choice(SHAPES[kind] if depth > 0 else SHAPES[kind][:1])
-    return re.sub("<(.)>", lambda part: expression(draw, part[1], depth - 1), shape)
-
-
-def test_generated_files_have_the_values_that_python_gives_them(tmp_path) -> None:
-    draw, accepted = random.Random(0), 0
-    for _ in range(400):
-        lines = [f"{name} = {expression(draw, draw.choice([*SHAPES]))}" for name in "yzy"]
-        text = "\n".join(["x = 2", *lines])
-        theirs: dict[str, Any] = {}
-        try:
-            exec(text, theirs)
-        except (ArithmeticError, LookupError):  # a division by zero, an empty list
-            assert is_refused(written(tmp_path / "drawn.py", text)), text
-            continue
-        found = values_of(written(tmp_path / "drawn.py", text))
-        accepted += 1
-        assert repr(plain(found)) == repr(plain({name: theirs[name] for name in found})) and {*found} == {*"xyz"}, text
-    assert accepted > 250, accepted
 
 
 @pytest.mark.long

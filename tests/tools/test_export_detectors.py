@@ -18,7 +18,6 @@ import skimage.data
 import torch
 from PIL import Image
 
-from common.data.decoding import resized
 from common.detection.batches import EvaluationScenes, fill_of
 from common.detection.data.annotated import FixedImages
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
@@ -30,7 +29,7 @@ from tests.harness.runs import copied, read
 from tools.export import formats, verify
 from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
-from tools.export.detector_module import Exportable, Preprocessing
+from tools.export.detector_module import Exportable
 from tools.trained import RECIPES, load_recipe
 
 CLASSES = tuple("0123456789")
@@ -234,24 +233,6 @@ def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_de
     for flags in (["--eval_sizes", "96,128"], ["--eval_flip"]):
         with pytest.raises(Refused, match=f"{flags[0]}: an exported model looks at a picture once"):
             load(str(trained_detector), flags, 0)
-
-
-def test_pixels_and_sizes_are_those_of_the_evaluation() -> None:
-    draws, wrong, count = np.random.default_rng(0), 0, 0
-    for side, longest, square in ((96, 96, True), (128, 200, False), (480, 800, False)):
-        plain = BoxAugmentation(0, (side,), longest, square=square)
-        preprocessing = Preprocessing(plain, 32, (0.0,) * 3, (1 / 255,) * 3)
-        noise = draws.integers(0, 256, (3, *draws.integers(1, 900, 2)), np.uint8)
-        for picture in (*(Photographs().pixels(index)[0] for index in range(8)), noise, noise[:, :1, :1]):
-            ((width, height),) = plain.sizes(np.zeros(1, int), np.array([picture.shape[:0:-1]])).tolist()
-            canvas, size, original = preprocessing(torch.from_numpy(picture)[None])
-            assert size.tolist() == [width, height] and original.tolist() == [*picture.shape[:0:-1]]
-            assert all(side % 32 == 0 for side in canvas.shape[2:]) and not canvas[0, :, height:].any()
-            expected = resized(torch.from_numpy(picture), (height, width), "bilinear").float()
-            apart = (canvas[0, :, :height, :width] - expected).abs().round()
-            assert apart.max() <= 1
-            wrong, count = wrong + int((apart > 0).sum()), count + apart.numel()
-    assert wrong <= 1e-4 * count
 
 
 def test_counterparts_of_detections() -> None:

@@ -12,17 +12,6 @@ from common.errors import Refused
 from tools.trained import load
 
 
-def test_a_run_folder_and_its_best_are_built_by_the_recipe_that_the_run_keeps(
-    trained_classifier, trained_detector
-) -> None:
-    for named in ("", "best"):
-        trained = load(str(trained_classifier / named), ["--workers", "0"], reads_data=True)
-        assert not trained.is_detector and trained.classes == tuple("0123456789")
-        assert trained.recipe.__file__ == str(trained_classifier / "source" / "cls.py")
-    trained = load(str(trained_detector))
-    assert trained.is_detector and trained.config.detector == "fcos"
-
-
 def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
     of_run, of_best = (sources.read(str(path)) for path in (trained_detector, trained_detector / "best"))
     assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
