@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,21 +10,14 @@ import torch
 from timm.data import mixup as timm_mixup
 from torchvision.transforms.v2 import functional as F
 
-from common.classification.augmentation import Augmentation, Normalize
-from common.classification.batches import TrainingSamples
+from common.classification.augmentation import Normalize
 from common.classification.color_jitter import ColorJitter
 from common.classification.image_sizes import StepSizes, step_sizes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
-from common.classification.transforms import training_transform
-from common.data import loader
-from common.data.batch_plan import BatchPlan
-from common.data.loader import Prefetcher, training_loader
-from common.data.stream import Stream
 from common.errors import Refused
-from common.randomness import key_of, uniforms
 from recipes import cls
-from tests.classification.test_batches import DATA, Numbers
+from tests.classification.test_batches import DATA
 
 CPU = torch.device("cpu")
 POSITIONS = np.arange(4_000)
@@ -112,51 +104,6 @@ def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(dtype,
 
 
 # ---- one of one's own
-
-
-@dataclass
-class RandomGreyscale(Augmentation):
-    seed: int
-    probability: float
-
-    def sample(self, positions: np.ndarray) -> np.ndarray:
-        return uniforms(positions, key_of(self.seed, "greyscale")) < self.probability
-
-    def apply(self, images, targets, draws):
-        grey = images.mean(1, keepdim=True)
-        return torch.where(draws[:, None, None, None], grey, images), targets
-
-
-def augmented(config: cls.Config, own: list[Augmentation], plan: BatchPlan, workers: int) -> tuple[torch.Tensor, ...]:
-    """Positions, images and targets of the steps 3 to 6 of all ranks, in the order of the positions."""
-    source = Numbers(50, classes=tuple(map(str, range(50))))
-    augmentations, augment, _ = cls.build_augmentation(config, source, DATA, CPU)
-    augmentations[:0] = own
-    transform = training_transform(config, DATA)
-    samples = TrainingSamples(source, Stream(50, 12, config.seed), transform, config.seed, augmentations)
-    seen = []
-    for rank in range(plan.world_size):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loader, "rank", lambda rank=rank: rank)
-            feed = Prefetcher(training_loader(samples, plan, 3, 7, workers), CPU)
-            batches = [next(feed) for _ in range(4 * plan.micro_steps)]
-        seen += [(batch.positions, *augment(batch)) for batch in batches]
-    positions, images, targets = map(torch.cat, zip(*seen, strict=True))
-    order = positions.argsort()
-    return positions[order], images[order], targets[order]
-
-
-@pytest.mark.smoke
-def test_an_augmentation_of_ones_own_gives_the_same_batches_on_any_layout() -> None:
-    config = cls.Config(color_jitter=0.4, random_erasing=0.5, mixup=0.2, cutmix=1.0, dtype="float64")
-    own = [RandomGreyscale(config.seed, 0.5)]
-    positions, images, targets = augmented(config, own, BatchPlan(12, 1, 12, 2), 0)
-    assert positions.tolist() == list(range(36, 84))
-    assert images.dtype == targets.dtype == torch.float64 and targets.shape == (48, 50)
-    others = augmented(config, own, BatchPlan(12, 3, 2, 2), workers=1)
-    assert all(map(torch.equal, others, (positions, images, targets)))
-    without = augmented(config, [], BatchPlan(12, 1, 12, 2), 0)
-    assert not torch.equal(without[1], images) and torch.equal(without[2], targets)
 
 
 # ---- colour jitter

@@ -1,7 +1,6 @@
 """A batch is a pure function of its positions in any process. Broken images are replaced. Workers never hang a run."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.classification.batches import Batch, EvaluationSamples, TrainingSamples
+from common.classification.batches import Batch, TrainingSamples
 from common.classification.color_jitter import ColorJitter
 from common.classification.image_sizes import StepSizes
 from common.classification.mixing import Mixing
@@ -24,7 +23,7 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Prefetcher, evaluation_loader, training_loader
+from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
@@ -136,18 +135,9 @@ def test_a_loader_begins_at_any_step_at_once() -> None:
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
 
 
-def test_all_images_of_a_step_have_its_size_on_any_layout_and_the_trial_has_the_largest(monkeypatch) -> None:
+def test_of_several_sizes_the_trial_has_the_largest() -> None:
     sizes = StepSizes(tuple((side, side) for side in (12, 16, 20)), 5, 12)
     varied = samples(Numbers(40), image_sizes=sizes)
-    whole = [varied.__getitems__(np.arange(12 * step, 12 * step + 12)) for step in range(8)]
-    sides = [batch.images.shape[2] for batch in whole]
-    assert sides == sizes.of(12 * np.arange(8))[:, 0].tolist() and {*sides} == {12, 16, 20}
-    seen = []
-    for rank in range(2):
-        monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-        seen.append(list(training_loader(varied, BatchPlan(12, 2, 6, 2), 0, 8, workers=0)))
-    for batch, *parts in zip(whole, *seen, strict=True):
-        assert torch.equal(torch.cat([part.images for part in parts]), batch.images)
     assert varied.blank(2).images.shape == (2, 3, 20, 20)
     assert varied.describe()["input"] == f"{sizes}; evaluated at 3 x 16 x 16"
     assert samples(Numbers(40)).describe()["input"] == "3 x 16 x 16"
@@ -183,30 +173,6 @@ def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
     assert sorted(none.labels.tolist()) == list(range(7))
 
 
-def test_evaluation_marks_what_it_could_not_read() -> None:
-    source = Numbers(10, broken=frozenset({2, 9}))
-    batch = EvaluationSamples(source, DATA).__getitems__(np.arange(1, 10))
-    assert batch.readable.tolist() == [index not in source.broken for index in range(1, 10)]
-    assert batch.positions.tolist() == batch.labels.tolist() == list(range(1, 10))
-    assert batch.broken == ("numbers[2]: torn", "numbers[9]: torn")
-    assert (batch.images[~batch.readable] == 0).all() and batch.draws == [] and batch.drop_path is None
-
-
-def test_ranks_evaluate_every_sample_once_in_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size, batch in ((1, 4), (10, 3), (16, 4)):
-        layouts = []
-        for world_size in (1, 2, 7):
-            monkeypatch.setattr(loader, "world_size", lambda world_size=world_size: world_size)
-            batches = []
-            for rank in range(world_size):
-                monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-                batched = evaluation_loader(EvaluationSamples(Numbers(size), DATA), batch, 0)
-                batches += [each.positions.tolist() for each in batched]
-            layouts.append(sorted(batches))
-        assert [position for batch in layouts[0] for position in batch] == list(range(size))
-        assert layouts == [layouts[0]] * 3
-
-
 def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
     def slow():
         for name in ("a", "b", "c"):
@@ -218,17 +184,6 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
     waited, broken = feed.take()
     assert 0.04 <= waited < 10 and broken == ("a", "b")
     assert feed.take() == (0.0, ())
-
-
-def test_what_leaves_a_worker_takes_a_file_for_its_pixels_alone() -> None:
-    """Each file is a handshake of two processes, and as many of them as there are batches ahead are open at a time."""
-    batch = samples(Numbers(400), 60, **LAYERS).__getitems__(np.arange(60))
-    batch.images, batch.readable = torch.zeros(60, 3, 32, 32, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)
-    sent = batch.__getstate__()
-    assert [name for name, part in sent.items() if isinstance(part, torch.Tensor)] == ["images"]
-    assert all(isinstance(numbers, np.ndarray) for numbers in sent["draws"])
-    there = pickle.loads(pickle.dumps(batch))
-    assert same(batch, there) and there.labels.dtype == torch.int64 and there.readable.dtype == torch.bool
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine_and_limited_by_its_container(monkeypatch, tmp_path) -> None:

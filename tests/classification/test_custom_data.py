@@ -70,7 +70,6 @@ def read(data: object, seed: int = 0, **options) -> tuple:
 def refusal(data: object, **options) -> str:
     with pytest.raises(Refused) as refused:
         read(data, **options)
-    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
