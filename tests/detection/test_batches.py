@@ -1,18 +1,13 @@
 """Batches of detection are a function of their positions, for any worker and split; all of a step share one canvas."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from common.data import loader
-from common.data.batch_plan import BatchPlan
 from common.data.images import BrokenImage
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
-from common.detection.data import scenes
 from common.detection.data.annotated import FixedImages
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
@@ -20,7 +15,6 @@ from tests.harness.detections import columns
 EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
     ("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5
 )
-MOVED = EVERYTHING | {"rotate": 20.0, "translate": 0.2}
 
 
 class Painted(FixedImages):
@@ -55,30 +49,6 @@ def source(count=23, seed=0) -> Painted:
 def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingImages:
     augmentation = BoxAugmentation(0, (32, 48), 80, **ways)
     return TrainingImages(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0, **options)
-
-
-def same(one, other) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-@pytest.mark.parametrize("kind", ["painted", "digits"])
-def test_what_a_position_holds_does_not_depend_on_its_batch_or_worker(kind):
-    data = source() if kind == "painted" else scenes.load(0, masks=True)[0]
-    samples = samples_of(data, ways=MOVED | {"copy_paste": 0.5 * (kind == "digits")})  # which needs masks
-    whole = {step: samples.__getitems__(np.arange(6 * step, 6 * step + 6)) for step in range(4)}
-    twin = pickle.loads(pickle.dumps(samples))
-    for step in (3, 1):
-        for place in (5, 0, 2):
-            alone = twin.__getitems__(np.array([6 * step + place]))
-            assert torch.equal(alone.images[0], whole[step].images[place])
-            assert same(alone.targets[0], whole[step].targets[place])
-    plan = BatchPlan(6, 1, 4)
-    loaded = list(loader.training_loader(samples, plan, 0, 4, workers=2))
-    images = [torch.cat([batch.images for batch in loaded[2 * step : 2 * step + 2]]) for step in range(4)]
-    assert all(torch.equal(images[step], whole[step].images) for step in range(4))
-    assert len({tuple(batch.images.shape[2:]) for batch in loaded}) > 1 or kind == "digits"
 
 
 def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
