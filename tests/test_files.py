@@ -5,48 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.files import OddFile, check_regular, open_regular, read_bytes, read_yaml, walk
-from tests.harness.odd_files import IRREGULAR, bounded, huge
+from common.files import read_yaml, walk
+from tests.harness.odd_files import bounded
 
 pytestmark = pytest.mark.smoke
-
-
-@pytest.mark.parametrize("kind", IRREGULAR)
-def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
-    IRREGULAR[kind](tmp_path / "file")
-    for read in (
-        open_regular,
-        check_regular,
-        lambda path: read_bytes(path, 10),
-        lambda path: check_regular(path.parent),
-    ):
-        with bounded(), pytest.raises(OddFile, match="file: not a regular file"):
-            read(tmp_path / "file")
-
-
-def test_a_file_is_read_up_to_its_limit_and_a_larger_one_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"1234567890")
-    assert read_bytes(tmp_path / "file", 10) == b"1234567890"
-    with pytest.raises(OddFile, match="file: 10 bytes, the limit is 9"):
-        read_bytes(tmp_path / "file", 9)
-    huge(tmp_path / "huge")
-    with bounded(), pytest.raises(OddFile, match="huge: 1,099,511,627,776 bytes, the limit is 10"):
-        read_bytes(tmp_path / "huge", 10)
-
-
-def test_folders_that_link_to_each_other_are_visited_once(tmp_path: Path) -> None:
-    """Twelve folders with links to all of them have more than 12! paths."""
-    for number in range(12):
-        folder = tmp_path / f"{number:02}"
-        folder.mkdir()
-        (folder / "file").touch()
-        for other in range(12):
-            (folder / f"to {other:02}").symlink_to(f"../{other:02}")
-    with bounded():
-        found = [(folder, [entry.name for entry in entries]) for folder, entries in walk(tmp_path)]
-    assert len(found) == 1 + 12 and [names for _, names in found].count([]) == 0
-    assert {folder for folder, _ in found} == {str(tmp_path), *(f"{tmp_path}/{number:02}" for number in range(12))}
-    assert found == [(folder, [entry.name for entry in entries]) for folder, entries in walk(tmp_path)]
 
 
 def test_a_folder_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None:

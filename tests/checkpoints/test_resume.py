@@ -34,7 +34,6 @@ def chosen(resume: object, run: Path, mine: dict = MINE) -> tuple[int | None, li
 def refusal(resume: object, run: Path, mine: dict = MINE) -> str:
     with pytest.raises(Refused) as raised:
         chosen(resume, run, mine)
-    assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
@@ -58,35 +57,6 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
     assert chosen(second, tmp_path / "c") == (20, [])  # further than what this folder has
     save(tmp_path / "d", 20)
     assert chosen(first, tmp_path / "d") == (20, []), "a run that branched off resumes from its own"
-
-
-def test_a_path_to_an_older_one_of_this_folder_is_refused(tmp_path: Path) -> None:
-    first, _ = save(tmp_path / "a", 10, 20)
-    assert refusal(first, tmp_path / "a") == (
-        f"--resume {first}: {tmp_path / 'a'} has continued to step_00000020; to branch off give another --name"
-    )
-
-
-def test_a_path_that_is_no_complete_checkpoint_is_refused(tmp_path: Path) -> None:
-    (path,) = save(tmp_path, 10)
-    for other, told in (
-        (tmp_path / "nowhere", "no checkpoint, nothing is there"),
-        (tmp_path, "no checkpoint, no manifest.json is in it"),
-    ):
-        assert f"{other}: {told}" in refusal(other, tmp_path)
-    (path / "model.safetensors").unlink()
-    assert "not a whole checkpoint" in refusal(path, tmp_path)
-    assert (path / "record.json").exists()  # what is left of it stays
-
-
-def test_another_configuration_or_other_data_is_refused_with_the_difference(tmp_path: Path) -> None:
-    (path,) = save(tmp_path, 10, identity={"lr": 0.1, "data": "00-11", "old": 5})
-    for resume in ("auto", path):
-        told = refusal(resume, tmp_path)
-        assert told == (
-            f"{path} belongs to another run: data 00-11 there, 3f-4a here; old 5 there, (absent) here; "
-            "seed (absent) there, 0 here; give this run another --name"
-        )
 
 
 @pytest.mark.parametrize("identity", [None, ["lr"]])

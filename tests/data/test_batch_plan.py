@@ -64,24 +64,6 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
         BatchPlan(arguments[0], int(fewer[1]), *arguments[2:])
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        ((0, 1, 4, 1), "--global_batch_size 0 and --max_micro_batch_size 4 must be at least 1"),
-        ((8, 1, 0, 1), "--global_batch_size 8 and --max_micro_batch_size 0 must be at least 1"),
-        ((2, 3, 4, 1), r"--global_batch_size 2 leaves some of 3 processes .*: take at least 3 or start"),
-        ((50, 3, 4, 4), r"--global_batch_size 50 does not divide into the 4 samples .*: take 48 or 60$"),
-        ((50, 3, 8, 4), r"--global_batch_size 50 does not divide into the 4 samples .*: take 48 or 52$"),
-        ((3, 2, 8, 4), r"--global_batch_size 3 does not divide into the 4 samples .*: take 8$"),
-        ((48, 3, 2, 4), r"--max_micro_batch_size 2 is less than the 4 samples .*: take at least 8$"),
-        ((7, 3, 1, 1), r"--global_batch_size 7 on 3 processes .* of at most 1: take --max_micro_batch_size 2$"),
-    ],
-)
-def test_what_no_cut_can_meet_is_refused_in_one_line(arguments: tuple, told: str) -> None:
-    with pytest.raises(Refused, match=told):
-        BatchPlan(*arguments)
-
-
 def test_a_share_at_once_can_be_had_with_the_limit_that_the_refusal_names() -> None:
     with pytest.raises(Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"):
         BatchPlan(10, 2, 4, 2, "--batch_norm global")

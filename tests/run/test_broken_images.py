@@ -4,20 +4,7 @@ import pytest
 
 from common.errors import Refused
 from common.run.broken_images import BrokenImages
-from common.run.progress import MOST_NAMED, Progress
-
-
-def test_an_image_is_named_once_and_counted_every_time() -> None:
-    said: list[str] = []
-    broken = BrokenImages(Progress(), 1.0, 64, said.append)
-    broken.count(1, ["a.png: torn", "b.png: torn", "a.png: torn"])
-    broken.count(2, ["a.png: torn"])
-    assert said == [f"can't be read, a stand-in takes its place: {name}.png: torn" for name in "ab"]
-    assert (broken.progress.broken, broken.progress.broken_files) == (4, 2)
-    progress = Progress(broken=4, broken_names=broken.progress.broken_names)
-    resumed = BrokenImages(progress, 1.0, 20_000, said.append)
-    resumed.count(3, ["b.png: torn", *(f"{number}.png: torn" for number in range(MOST_NAMED))])
-    assert progress.broken == 5 + MOST_NAMED and progress.broken_files is None, "too many to name"
+from common.run.progress import Progress
 
 
 def test_too_many_in_a_window_stop_the_run_and_a_new_window_starts_from_zero() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 
 from common.errors import Refused
 from common.run import tracking
@@ -183,24 +182,3 @@ def test_a_missing_package_is_refused_at_once_with_the_way_out(tmp_path, monkeyp
         tracker_of(tmp_path, kind="trackio", accelerator=OTHER)
     with pytest.raises(Refused, match="wandb, tensorboard, trackio, none"):
         tracker_of(tmp_path, kind="mlflow")
-
-
-def test_tensorboard_gets_each_step_once_through_a_kill(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from PIL import Image
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    Image.new("RGB", (4, 4)).save(tmp_path / "curves.png")
-    said = []
-    for first, rows in ((1, []), (3, [{"step": 1}, {"step": 2}])):  # killed after 4, resumed from 2
-        accelerator = Accelerator(cpu=True)
-        tracker = tracker_of(tmp_path, said.append, "tensorboard", accelerator, rows=rows)
-        for step in range(first, 5):
-            tracker.log(step, {"train/loss": 1 / step})
-        tracker.summary({"best/top1": 0.5})
-        tracker.images(5, {"curves": tmp_path / "curves.png"})  # of a step whose row comes later
-        tracker.finish()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert said == [] and "summary/best/top1" in events.Tags()["scalars"]
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert {event.step for event in events.Images("curves")} == {5}

@@ -108,9 +108,8 @@ def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
 )
 def test_what_can_not_be_frozen_is_refused_with_what_can(options: dict, told: str) -> None:
     config = Config(**options)
-    with pytest.raises(Refused, match=told) as raised:
+    with pytest.raises(Refused, match=told):
         Freezing(config, built(config), STREAM)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_module_without_stages_or_without_anything_to_train_is_refused() -> None:

@@ -1,22 +1,15 @@
 """After the warm-up a model is unchanged, and every later step sums in the order of an uninterrupted run."""
 
 import copy
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.config.fields import OptimizationConfig
-from common.data.batch_plan import BatchPlan
-from common.data.stream import Stream
 from common.distributed.collectives import rank
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.freezing import Freezing
-from common.training.step import TrainingStep
 from common.training.warm_up import is_out_of_memory, warm_up
 from tests.harness.processes import Processes
 
@@ -93,35 +86,6 @@ def test_the_model_is_as_it_was(processes: Processes) -> None:
         assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
 
 
-@pytest.mark.smoke
-def test_losses_of_another_shape_than_one_per_sample_are_refused_in_the_trial() -> None:
-    """Also a mean of shape [1], which torch would take: its gradients are too small by the number of samples."""
-    samples = SimpleNamespace(blank=lambda count: SimpleNamespace(to=lambda _: batch))
-    batch = SimpleNamespace(images=torch.ones(6, 2), broken=(), drop_path=None, complete=lambda: batch)
-    accelerator = SimpleNamespace(device=torch.device("cpu"))
-    model = nn.Linear(2, 1)
-    freezing = Freezing(OptimizationConfig(), model, Stream(6, 6, 0))
-
-    def attempt(change: Callable) -> None:
-        step = TrainingStep(
-            *(accelerator, model, samples, lambda network, batch: change(network(batch.images)[:, 0]), freezing)
-        )
-        warm_up(model, model, lambda: step.attempt(model, BatchPlan(6, 1, 6)))
-
-    attempt(lambda losses: losses)
-    with pytest.raises(Refused, match=r"the model can't make a step: .*; look at --image_size"):
-        warm_up(model, model, lambda: model(torch.zeros(4, 3)).sum().backward())
-    for change, shape in (
-        (lambda losses: losses.mean(0, keepdim=True), r"\[1\]"),
-        (torch.mean, r"\[\]"),
-        (lambda losses: losses[:, None], r"\[6, 1\]"),
-        (lambda losses: (losses, losses), "a tuple"),
-    ):
-        told = f"the losses of 6 samples are {shape}, not .6.: one loss per sample; take reduction='none'"
-        with pytest.raises(Refused, match=told):
-            attempt(change)
-
-
 CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
@@ -160,8 +124,5 @@ def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
     model.compile()
-    with pytest.raises(
-        Refused, match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or"
-    ) as raised:
+    with pytest.raises(Refused, match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or"):
         warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())
-    assert "\n" not in str(raised.value)
