@@ -176,7 +176,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         commands, folders = [], []
         for name, words in cases.items():
             of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
-            words = [*map(str, words if as_typed else small(words, task_of(Path(ROOT, of_case).read_text())))]
+            words = [*map(str, words if as_typed else small(words, task_of(of_case)))]
             defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]

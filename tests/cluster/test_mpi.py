@@ -29,11 +29,11 @@ def test_two_machines_train_what_one_process_trains(name, stops, nodes, alone, t
     hosts = Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))
     hosts.provide("mpirun", f"/usr/bin/{command}")
     (tmp_path / "hosts.txt").write_text("".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes))
-    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "cls_paced.py").write_text(PACED)
     words = [*WORDS, "--output_dir", tmp_path]
 
     def train() -> Started:
-        command = ["cluster/mpi/train.sh", tmp_path / "hosts.txt", tmp_path / "paced.py", *words, "--name", "two"]
+        command = ["cluster/mpi/train.sh", tmp_path / "hosts.txt", tmp_path / "cls_paced.py", *words, "--name", "two"]
         return hosts.start(hosts.nodes[0], command, ENV)
 
     if stops:

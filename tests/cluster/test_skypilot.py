@@ -56,7 +56,7 @@ def test_skypilot_reads_the_task(tmp_path):
 def start(machines: list[Node], folder: Path) -> list[Started]:
     """The `run` section on each machine, with the variables that SkyPilot sets."""
     task = yaml.safe_load(FILE.read_text())
-    text = task["run"].replace("/runs", str(folder)).replace("recipes/cls.py", str(folder / "paced.py"))
+    text = task["run"].replace("/runs", str(folder)).replace("recipes/cls.py", str(folder / "cls_paced.py"))
     text = text.replace(". .venv/bin/activate", f". {Path(sys.executable).parent}/activate")
     sky = {
         "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
@@ -74,7 +74,7 @@ def start(machines: list[Node], folder: Path) -> list[Started]:
 @pytest.mark.long
 def test_its_commands_train_on_two_machines_and_resume(nodes, alone, tmp_path):
     """The machines are taken away in the middle; on new ones, of other addresses, the run ends with one process's losses."""
-    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "cls_paced.py").write_text(PACED)
     machines = nodes(2)
     run = Watched(tmp_path / "train", start(machines, tmp_path))
     run.until(lambda: run.step() >= 2, "both train")

@@ -28,10 +28,10 @@ def hosts(nodes, tmp_path_factory) -> Hosts:
 def train(hosts, tmp_path):
     """`train()` starts the script on the first host, with a list of both."""
     first, second = hosts.nodes
-    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "cls_paced.py").write_text(PACED)
     (tmp_path / "hosts.txt").write_text(f"# main machine first\n{first.address}\n\nroot@{second.address}  # spot\n")
     command = ["cluster/ssh/train.sh", tmp_path / "hosts.txt", "--config_file", "accelerate_configs/2node_cpu.yaml"]
-    words = [*command, tmp_path / "paced.py", *WORDS, "--output_dir", tmp_path]
+    words = [*command, tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path]
     return lambda: hosts.start(first, words, {"RETRY": "2"})
 
 

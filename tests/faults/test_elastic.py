@@ -41,10 +41,10 @@ def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
 @pytest.fixture
 def start(tmp_path) -> Callable[..., Started]:
     """`start(node, main, *flags)` starts the run on a machine."""
-    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "cls_paced.py").write_text(PACED)
 
     def on(node: Node, main: Node, *flags: object) -> Started:
-        words = (tmp_path / "paced.py", *WORDS, "--output_dir", tmp_path, "--name", "run")
+        words = (tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path, "--name", "run")
         return node.start("2node_cpu", *words, flags=["--main_process_ip", main.address, *flags])
 
     return on
@@ -137,7 +137,7 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
 def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path, backend):
     """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
     first, second = nodes(2, names_are_loopback=False)  # c10d gives the name of a machine as its address
-    (recipe := tmp_path / "paced.py").write_text(PACED)
+    (recipe := tmp_path / "cls_paced.py").write_text(PACED)
     words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
     options = {"NNODES": "1:2", "RDZV_ENDPOINT": f"{first.address}:29501", "RDZV_ID": "run", "RDZV_CONF": LEAST_ONE}
     env = {"CUDA_VISIBLE_DEVICES": "-1"} | {f"PET_{name}": value for name, value in options.items()}

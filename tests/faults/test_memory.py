@@ -87,7 +87,7 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     launch, undisturbed, tmp_path, processes
 ):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
-    script = tmp_path / "full.py"
+    script = tmp_path / "cls_full.py"
     script.write_text(FULL)
     words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
     words += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any

@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("how", ["stuck", pytest.param("stopped", marks=pytest.mark.long)])
 def test_the_process_that_hangs_is_named_where_the_others_wait_for_their_devices(gpus, tmp_path, how):
     """Over NCCL. The default group, the hosts' group and the machine's group would all give up much later."""
-    script = tmp_path / "hanging.py"
+    script = tmp_path / "cls_hanging.py"
     script.write_text(HANGING)
     words = ("--tracker", "none", "--workers", 1, "--batch_norm", "node", "--log_every", 1, "--max_steps", 50)
     words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")

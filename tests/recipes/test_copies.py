@@ -116,19 +116,28 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
         cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
             kind, diffs = recipe_of(changes[0]), [CHANGES[change] for change in changes]
-            recipe = copy(folder / f"{name}.py", *diffs, *[DRAWS] * (kind == "cls"), recipe=kind)
+            recipe = copy(folder / f"{kind}_{name}.py", *diffs, *[DRAWS] * (kind == "cls"), recipe=kind)
             cases[name] = [recipe, *own.get(name, data), *EXACT, *flags.split(), *output]
         if processes == 3:
             cases["one_rank"] = [one_rank, *data, *short, *output]
         else:
             broken = [copy(folder / "broken.py", BREAK), *data, *short, "--checkpoint_every", 4, *output]
-            stopped = [folder / "module.py", *data, *EXACT, *DAYS["module"][1].split(), "--max_steps", 40, "--wait", 8]
+            stopped = [
+                folder / "cls_module.py",
+                *data,
+                *EXACT,
+                *DAYS["module"][1].split(),
+                "--max_steps",
+                40,
+                "--wait",
+                8,
+            ]
             # Nothing gets better than the first evaluation.
             stopped += ["--lr", 1e-9, *output, "--name", "stopped"]
             cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
             cases |= {"stopped": stopped, "stopped again": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
             cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
-            mean_of_boxes = copy(folder / "mean_of_boxes.py", MEAN_OF_BOXES, recipe="det")
+            mean_of_boxes = copy(folder / "det_mean.py", MEAN_OF_BOXES, recipe="det")
             cases["mean of boxes"] = [mean_of_boxes, *"--max_steps 2 --global_batch_size 4".split(), *output]
             for name in ("optimizers", "teacher"):
                 words = [word for word in cases[name][1:] if word not in own.get(name, ())]
