@@ -44,6 +44,8 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
     run = runs[name]
     skipped = [norm is None for norm in run.column("train/grad_norm")]
     assert skipped[:3] == [True, False, True] and np.isfinite(run.column("train/loss")).all()
+    norm = run.column("train/grad_norm")[1]
+    assert 0 < norm < 100, "what is clipped and logged is without the loss scale, which here is 32,768"
     assert run.column("train/skipped_steps").tolist() == np.cumsum(skipped).tolist()
     assert run.column("train/loss_scale").tolist() == [2.0 ** (16 - often) for often in np.cumsum(skipped)]
     assert not any(tensor.isnan().any() for file in ("model", "optimizer") for tensor in run.tensors(file).values())

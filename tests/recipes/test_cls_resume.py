@@ -13,12 +13,11 @@ import signal
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, verify
+from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
 from tests.harness.outcomes import Outcome, identical, keeps_best
 from tests.harness.resumed import STEPS, after_step, assert_same_run, kill_at_step, read
@@ -43,15 +42,10 @@ FILE = re.compile(r"[.\w]+\.(jsonl?|yaml|py|txt|csv|html|safetensors)(\.tmp)?") 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """A folder of 27 noisy images to train on and 9 to evaluate, in 3 classes: an epoch is no whole number of batches."""
+    """A folder of 27 images to train on and 9 to evaluate, in 3 classes: an epoch is no whole number of batches."""
     folder = tmp_path_factory.mktemp("data")
-    noise = np.random.default_rng(0)
-    for split, count in (("train", 27), ("val", 9)):
-        for number in range(count):
-            path = folder / split / "abc"[number % 3] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = noise.integers(0, 128, (16, 16, 3)) + 60 * (number % 3)
-            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    draw_stripes(folder / "train", (9, 9, 9))
+    draw_stripes(folder / "val", (3, 3, 3), seed=1)
     return folder
 
 
@@ -137,6 +131,9 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
     """
     flags = ("--max_steps", 24, "--checkpoint_every", 1, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
     assert train("whole", *flags).code == 0
+    first, *_, last = Outcome("ok", "", "", 0.0, tmp_path / "whole").rows
+    assert first["eval/ema_loss"] == first["eval/loss"], "the moving average begins with the weights of the first step"
+    assert last["eval/ema_loss"] != last["eval/loss"]
     died_before, had = _Spared(set(), each), set()
     while (died := train("killed", *flags, watch=tmp_path / "killed", spared=died_before)).code:
         assert died.code == -signal.SIGKILL, died.stderr
@@ -299,7 +296,7 @@ def test_another_configuration_or_other_data_is_refused_with_what_differs(train,
     assert "lr 0.004 there, 0.001 here" in refused.stderr and "opt adamw there, sgd here" in refused.stderr
 
     moved, changed = (shutil.copytree(images, tmp_path / name) for name in ("moved", "changed"))
-    (changed / "train/a/0.png").unlink()
+    (changed / "train/stuff_0/0.png").unlink()
     refused = train("run", *longer, "--data", changed)
     assert refused.code == 2 and "data" in refused.stderr and "belongs to another run" in refused.stderr
     assert content(tmp_path / "run") == before, "a refused start has changed something"

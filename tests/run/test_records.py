@@ -113,7 +113,7 @@ def test_pictures_before_the_end_take_at_most_a_fiftieth_of_the_training(records
 def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None:
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
-    losses = [NAN, 2.15, 0.5, 0.7, NAN]
+    losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is no better
     kept = [of.evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate(losses)]
     assert kept == [True, True, True, False, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"

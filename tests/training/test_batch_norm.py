@@ -58,11 +58,11 @@ def loss_of(outputs: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def reference(groups: list[int]) -> dict[str, torch.Tensor]:
-    """Two steps of the plain model over consecutive groups of samples; running statistics from all groups of a step."""
+    """Two unlike steps of the plain model over consecutive groups of samples; running statistics from all groups of a step."""
     model = small_model()
     x = samples(sum(groups)).requires_grad_()
     plain = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    for _ in range(2):
+    for step in (1, 2):
         model.zero_grad()
         x.grad = None
         start = copy.deepcopy(model.state_dict())
@@ -70,7 +70,7 @@ def reference(groups: list[int]) -> dict[str, torch.Tensor]:
         outputs, first = [], 0
         for size in groups:
             model.load_state_dict(start)
-            outputs.append(model(x[first : first + size]))
+            outputs.append(model(step * x[first : first + size]))
             ends.append(copy.deepcopy(model.state_dict()))
             loss_of(outputs[-1], first).backward()
             first += size
@@ -91,12 +91,12 @@ def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict
     rank = dist.get_rank() if dist.is_initialized() else 0
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
     x = samples(sum(shares))[low:high].requires_grad_()
-    for _ in range(2):
+    for step in (1, 2):
         model.zero_grad()
         x.grad = None
         outputs = []
         for first in range(low, high, micro):
-            outputs.append(model(x[first - low : min(first + micro, high) - low]))
+            outputs.append(model(step * x[first - low : min(first + micro, high) - low]))
             loss_of(outputs[-1], first).backward()
         update_running_statistics(model)
     results = {"outputs": torch.cat(outputs).detach(), "x": x.grad, **gradients(model), **model.state_dict()}
