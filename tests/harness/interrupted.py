@@ -18,12 +18,11 @@ class Interrupted:
     def __init__(self, started: Started, folder: Path) -> None:
         self.started, self.folder = started, folder
         self.launcher = psutil.Process(started.process.pid)
-        self.rows = folder / "metrics.jsonl"
-        self.older_rows = _identity(self.rows)
+        self.started_before = start_number(folder)
 
     def at_step(self, step: int) -> "Interrupted":
         """Return as soon as this start has written a row of `step` or a later one to metrics.jsonl."""
-        while _identity(self.rows) == self.older_rows or _last_step(self.rows) < step:
+        while start_number(self.folder) == self.started_before or last_step(self.folder) < step:
             if self.started.process.poll() is not None:
                 done = self.started.finish()
                 raise AssertionError(f"ended before step {step}\n{done.stdout}\n{done.stderr}")
@@ -78,12 +77,14 @@ class Interrupted:
             return False
 
 
-def _identity(rows: Path) -> int | None:
-    """Which file it is: every start puts a new one in the place of the old."""
-    return rows.stat().st_ino if rows.exists() else None
+def start_number(folder: Path) -> int:
+    """Changes with each start: every start puts a new file of rows in the place of the old."""
+    rows = folder / "metrics.jsonl"
+    return rows.stat().st_ino if rows.exists() else 0
 
 
-def _last_step(rows: Path) -> int:
-    """The step of the last whole row; 0 where there is none."""
-    whole = rows.read_bytes().rpartition(b"\n")[0]
+def last_step(folder: Path) -> int:
+    """The step of the last whole row; 0 if there is none."""
+    rows = folder / "metrics.jsonl"
+    whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
     return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.interrupted import last_step, start_number
 from tests.harness.launching import Launcher, Started
 from tests.harness.waiting import Limit, end_with_stacks
 
@@ -76,15 +77,10 @@ class Watched:
         return time.monotonic() - began
 
     def step(self) -> int:
-        """The last step of which a row is there."""
-        rows = self.folder / "metrics.jsonl"
-        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
-        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
+        return last_step(self.folder)
 
     def start_number(self) -> int:
-        """Changes with each start."""
-        rows = self.folder / "metrics.jsonl"
-        return rows.stat().st_ino if rows.exists() else 0
+        return start_number(self.folder)
 
     def beyond(self, start: int, step: int = 0) -> bool:
         """Whether a later start than `start` has made steps, and has come to `step`."""

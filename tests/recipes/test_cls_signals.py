@@ -1,14 +1,12 @@
 """A launched run that is interrupted, in any way and at any step, ends as the same run after a restart."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.harness.interrupted import Interrupted
 from tests.harness.outcomes import Outcome
-from tests.harness.resumed import assert_same_run
+from tests.harness.resumed import assert_same_run, read
 
 STEPS = 40
 WORDS = (
@@ -47,10 +45,6 @@ def main():
 """
 
 
-def status_of(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
-
-
 @pytest.mark.parametrize(
     "processes", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
 )
@@ -73,7 +67,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
         assert not asked or "Traceback" not in started.stderr.read_text(), (
             "a run that was asked to stop ends without one"
         )
-        status = status_of(folder)
+        status = read(folder, "status.json")
         if cause:
             assert status["status"] == "resumable" and cause in status["cause"], (interruption, status)
         else:
@@ -95,7 +89,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_once(of_two):
     """The step and the positions are named, and no checkpoint of it is there."""
     outcome = of_two["nan"]
     assert outcome.outcome == "refused"
-    status = status_of(outcome.folder)
+    status = read(outcome.folder, "status.json")
     assert status["status"] == "failed" and status["cause"] == outcome.text
     step = int(outcome.text.removeprefix("step ").split(":")[0])
     assert step <= status["step"] <= step + 2
@@ -108,7 +102,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_once(of_two):
 def test_asking_one_rank_stops_all_within_two_steps(of_two):
     outcome = of_two["asked"]
     assert (outcome.outcome, outcome.text) == ("exit", "75")
-    status = status_of(outcome.folder)
+    status = read(outcome.folder, "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1")
     assert 5 <= status["step"] <= 7
     assert outcome.checkpoint.name == f"step_{status['step']:08d}"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from common.training import timm_models
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended, Forks
+from tests.harness.runs import rows_of
 
 STUFFS = [f"stuff_{number}" for number in range(5)]
 
@@ -43,10 +44,6 @@ def assert_same(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         assert found[key] == (pytest.approx(value, rel=1e-6) if key in ("loss", "ece") else value), key
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +106,8 @@ def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd
 
 
 def test_a_checkpoint_has_the_numbers_of_its_step(odd, forks) -> None:
-    for step, row in ((3, rows(odd)[0]), (6, rows(odd)[-1])):
+    rows = rows_of(odd / "metrics.jsonl")
+    for step, row in ((3, rows[0]), (6, rows[-1])):
         results, said = printed(forks("--eval_only", odd / f"checkpoints/step_{step:08d}", "--workers", 0))
         wanted = {key.removeprefix("eval/ema_"): value for key, value in row.items() if key.startswith("eval/ema_")}
         assert_same(results, wanted | {key: results[key] for key in ("per_class", "thresholds")})
