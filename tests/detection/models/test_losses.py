@@ -138,6 +138,12 @@ def test_a_box_that_no_anchor_touches_does_not_claim_them_all():
     assert not match(places, boxes, torch.tensor([64, 64]), **rule, rescue=True)[2].any()
 
 
+def test_a_place_of_which_half_the_part_inside_lies_in_a_crowd_region_is_ignored():
+    places, rule = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]]), {"foreground_iou": 0.5, "background_iou": 0.4}
+    boxes = target([[0.0, 0, 10, 10]], [True])
+    assert match(places, boxes, torch.tensor([64, 64]), **rule)[3].tolist() == [True, False]
+
+
 def test_rounding_errors_do_not_decide_which_of_equal_proposals_stay():
     """In a plain area all anchors have one score in exact arithmetic; the rest depends on the size of the micro-batch."""
     rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
