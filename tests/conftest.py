@@ -145,7 +145,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """`processes.run(case, *arguments, ranks=2)` runs a function on 1 to 3 gloo processes, started once."""
-    started = Processes(3)
+    started = Processes(4)
     yield started
     started.close()
 
