@@ -5,12 +5,8 @@ So every process or worker that prepares a sample draws the same numbers for it,
 
 import hashlib
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 _U64 = np.uint64
 _TWO_53 = 2.0**53
@@ -49,17 +45,3 @@ def seed_generators(key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-
-
-def seed_model(key: int, device: "torch.device") -> None:
-    """Seed the generator of `device`, which a model's dropout draws from."""
-    import torch
-
-    key &= 0x7FFFFFFFFFFFFFFF
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index  # Accelerate's only GPU: None
-        torch.cuda.default_generators[index].manual_seed(key)
-    elif device.type == "mps":
-        torch.mps.manual_seed(key)
-    else:
-        torch.default_generator.manual_seed(key)

@@ -56,6 +56,23 @@ def test_a_face_has_the_names_that_it_lists(room: str) -> None:
         exec(f"from common.{room} import no_such_name")
 
 
+# --- devices
+
+OF_ONE_KIND = {f"torch.{kind}" for kind in ("cuda", "mps", "xpu", "npu", "get_device_module")}
+
+
+def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
+    """Others call torch.accelerator, torch.Stream and torch.Event, which every kind has."""
+    callers = set()
+    for path, source in SOURCES.items():
+        if path.parts[0] in ("common", "compat", "recipes", "tools"):
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Attribute, ast.alias))]
+            names = {ast.unparse(node) for node in nodes}
+            names |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+            callers |= {str(path)} if names & OF_ONE_KIND else set()
+    assert callers == {"common/distributed/devices.py"}
+
+
 # --- docstrings
 
 

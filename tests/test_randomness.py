@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from common.randomness import key_of, mix, seed_generators, seed_model, uniforms
+from common.distributed import devices
+from common.randomness import key_of, mix, seed_generators, uniforms
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -67,6 +68,6 @@ def test_dropout_is_a_function_of_the_key() -> None:
     dropout = torch.nn.Dropout(0.5)
     masks = []
     for key in (2**64 - 1, 5, 2**64 - 1):
-        seed_model(key, torch.device("cpu"))
+        devices.seed(key, torch.device("cpu"))
         masks.append(dropout(torch.ones(64)))
     assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])

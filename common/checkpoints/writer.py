@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from common.checkpoints.state import Tensors
+from common.distributed import devices
 from common.distributed.sharding import whole
 
 
@@ -25,7 +26,7 @@ class Writer:
     def start(self, files: dict[str, Tensors], write: Callable[[dict[str, Tensors]], None]) -> None:
         """Copy `files`, then call `write` with the copies in a thread. First waits for the checkpoint before.
 
-        The tensors may change as soon as this returns: on CUDA, the copy precedes later work in the stream. Tensors in shards
+        The tensors may change as soon as this returns: on a GPU, the copy precedes later work in the stream. Tensors in shards
         are gathered one by one, in which all other ranks take part by `take_part`.
         """
         self.wait()
@@ -33,9 +34,7 @@ class Writer:
             file: {name: _copy(whole(tensor), self._copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
             for file, tensors in files.items()
         }
-        copied = torch.cuda.Event() if torch.cuda.is_available() else None
-        if copied:
-            copied.record()
+        copied = devices.mark()
         # A daemon, so that it never delays the end of the process. For the checkpoint, that is like a kill.
         self._thread = threading.Thread(target=self._run, args=(write, copied), name="checkpoint", daemon=True)
         self._thread.start()
@@ -56,7 +55,7 @@ class Writer:
         """Whether writing has failed and `wait` has not raised the error yet."""
         return self._error is not None
 
-    def _run(self, write: Callable[[dict[str, Tensors]], None], copied: torch.cuda.Event | None) -> None:
+    def _run(self, write: Callable[[dict[str, Tensors]], None], copied: torch.Event | None) -> None:
         try:
             if copied:
                 copied.synchronize()
@@ -74,6 +73,7 @@ def take_part(files: dict[str, Tensors]) -> None:
 
 def _copy(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """A contiguous copy of the tensor in host memory; reuses the memory of the last copy if it fits."""
+    in_stream = devices.has_streams(tensor.device)
     if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return kept.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=in_stream)
+    return kept.copy_(tensor.detach(), non_blocking=in_stream)

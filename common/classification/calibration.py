@@ -14,6 +14,7 @@ import copy
 import torch
 from torch import Tensor
 
+from common.distributed import devices
 from common.distributed.collectives import reduce_counts
 
 BINS = 15
@@ -31,8 +32,7 @@ class Calibration:
 
     def __init__(self, device: torch.device | str, temperatures: tuple[float, ...] = (1.0,)):
         self.temperatures = temperatures
-        precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
-        self._inverse = 1 / torch.tensor(temperatures, dtype=precise, device=device)[:, None]
+        self._inverse = 1 / torch.tensor(temperatures, dtype=devices.exact(device), device=device)[:, None]
         # images, right ones, and sum of confidences of each bin; then the sum of the losses
         self._counts = torch.zeros(len(temperatures), 3 * BINS + 1, dtype=torch.int64, device=device)
 

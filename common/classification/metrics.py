@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.distributed import devices
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
 CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
@@ -38,9 +39,7 @@ class ClassificationCounts:
         shapes["scores"] = (2, classes, self._bins)  # of images of other classes, and of the class
         self._counts = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
         self._rows = torch.arange(classes, device=device) * self._bins
-        # Apple's devices have no float64.
-        precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
-        self._loss = torch.zeros((), dtype=precise, device=device)
+        self._loss = torch.zeros((), dtype=devices.exact(device), device=device)
 
     @property
     def confusion(self) -> Tensor | None:

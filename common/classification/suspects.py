@@ -17,6 +17,7 @@ import torch
 from common.classification import plots
 from common.classification.batches import Batch
 from common.data.source import Source
+from common.distributed import devices
 from common.distributed.collectives import all_sum, gather_to_main
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
@@ -46,10 +47,9 @@ class Look:
 
     def __init__(self, source: Source, device: torch.device | str):
         self._source = source
-        precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
-        self._expected = torch.zeros(len(THRESHOLDS), len(source.classes), dtype=precise, device=device)
+        self._expected = torch.zeros(len(THRESHOLDS), len(source.classes), dtype=devices.exact(device), device=device)
         # Rows: index, probability of the label, the other class, and its probability.
-        self._rows = [torch.zeros(4, 0, dtype=precise, device=device)]
+        self._rows = [torch.zeros(4, 0, dtype=devices.exact(device), device=device)]
 
     @torch.no_grad()
     def update(self, batch: Batch, logits: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from common.data.decoding import Picture, View
 from common.data.images import BrokenImage
+from common.distributed import devices
 from common.errors import Refused
 
 # torchvision 0.29 and later warn in each run that TorchCodec will replace their decoders.
@@ -85,7 +86,7 @@ class Decoder:
         self._device, self._decodes = device, False
         # nvJPEG writes on a stream of its own and does not wait until reused memory has been read. So its output is allocated
         # on a stream that does nothing else, and returns there after it has been read.
-        self._memory = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory = torch.Stream(device) if devices.has_streams(device) else None
         self._last = None  # nvJPEG's input must live until it has been read
 
     def __call__(self, encoded: Encoded) -> tuple[list[torch.Tensor], dict[int, str]]:
@@ -126,10 +127,10 @@ class Decoder:
         return [self._decode([jpeg])[0] for jpeg in jpegs] if len(jpegs) > 1 else [None]
 
     def _try(self, jpegs: list[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.cuda.stream(self._memory) if self._memory else contextlib.nullcontext():
+        with self._memory or contextlib.nullcontext():
             wholes = decode_jpeg(jpegs, ImageReadMode.RGB, self._device)
         if self._memory:
-            reading = torch.cuda.current_stream(self._device)
+            reading = torch.accelerator.current_stream(self._device)
             reading.wait_stream(self._memory)
             for whole in wholes:
                 whole.record_stream(reading)

@@ -23,7 +23,7 @@ from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.handover import Handover
 from common.data.stream import Stream
-from common.distributed import watchdog
+from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
 from common.errors import Refused
@@ -37,8 +37,8 @@ class DeviceBatch:
 
     def to(self, device: torch.device):
         # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
-        on_cuda = torch.device(device).type == "cuda"
-        return _map(self, lambda tensor: tensor.to(device, non_blocking=on_cuda))
+        in_stream = devices.has_streams(device)
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=in_stream))
 
     def __getstate__(self) -> dict:
         """Small tensors leave a data worker as arrays, since each tensor costs a file and a handshake."""
@@ -138,7 +138,7 @@ class Prefetcher:
 
     def __init__(self, loader: Iterable[DeviceBatch], device: torch.device):
         self._batches, self._device = iter(loader), device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = torch.Stream(device) if devices.has_streams(device) else None
         self._waited, self._broken = 0.0, ()
 
     def __next__(self) -> DeviceBatch:
@@ -151,11 +151,11 @@ class Prefetcher:
             raise RuntimeError(f"{problem}: was it killed for want of memory? Take fewer --workers") from error
         watchdog.note("training")
         self._waited += time.perf_counter() - began
-        with torch.cuda.stream(self._copies) if self._copies else contextlib.nullcontext():
+        with self._copies or contextlib.nullcontext():
             batch = batch.to(self._device).complete()
         self._broken += batch.broken
         if self._copies:
-            computing = torch.cuda.current_stream(self._device)
+            computing = torch.accelerator.current_stream(self._device)
             computing.wait_stream(self._copies)
             batch.record_stream(computing)
         return batch
@@ -190,7 +190,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = _L
         multiprocessing_context=data_workers.context() if workers else None,
         collate_fn=handover,
         worker_init_fn=partial(_begin_worker, handover),
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=devices.has_streams(),
         prefetch_factor=4 if workers else None,
         persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
     )

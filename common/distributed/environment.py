@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from common.config import recipe_source
+from common.distributed import devices
 from common.distributed.collectives import gather_objects, local_world_size, world_size
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
@@ -25,8 +26,8 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
     `config` is the recipe's configuration, by which the path and the hashes of its source are found.
     """
     recipe = recipe_source.started(config)
-    on_gpu = device.type == "cuda"  # not torch.cuda.is_available(): the run may use the CPU
-    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
+    on_cpu = device.type == "cpu"
+    name = platform.processor() or platform.machine() if on_cpu else devices.name(device)
     return {
         "command": shlex.join(sys.argv),
         "launch": _launch_command(),
@@ -36,7 +37,7 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages(),
-        "cuda": torch.version.cuda if on_gpu else None,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
         "world_size": world_size(),
         "local_world_size": local_world_size(),
         "precision": precision,

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from common.config.fields import RunConfig
-from common.distributed import determinism, sharding, watchdog
+from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import (
     barrier,
     gather_objects,
@@ -225,8 +225,7 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
     started by accelerate launch".
     """
     started = f"{precision(accelerator, dtype)}, started by {complete(os.environ).launcher}"
-    device = accelerator.device.type
-    name = torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device
+    name = devices.name(accelerator.device)
     if not torch.distributed.is_initialized():
         return f"1 process, {name}, {started}"
     processes = accelerator.num_processes
@@ -298,7 +297,7 @@ def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 def _refuse_shared_devices(device: torch.device) -> None:
     """Raise `Refused` if two processes have the same GPU, as when srun or a script shows each of them the first one."""
-    places = gather_objects((socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    places = gather_objects((socket.gethostname(), str(devices.properties(device).uuid)))
     first = next((rank for rank, place in enumerate(places) if places.index(place) < rank), None)
     if first is not None:
         raise Refused(

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from common.data.batch_plan import BatchPlan
+from common.distributed import devices
 from common.distributed.collectives import all_or_none, gather_objects
 from common.distributed.sharding import is_sharded
 from common.errors import Refused
@@ -61,26 +62,22 @@ def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
 
 def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
-    write_json(run / _FILE, read_json(run / _FILE) | {_kind(device): plan.max_micro_batch_size})
+    write_json(run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size})
 
 
 def kept(run: Path, device: torch.device) -> int | None:
     """What `keep` recorded, if anything."""
-    most = read_json(run / _FILE).get(_kind(device))
+    most = read_json(run / _FILE).get(devices.name(device))
     return most if isinstance(most, int) and most > 0 else None
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> tuple[str, int, int]:
     """Run `attempt(plan)`: why memory was too small, or ""; bytes at its peak; bytes of the device."""
     taken, room, failure = 0, 1, ""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    on_cuda = any(parameter.device.type == "cuda" for parameter in parameters)
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
+    is_known = any(devices.has_streams(parameter.device) for parameter in parameters)
+    if is_known:
+        torch.accelerator.reset_peak_memory_stats()
     try:
         # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie beside accumulated gradients.
         copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1 and not is_sharded(model))
@@ -89,8 +86,8 @@ def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.n
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         attempt(plan)
         del held
-        if on_cuda:
-            taken, room = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        if is_known:
+            taken, room = torch.accelerator.max_memory_allocated(), devices.memory()[1]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from common.distributed import watchdog
 from common.distributed.collectives import gather_objects, is_main, rank, world_size
@@ -189,8 +189,7 @@ def _profiler() -> profile:
     os.environ.setdefault(
         "KINETO_LOG_LEVEL", "99"
     )  # else it reports its own comings and goings, and that there is no GPU
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    return profile(activities=activities)
+    return profile()
 
 
 def _write(profiler: profile, path: Path) -> None:

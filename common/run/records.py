@@ -22,6 +22,7 @@ from common.config.recipe_source import difference, keep, stem
 from common.data.batch_plan import BatchPlan
 from common.data.source import Source
 from common.data.stream import Stream
+from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
@@ -279,11 +280,11 @@ class Records:
         }
         if report.loss_scale is not None:
             row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.progress.skipped}
-        if torch.cuda.is_available():
-            row["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        if torch.cuda.is_available() and self._reads_utilization:
+        if devices.has_streams():
+            row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
+        if devices.has_streams() and self._reads_utilization:
             try:
-                row["perf/gpu_utilization"] = torch.cuda.utilization() / 100
+                row["perf/gpu_utilization"] = devices.utilization()
             except Exception:  # no nvidia-ml-py, or a device that does not tell
                 self._reads_utilization = False
         return row

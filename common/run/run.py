@@ -32,7 +32,7 @@ from common.data.data_rows import data_rows
 from common.data.data_spec import fingerprint
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.data.source import looked_at
-from common.distributed import determinism, sharding, watchdog
+from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main, world_size
 from common.distributed.environment import environment
 from common.errors import Refused
@@ -269,8 +269,8 @@ class Run:
                 records.open(self.accelerator, facts)
                 if not self.step:
                     self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
+        if devices.has_streams():
+            torch.accelerator.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
         self._started = True
 
     # --- every step

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.distributed import devices
 from common.distributed.collectives import gather_objects, host_group, rank, world_size
 from common.errors import Refused
 from common.training.step import StepOutcome
@@ -52,7 +53,7 @@ class _Posted:
     stop: bool
     ended_by: str
     counts: dict[str, int]  # number of values of each custom number
-    copied: torch.cuda.Event | None = None
+    copied: torch.Event | None = None
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
     update: Update | None = None
@@ -73,7 +74,9 @@ class Lap:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._events = (
+            [torch.Event(device, enable_timing=True) for _ in range(2)] if devices.has_streams(device) else None
+        )
         self._times = [0.0, 0.0]
         self._mark(0)
 
@@ -118,7 +121,7 @@ class StepReports:
                 raise Refused(f"run.log: {name} is {value!r:.40}; give a number or a tensor") from None
             if value.ndim > 1:
                 raise Refused(f"run.log: {name} has shape {list(value.shape)}; give one number, or one per sample, [n]")
-            total = value.sum(dtype=_exact(value.device))
+            total = value.sum(dtype=devices.exact(value.device))
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._counts[name] = self._counts.get(name, 0) + value.numel()
 
@@ -137,7 +140,7 @@ class StepReports:
         `update` is given on all ranks for a step that is logged, `lap` of each step.
         """
         losses = outcome.losses
-        loss = losses.sum(dtype=_exact(losses.device))
+        loss = losses.sum(dtype=devices.exact(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
         if self.scaler:  # scaling 1 gives the scale; `get_scale` would wait for the device
             numbers.append(self.scaler.scale(torch.ones_like(loss)))
@@ -150,16 +153,15 @@ class StepReports:
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
         posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update=update, lap=lap)
         self._sums, self._counts = {}, {}
-        if losses.is_cuda:
-            posted.copied = torch.cuda.Event()
-            posted.copied.record()
+        if devices.has_streams(losses.device):
+            posted.copied = devices.mark()
         elif losses.device.type != "cpu":
             torch.accelerator.synchronize()
         self._posted.append(posted)
 
     def read(self) -> list[StepReport]:
         """The reports that are due, oldest first. Raises `Refused` on every rank if a step was not finite."""
-        late = _LATE if self._posted and self._posted[-1].outcome.losses.is_cuda else 1
+        late = _LATE if self._posted and devices.has_streams(self._posted[-1].outcome.losses.device) else 1
         for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
             self._start(posted)
         return [self._finish() for _ in range(max(0, len(self._posted) - late))]
@@ -274,11 +276,6 @@ def _of_update(posted: _Posted) -> dict[str, float]:
         size, change = posted.norms
         found |= {"weight_norm": size, "update_ratio": change / size if size else 0.0}
     return found
-
-
-def _exact(device: torch.device) -> torch.dtype:
-    """The type for sums: float64, except on Apple's devices, which lack it."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def first_said(text: str) -> str:

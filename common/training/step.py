@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from common.data.batch_plan import BatchPlan
 from common.data.loader import DeviceBatch, Prefetcher, training_loader
 from common.data.stream import Stream
+from common.distributed import devices
 from common.distributed.collectives import all_sum, rank
 from common.errors import Refused
-from common.randomness import key_of, seed_generators, seed_model
+from common.randomness import key_of, seed_generators
 from common.training import batch_norm, drop_path
 from common.training.freezing import Freezing
 from common.training.optimizer import clip_gradients
@@ -93,7 +94,7 @@ class TrainingStep:
 
         Waits for no other rank. Losses of another shape than [B] are refused.
         """
-        seed_model(0, self._device)
+        devices.seed(0, self._device)
         count = plan.micro_steps if self._is_counted else 1  # as many as are on the device at once
         feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
         batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
@@ -154,7 +155,7 @@ class TrainingStep:
 
         def reseed(number: int) -> None:
             seed_generators(number)
-            seed_model(number, self._device)
+            devices.seed(number, self._device)
 
         def before(_, arguments: tuple) -> None:
             seen.extend(arguments[:1])
@@ -205,7 +206,7 @@ class TrainingStep:
             batches = [*batches]
             self._set_totals(batches, all_sum)
         for micro_step, batch in enumerate(batches):
-            seed_model(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
+            devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
             drop_path.set_draws(self.model, batch.drop_path)
             self._positions.append(batch.positions)
             is_last = micro_step == self.plan.micro_steps - 1

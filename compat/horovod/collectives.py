@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.distributed import devices
 from compat.horovod.requests import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM, Request
 
 _REDUCE = {
@@ -43,7 +44,7 @@ class Group:
 
 def backend() -> str:
     """The backends of torch.distributed for each kind of device."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if devices.kind() == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 def make_group(ranks: list[int]) -> Group:

@@ -7,6 +7,7 @@ run what every rank has asked for; what ranks disagree about fails on all of the
 what they wait for crosswise. Rounds take place only while something is asked for.
 """
 
+import contextlib
 import itertools
 import json
 import threading
@@ -58,8 +59,8 @@ class Operation:
     given: Sequence[Tensor]
     in_place: bool
     grouped: bool
-    ready: torch.cuda.Event | None  # of the stream that made the tensors
-    finished: torch.cuda.Event | None = None
+    ready: torch.Event | None  # of the stream that made the tensors
+    finished: torch.Event | None = None
     asked: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     shapes: list[list[list[int]]] = field(default_factory=list)  # of all ranks
@@ -93,7 +94,7 @@ class Lane(threading.Thread):
         self.gone: set[int] = set()  # ranks that have shut down
         self.counts: Counter[str] = Counter()  # unnamed collectives of each kind
         self.broken, self.leaving = "", False
-        self.stream: torch.cuda.Stream | None = None
+        self.stream: torch.Stream | None = None
         self.stalls = Stalls(engine.store, set_id, group.ranks, engine.rank)
 
     def submit(self, operation: Operation) -> None:
@@ -242,11 +243,11 @@ class Lane(threading.Thread):
             nowhere = self.engine.join_device if on_gpu else torch.device(request.device)
             tensors, shapes = collectives.zeros(request, nowhere), []
         if request.device == "cuda":
-            torch.cuda.set_device(tensors[0].device)
-            self.stream = self.stream or torch.cuda.Stream(tensors[0].device)
+            torch.accelerator.set_device_index(tensors[0].device)
+            self.stream = self.stream or torch.Stream(tensors[0].device)
             if operation and operation.ready:
                 self.stream.wait_event(operation.ready)
-        with torch.cuda.stream(self.stream if request.device == "cuda" else None):
+        with self.stream if self.stream and request.device == "cuda" else contextlib.nullcontext():
             outputs = collectives.run(request, tensors, shapes, splits, self.group)
             if operation:
                 operation.succeed(outputs)
@@ -319,7 +320,7 @@ class Engine:
         shapes = [[*tensor.shape] for tensor in tensors]
         device, ready, lane = "cpu", None, self.lanes[set_id]
         if tensors and tensors[0].is_cuda:
-            device, ready = "cuda", torch.cuda.current_stream(tensors[0].device).record_event()
+            device, ready = "cuda", torch.accelerator.current_stream(tensors[0].device).record_event()
         with self.lock:
             if name is None:
                 name = _nameless(kind, lane.counts[kind])
@@ -348,7 +349,7 @@ class Engine:
         if operation.error:
             raise HorovodInternalError(operation.error)
         if operation.finished is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.accelerator.current_stream()
             stream.wait_event(operation.finished)
             for output in operation.outputs:
                 output.record_stream(stream)  # it was allocated for the lane's

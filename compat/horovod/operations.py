@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from common.distributed import devices
 from compat.horovod import engine
 from compat.horovod.collectives import REDUCIBLE
 from compat.horovod.compression import Compression
@@ -286,8 +287,8 @@ def join(device: int = -1) -> int:
     ranks have joined.
     """
     running = engine.current()
-    if torch.cuda.is_available():
-        running.join_device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
+    if devices.kind() == "cuda":
+        running.join_device = torch.device("cuda", device if device >= 0 else torch.accelerator.current_device_index())
     return running.call("join", name=JOIN)
 
 

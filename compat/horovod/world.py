@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.distributed import devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
 from compat.horovod.collectives import backend
@@ -205,9 +206,7 @@ gloo_enabled = gloo_built
 
 def nccl_built() -> int:
     """The version of torch's NCCL, such as 22703 for 2.27.3; 0 if torch has none."""
-    if not dist.is_nccl_available():
-        return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = devices.nccl_version()[:3] or (0, 0, 0)
     return major * 10000 + minor * 100 + patch
 
 

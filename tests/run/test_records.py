@@ -73,7 +73,7 @@ def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_use(records, mon
         return 100 * value
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
         told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready)

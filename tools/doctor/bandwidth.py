@@ -97,7 +97,7 @@ def _measure(world: World, ranks: list[int], group) -> dict[str, list[dict]]:
                 began = time.perf_counter()
                 call(tensor)
                 if world.device.type == "cuda":
-                    torch.cuda.synchronize(world.device)
+                    torch.accelerator.synchronize(world.device)
                 times.append(time.perf_counter() - began)
             # Of the slowest rank; the first call, which connects, does not count.
             agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from common.distributed import devices
 from tools.doctor.finding import GIB, Finding, differing, judged
 from tools.doctor.world import World
 
@@ -33,23 +34,23 @@ def gpus(world: World) -> list[Finding]:
     """Rows about the GPU of this process; on a launch for CPU one row."""
     if world.device.type != "cuda":
         return [_unseen()]
-    here = torch.cuda.get_device_properties(world.device)
+    here = devices.properties(world.device)
     taken = query(["gpu_uuid", "pid", "process_name", "used_memory"], "compute-apps")
-    free, total = torch.cuda.mem_get_info(world.device)
+    free, total = devices.memory(world.device)
     state = _state_under_load(world, str(getattr(here, "uuid", "")))
     rows = [Finding("gpu", "ok", f"{here.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")]
     if state:
         others = [row for row in taken if row["gpu_uuid"] == state["uuid"] and row["pid"] != str(os.getpid())]
         rows += _state(state, others, total, world.world_size)
-    count = min(torch.cuda.device_count(), world.local_world_size)
-    return rows + ([_peers(count)] if world.is_local_main and torch.cuda.device_count() > 1 else [])
+    count = min(torch.accelerator.device_count(), world.local_world_size)
+    return rows + ([_peers(count)] if world.is_local_main and torch.accelerator.device_count() > 1 else [])
 
 
 def same_gpus(world: World) -> list[Finding]:
     """A row if the ranks have different GPUs: the slowest decides."""
     if world.device.type != "cuda":
         return []
-    here = torch.cuda.get_device_properties(world.device)
+    here = devices.properties(world.device)
     kind = {"GPU": f"{here.name} {here.total_memory / GIB:.0f} GiB"}
     way_out = "every step waits for the slowest, and the smallest memory sets the micro-batch"
     return differing(world, "gpu: kinds", "warning", way_out, kind)
@@ -58,7 +59,7 @@ def same_gpus(world: World) -> list[Finding]:
 def _unseen() -> Finding:
     """The row of a launch for the CPU, which may show GPUs that torch does not see."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None or os.environ.get("ACCELERATE_USE_CPU")
-    if is_hidden or torch.cuda.is_available() or not (shown := query(["name", "driver_version"])):
+    if is_hidden or devices.kind() == "cuda" or not (shown := query(["name", "driver_version"])):
         return Finding("gpu", "ok", "not used: the launch is for the CPU")
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU only"
     measured = f"nvidia-smi shows {len(shown)} x {shown[0]['name']}, torch none"
@@ -74,7 +75,7 @@ def _state_under_load(world: World, uuid: str) -> dict[str, str]:
         while not asked.done():
             for _ in range(20):
                 torch.mm(matrix, matrix)
-            torch.cuda.synchronize(world.device)
+            torch.accelerator.synchronize(world.device)
         rows = asked.result()
     index = world.device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -117,9 +118,8 @@ def _state(state: dict[str, str], others: list[dict[str, str]], total: int, proc
 
 def _peers(count: int) -> Finding:
     """Which GPUs of this machine reach each other's memory."""
-    access = torch.cuda.can_device_access_peer
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
-    apart = [f"{a}-{b}" for a, b in pairs if not (access(a, b) and access(b, a))]
+    apart = [f"{a}-{b}" for a, b in pairs if not (devices.can_reach(a, b) and devices.can_reach(b, a))]
     way_out = "gradients take the way over host memory: disable ACS and IOMMU in the BIOS, see nvidia-smi topo -m"
     shown = ", ".join(apart[:6]) + " ..." * (len(apart) > 6)
     measured = f"not between {shown} of {count}" if apart else f"between all {count} GPUs"

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from common.distributed import devices
 from common.distributed.environment import cores
 from common.errors import Refused
 from tools.doctor.finding import GIB, Finding, judged
@@ -38,9 +39,7 @@ def rehearse(world: World) -> list[Finding]:
     there = Path(config_of(world).output_dir).resolve()
     free = shutil.disk_usage(next(path for path in [there, *there.parents] if path.exists())).free
     on_gpu = world.device.type == "cuda"
-    room = (
-        torch.cuda.mem_get_info(world.device)[1] if on_gpu else psutil.virtual_memory().total / world.local_world_size
-    )
+    room = devices.memory(world.device)[1] if on_gpu else psutil.virtual_memory().total / world.local_world_size
     return rehearsed(found, world, room, free)
 
 
@@ -97,7 +96,7 @@ def layouts_of(world: World) -> list[Layout]:
     """From one process to all that were launched; to all cores or GPUs of the machine if only one was."""
     here, machines = world.local_world_size, world.world_size // world.local_world_size
     if world.world_size == 1:
-        here = {"cpu": cores(), "cuda": torch.cuda.device_count()}.get(world.device.type, 1)
+        here = {"cpu": cores(), "cuda": torch.accelerator.device_count()}.get(world.device.type, 1)
     counts = sorted({1, 2, 3, 4, *(2**power for power in range(3, 12)), here} & {*range(1, here + 1)})
     layouts = [Layout(count, node=world.node) for count in counts]
     return layouts + [Layout(here * count, count, world.node) for count in range(2, machines + 1)]

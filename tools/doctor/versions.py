@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from common.distributed import devices
 from common.distributed.agreement import facts
 from common.distributed.environment import _commit, packages
 from tools.doctor.finding import Finding, differing
@@ -44,10 +45,9 @@ def versions(world: World) -> list[Finding]:
 
 def _of_cuda() -> dict[str, str]:
     """Versions of what only a run on GPUs uses."""
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
     return {
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),
-        "NCCL": ".".join(map(str, nccl)),
+        "NCCL": ".".join(map(str, devices.nccl_version())),
         "driver": next((row["driver_version"] for row in query(["driver_version"])), "unknown"),
     }

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from common.distributed import devices
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 
@@ -129,8 +130,8 @@ def this_process(environ: MutableMapping[str, str], recipe: Path | None, words: 
     """The world that the launcher's variables describe. Raises `Refused` if they contradict."""
     launch = complete(environ)
     device = torch.device("cpu")
-    if not wants_cpu(environ) and torch.cuda.is_available():
-        device = torch.device("cuda", min(launch.local_rank, torch.cuda.device_count() - 1))
-        torch.cuda.set_device(device)
+    if not wants_cpu(environ) and devices.kind() == "cuda":
+        device = torch.device("cuda", min(launch.local_rank, torch.accelerator.device_count() - 1))
+        torch.accelerator.set_device_index(device)
     sizes = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, launch.node_rank or 0)
     return World(*sizes, launch=launch, device=device, recipe=recipe, words=words)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torchvision.models.detection import _utils
 from torchvision.ops import batched_nms, nms
 
+from common.distributed import devices
+
 
 def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
     """Tensor [n] with the type and on the device of `like`, filled there without a copy from the host."""
@@ -19,7 +21,7 @@ def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device, without a wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if devices.has_streams(device) else x.to(device)
 
 
 class BoxCoder(_utils.BoxCoder):

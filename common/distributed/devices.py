@@ -1,0 +1,80 @@
+"""Devices: whatever depends on their kind. No other module calls torch.cuda, torch.mps or torch.xpu.
+
+torch's own interface to every kind does most of it: torch.accelerator, torch.Stream, torch.Event. CUDA alone was tried.
+"""
+
+from typing import Any
+
+import torch
+
+
+def kind() -> str:
+    """The type of this machine's accelerator, such as "cuda"; "cpu" if it shows none. The run may use the CPU all the same."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator else "cpu"
+
+
+def has_streams(device: torch.device | str | None = None) -> bool:
+    """True if the host works ahead of the device, which runs streams: on all but CPUs and Apple's GPUs (here: one stream).
+
+    Without a device: of this machine's accelerator.
+    """
+    return (torch.device(device).type if device else kind()) not in ("cpu", "mps")
+
+
+def mark() -> torch.Event | None:
+    """An event that has passed once the device has done what it was asked to do so far; None without streams."""
+    if not has_streams():
+        return None
+    event = torch.Event()
+    event.record()
+    return event
+
+
+def exact(device: torch.device | str) -> torch.dtype:
+    """The type for sums: float64, except on Apple's GPUs, which lack it."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def seed(key: int, device: torch.device) -> None:
+    """Seed the generator of this process's `device`, which a model's dropout draws from."""
+    key &= 0x7FFFFFFFFFFFFFFF
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(key)
+    else:
+        _module(device).manual_seed(key)
+
+
+def name(device: torch.device) -> str:
+    """The name of a GPU: "NVIDIA H100 80GB HBM3"; of a kind that has no names, the kind."""
+    name_of = getattr(_module(device), "get_device_name", None)
+    return name_of(device) if name_of else device.type
+
+
+def properties(device: torch.device) -> Any:
+    """Of a device with streams: `name`, `total_memory`, and on most `uuid`."""
+    return _module(device).get_device_properties(device)
+
+
+def memory(device: torch.device | None = None) -> tuple[int, int]:
+    """Free and total bytes of a device with streams."""
+    return _module(device).mem_get_info(device)
+
+
+def utilization() -> float:
+    """The share of the last moment in which the device was busy, 0 to 1. Raises an error if its driver does not tell."""
+    return _module(None).utilization() / 100
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of torch's NCCL: (2, 27, 3); () if it has none."""
+    return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+
+
+def can_reach(device: int, other: int) -> bool:
+    """True if a GPU reads the memory of another one directly."""
+    return torch.cuda.can_device_access_peer(device, other)
+
+
+def _module(device: torch.device | None) -> Any:
+    return torch.get_device_module(device or kind())
