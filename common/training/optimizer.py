@@ -8,7 +8,7 @@ from typing import Any
 
 import timm.optim
 import torch
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import muon, param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad, unitwise_norm
 from torch.distributed.tensor import DTensor
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
-from common.distributed.sharding import is_sharded, local, twin, whole
+from common.distributed.sharding import is_sharded, local, shard_like, twin, whole
 from common.errors import Refused
 from common.training.parts import parts
 
+_newton_schulz = muon.zeropower_via_newtonschulz
 # Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16.
 _FUSED = {"adam", "adamw", "sgd", "momentum"}
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
@@ -30,8 +31,9 @@ _NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
 # tests/training/test_sharded_optimizers.py has the table.
 ON_SHARDS = {
     *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
-    *"lambcd lambcw lambw larc lars madgrad madgradw momentum nadam nadamc nadamlegacy nadamw nesterov nesterovw".split(),
-    *"nlarc nlars radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw".split(),
+    *"lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy nadamw nesterov".split(),
+    *"nesterovw nlarc nlars nmuon radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw".split(),
+    *"sgd sgdc sgdw".split(),
 }
 
 
@@ -51,6 +53,7 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             f"{', '.join(sorted(ON_SHARDS))}"
         )
     fused = _FUSED - _NOT_FUSED_ON_SHARDS if is_sharded(model) else _FUSED
+    muon.zeropower_via_newtonschulz = _orthogonalized if is_sharded(model) else _newton_schulz
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -68,6 +71,11 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
         optimizer.register_step_pre_hook(_begin_momentum)
     return optimizer
+
+
+def _orthogonalized(matrix: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Muon's update, computed from the whole matrix: that of one shard is another. A collective if `matrix` is in shards."""
+    return shard_like(_newton_schulz(whole(matrix), *arguments, **options), matrix)
 
 
 def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:

@@ -62,7 +62,8 @@ CASES = {
         ("five", "zero2", "hybrid"),
     ),
     "convnext": Case(
-        f"--model test_convnext --lr 2e-3 {VARIED} --clip 0.1 --clip_mode agc --grad_checkpointing --global_batch_size 22",
+        f"--model test_convnext --opt muon --lr 2e-3 {VARIED} --clip 0.1 --clip_mode agc --grad_checkpointing "
+        "--global_batch_size 22",
         {"one": 22, "two": 12, "three": 12},
         ("three",),
     ),

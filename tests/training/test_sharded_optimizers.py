@@ -17,7 +17,7 @@ from common.training.optimizer import _UNFIT, ON_SHARDS, build_optimizer, clip_g
 
 BATCH, STEPS, CLASSES = 12, 4, 5
 SHARES = {1: (12,), 2: (7, 5), 3: (5, 4, 3)}
-USUAL = ("adamw", "sgd", "lamb", "lars", "adan", "rmsprop")  # the long test looks at all of them
+USUAL = ("adamw", "sgd", "lamb", "lars", "adan", "rmsprop", "muon")  # the long test looks at all of them
 HANGS = ("adamp", "cadamp", "csgdp", "sgdp")  # each rank decides by its own shard whether to begin a collective
 
 
