@@ -22,6 +22,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -309,6 +310,19 @@ def rows_of(speeds: dict[str, list[float]]) -> list[Row]:
     return rows
 
 
+def of_shards(gpus: int, quick: bool) -> list[Row]:
+    """Runs sharded.py with a shard on each GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, root = Path(folder) / "rows.json", Path(__file__).resolve().parent.parent
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--config_file", root / "accelerate_configs/fsdp_bf16.yaml", "--num_processes", str(gpus)]
+        words = [root / "benchmarks/sharded.py", "--output", output, *(["--quick"] if quick else [])]
+        done = subprocess.run([*map(str, launcher + words)], env=os.environ | {"PYTHONPATH": str(root)})
+        if done.returncode:
+            raise SystemExit(f"benchmarks/sharded.py ended with {done.returncode}")
+        return [Row(**row) for row in json.loads(output.read_text())]
+
+
 def fitting(size: Size) -> int:
     """Workers whose batches fit into /dev/shm. A worker holds 10 batches of pixels and 4 of files."""
     of_worker = size.batch_size * (10 * 3 * size.image_size**2 + 4 * 100_000)
@@ -349,6 +363,8 @@ def main() -> None:
         data_workers.end()  # stopped ones, too
     rows = rows_of(speeds)
     show(rows)
+    if torch.cuda.device_count() > 1:
+        rows += of_shards(torch.cuda.device_count(), arguments.quick)
     if arguments.output:
         result = facts | {"rows": [asdict(row) for row in rows], "speeds": speeds}
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Fixtures that run recipes on this machine's GPUs, or on pretended ones where there are none."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -33,10 +34,17 @@ class Gpus:
         return self.launch.start(config, script, *words, flags=flags, env=env)
 
     def fork(
-        self, script: str | Path, *words: object, devices: int = 1, gib: object = 16, precision="", timeout: float = 300
+        self,
+        script: str | Path,
+        *words: object,
+        devices: int = 1,
+        gib: object = 16,
+        precision="",
+        timeout: float = 300,
+        env: Mapping[str, str] | None = None,
     ) -> CompletedProcess[str]:
         """Runs `script` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
-        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"}
+        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"} | (env or {})
         main = functools.partial(run_in_fork, [*map(str, (script, *words))], variables)
         done = self.forks().run_ranks(devices, main, None, timeout)
         assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
@@ -75,10 +83,10 @@ def _pretended(request: pytest.FixtureRequest) -> None:
 def run_on_gpus(run_several, gpus: Gpus):
     """`run_several(devices, cases)` of tests/conftest.py, on as many GPUs; `script` takes the place of several.py."""
 
-    def run(devices: int, cases, *, precision: str = "", gib: object = 16, script: tuple = (), **options):
+    def run(devices: int, cases, *, precision: str = "", gib: object = 16, script: tuple = (), env=None, **options):
         def launch(several, *arguments, timeout):
             words = *(script or (several,)), *arguments
-            return gpus.fork(*words, devices=devices, gib=gib, precision=precision, timeout=timeout)
+            return gpus.fork(*words, devices=devices, gib=gib, precision=precision, timeout=timeout, env=env)
 
         return run_several(devices, cases, launch=launch, **options)
 

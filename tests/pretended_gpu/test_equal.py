@@ -51,6 +51,8 @@ FLOAT64 = {
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[5:])
+SHARDED = ("vit", "group", "fcos")  # again with shards, in the long tests
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 if torchvision.__version__ < "0.27":
     del FLOAT64["decoded"]  # its code for nvJPEG crashes on a pretended GPU
 # Relative tolerance of a loss for each gradient compression: the rounding of what is sent.
@@ -117,6 +119,9 @@ def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str,
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
     results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | hooks | compiled), **options)}
     results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
+    if thorough and many > 1:
+        sharded = {name: words(name, cases[name], "shards") for name in SHARDED}
+        results["shards"] = run_on_gpus(many, sharded, env=FSDP, **options)
     for outcomes in results.values():
         assert not {name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"}
     return results
@@ -152,6 +157,17 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
 def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs, record_property) -> None:
     record_property("weights apart", apart(*(runs[place][name].tensors() for place in ("cpu", "gpus"))))
     assert_equal(runs["cpu"][name], runs["gpus"][name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_gpus_with_a_shard_each_train_what_they_do_with_whole_models(name: str, runs, record_property) -> None:
+    if "shards" not in runs:
+        pytest.skip("needs 2 GPUs")
+    whole, shards = runs["gpus"][name], runs["shards"][name]
+    assert "FSDP2: " in shards.stdout and "FSDP2" not in whole.stdout
+    record_property("weights apart", apart(whole.tensors(), shards.tensors()))
+    assert_equal(whole, shards)
 
 
 @pytest.mark.long
