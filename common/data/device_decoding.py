@@ -83,6 +83,8 @@ class Decoder:
     """Decodes on one device. The current stream waits for the pixels; the host waits only for nvJPEG."""
 
     def __init__(self, device: torch.device):
+        if device.type not in ("cuda", "cpu"):  # where torchvision would decode on the host, without a word
+            raise Refused(f"--decode device: torchvision decodes on CUDA, not on {device.type}; take --decode worker")
         self._device, self._decodes = device, False
         # nvJPEG writes on a stream of its own and does not wait until reused memory has been read. So its output is allocated
         # on a stream that does nothing else, and returns there after it has been read.

@@ -191,3 +191,10 @@ def test_a_device_that_decodes_nothing_is_refused_and_one_without_memory_is_not_
 def test_what_needs_pixels_in_the_worker_is_refused() -> None:
     with pytest.raises(Refused, match=r"--decode device: a policy .*leave out --augment, or take --decode worker"):
         samples(USUAL, "device", replace(VARIED, augment="rand-m5-n1"))
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_that_torchvision_has_no_decoder_for_is_refused(kind: str) -> None:
+    """Else the main process would decode every image, one after the other."""
+    with pytest.raises(Refused, match=f"^--decode device: .*not on {kind}; take --decode worker$"):
+        device_decoding.decoder(torch.device(kind))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.harness.drawings import draw_stripes
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, Tensors, identical
+from tests.recipes import copied
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
@@ -55,6 +56,14 @@ SHARDED = ("vit", "group", "fcos")  # again with shards, in the long tests
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 if torchvision.__version__ < "0.27":
     del FLOAT64["decoded"]  # its code for nvJPEG crashes on a pretended GPU
+# A copy for which the device has no streams, as Apple's GPUs.
+STREAMLESS = """\
+@@ main
+     config = parse(Config)
++    from common.distributed import devices
++
++    devices.has_streams = lambda device=None: False
+"""
 # Relative tolerance of a loss for each gradient compression: the rounding of what is sent.
 HOOKS = {"bf16": 2**-8, "fp16": 2**-11, "powersgd": None}
 each = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FLOAT64]
@@ -168,6 +177,16 @@ def test_two_gpus_with_a_shard_each_train_what_they_do_with_whole_models(name: s
     assert "FSDP2: " in shards.stdout and "FSDP2" not in whole.stdout
     record_property("weights apart", apart(whole.tensors(), shards.tensors()))
     assert_equal(whole, shards)
+
+
+@pytest.mark.long
+def test_a_device_without_streams_trains_what_the_cpu_does(runs, run_on_gpus, words, tmp_path) -> None:
+    """Copies and reports then wait for the device."""
+    _, *rest = words("streamless", f"{FLOAT64['vit']} --dtype float64", "streamless")
+    command = [copied.copy(tmp_path / "streamless.py", STREAMLESS), *rest]
+    [run] = run_on_gpus(1, {"streamless": command}, as_typed=True).values()
+    assert "perf/gpu_memory_gb" not in run.rows[0] and "perf/gpu_memory_gb" in runs["gpus"]["vit"].rows[0]
+    assert_equal(runs["cpu"]["vit"], run)
 
 
 @pytest.mark.long
