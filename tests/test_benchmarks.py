@@ -80,3 +80,12 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
     assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
     assert done.stdout.count("images/s") == len(result["rows"]) == 4
+
+
+@pytest.mark.long
+def test_a_step_in_shards_is_measured_on_two_processes(launch: Launcher, tmp_path: Path) -> None:
+    output = tmp_path / "sharded.json"
+    done = launch.start("fsdp_cpu", "benchmarks/sharded.py", "--quick", "--output", output).finish()
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(output.read_text())
+    assert row["goal"] == 0.97 and 0 < row["ratio"] < 50 and done.stdout.count("a bare loop") == 2

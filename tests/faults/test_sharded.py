@@ -37,10 +37,12 @@ def shard(before: Callable[[int], None], rank: int) -> None:
     before(rank)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.long)])
-def test_runs_that_are_killed_and_change_their_strategy_are_the_undisturbed(forks, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills, seed", [(4, 0), *(pytest.param(40, seed, marks=pytest.mark.long) for seed in (0, 1))])
+def test_runs_that_are_killed_and_change_their_strategy_are_the_undisturbed(
+    forks, tmp_path: Path, kills: int, seed: int
+) -> None:
     """In float64, moving between one process, two and three."""
-    assert Campaign(Strategies(forks), tmp_path / "campaign", (1, 2, 3)).run(kills).kills == kills
+    assert Campaign(Strategies(forks), tmp_path / "campaign", (1, 2, 3), seed).run(kills).kills == kills
 
 
 def test_sharded_runs_that_are_killed_are_bit_equal_to_the_undisturbed(forks, tmp_path: Path) -> None:
