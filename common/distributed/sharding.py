@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -217,6 +219,9 @@ class Shards:
             raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
         if hasattr(model, "detect"):  # of detectors: a forward pass under another name
             register_fsdp_forward_method(model, "detect")
+        for layer in model.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = _Linear
         self.parts = [model, *blocks]
         for number, part in enumerate(self.parts):
             part.set_custom_all_gather(_Gather(self, number))
@@ -310,6 +315,38 @@ class _Scatter(_Collective):
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
             return None
         return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+class _Linear(nn.Linear):
+    """A layer whose weight autograd does not keep in half precision: autocast's copy would stay until the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = x.device.type
+        is_cast = torch.is_autocast_enabled(kind) and self.weight.dtype == torch.float32
+        if not is_cast or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RecastLinear.apply(x.to(torch.get_autocast_dtype(kind)), self.weight, self.bias)
+
+
+class _RecastLinear(torch.autograd.Function):
+    """`F.linear` in the type of `x` [..., in]. Its backward pass casts the weight again, and computes what autograd's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            (rows @ weight.to(x.dtype)).view(x.shape) if of_x else None,
+            (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if of_weight else None,
+            rows.sum(0).to(weight.dtype) if of_bias else None,
+        )
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

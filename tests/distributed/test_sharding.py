@@ -1,5 +1,6 @@
 """Sharding: models in shards compute, are evaluated, copied and gathered as whole ones."""
 
+import contextlib
 import copy
 from collections import Counter
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from timm.models import VisionTransformer
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from common.distributed import sharding
@@ -138,6 +140,33 @@ def rank_overflows(culprit: int) -> tuple[float, float]:
 def test_an_overflow_in_one_shard_is_a_step_that_all_ranks_skip(processes, culprit: int) -> None:
     for scale, moved in processes.run(rank_overflows, culprit, ranks=2):
         assert (scale, moved > 0) == ((8.0, False) if culprit >= 0 else (16.0, True))
+
+
+def rank_computes_in_half() -> tuple[list, bool]:
+    """Shapes of what autograd keeps in bf16 of a pass, and whether all gradients are those of a whole model."""
+    begin()
+    plain, model, kept = vit().float(), sharded_vit().float(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.extend([sorted(tensor.shape)] * (tensor.dtype == torch.bfloat16))
+        return tensor
+
+    for module, hooked in (
+        (plain, contextlib.nullcontext()),
+        (model, saved_tensors_hooks(pack, lambda tensor: tensor)),
+    ):
+        with hooked, torch.autocast("cpu", torch.bfloat16):
+            losses = module(images(2).float()).float().square()
+        losses.sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return kept, all(torch.equal(sharding.whole(mine.grad), theirs.grad) for mine, theirs in pairs)
+
+
+def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(processes) -> None:
+    """It would be as large as half the whole model on each device. The gradients are the same, bit for bit."""
+    matrices = [sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)]
+    for kept, is_equal in processes.run(rank_computes_in_half, ranks=2):
+        assert is_equal and kept and not [shape for shape in kept if shape in matrices]
 
 
 def rank_copies() -> tuple[bool, int, dict]:
