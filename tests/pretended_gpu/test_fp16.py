@@ -1,6 +1,7 @@
 """fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is not finite ends the run."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.outcomes import Outcome, identical
+from tests.recipes.test_sharded import FSDP
 
 pytestmark = pytest.mark.gpu
 LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
@@ -20,22 +22,34 @@ CASES = {
     "diverged": "cls --opt sgd --lr 1e6",
     "detected": f"det --opt momentum {SMALL}",
 }
+# The same run on two GPUs, sharded or not; all weights of this model are trained by plain matrices and norms.
+SHARDED = "cls --model test_vit --opt adamw --ema_decay 0.9 --max_micro_batch_size 2"
 
 
 @pytest.fixture(scope="module")
-def runs(gpus, run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
-    """One launch on two GPUs, if there are, in which only the last one's gradients overflow, in steps 1 and 3."""
-    folder, cases = tmp_path_factory.mktemp("fp16"), {}
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fp16")
     draw_stripes(folder / "cls" / "train", (6, 5, 4))
     draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
     (folder / "det").mkdir()
     draw_scenes(folder / "det")
-    for name, case in CASES.items():
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(gpus, run_on_gpus, folder: Path) -> dict[str, Outcome]:
+    """One launch on two GPUs, if there are, in which only the last one's gradients overflow, in steps 1 and 3."""
+    return overflowing(run_on_gpus, gpus.at_most(2), folder, CASES | {"unsharded": SHARDED})
+
+
+def overflowing(run_on_gpus, devices: int, folder: Path, named: dict[str, str], **options) -> dict[str, Outcome]:
+    cases = {}
+    for name, case in named.items():
         recipe, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
         size = {"cls": 8, "det": 2}[recipe]
         cases[name] = [f"recipes/{recipe}.py", *words, "--data", folder / recipe, "--global_batch_size", size]
     script = "tests/pretended_gpu/overflowing.py", "1,3"
-    return run_on_gpus(gpus.at_most(2), cases, precision="fp16", script=script)
+    return run_on_gpus(devices, cases, precision="fp16", script=script, **options)
 
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "detected"])
@@ -77,3 +91,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_gradients_overflow_in_th
     assert run.outcome == "refused"
     assert run.text.startswith("step 3: the loss of the samples at positions 16, 17, ")
     assert run.text.endswith("take a bf16 config: beyond 65,504 fp16 is infinite")
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all_and_changes_nothing_else(runs, run_on_gpus, folder: Path):
+    """One number of one rank's shard: the same steps are skipped, at the same scale, as by DDP, and the rest is equal."""
+    whole, cut = runs["unsharded"], overflowing(run_on_gpus, 2, folder, {"sharded": SHARDED}, env=FSDP)["sharded"]
+    assert cut.outcome == "ok" and "in 2 shards" in cut.stdout, cut.text
+    assert [norm is None for norm in cut.column("train/grad_norm")] == [True, False, True, False]
+    for key in ("train/loss_scale", "train/skipped_steps"):
+        assert cut.column(key).tolist() == whole.column(key).tolist()
+    np.testing.assert_allclose(cut.column("train/loss"), whole.column("train/loss"), rtol=1e-5)
+    for file in ("model", "ema", "optimizer"):
+        torch.testing.assert_close(cut.tensors(file), whole.tensors(file))
+    numbers = [json.loads((run.checkpoint / "record.json").read_text())["numbers"] for run in (whole, cut)]
+    assert numbers[0]["scaler"] == numbers[1]["scaler"]
