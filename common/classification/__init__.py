@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from common.classification.balancing import class_weights, sample_weights
     from common.classification.batches import EvaluationSamples, TrainingSamples
     from common.classification.color_jitter import ColorJitter
+    from common.classification.embeddings import EmbeddingEvaluation
     from common.classification.evaluation import Evaluation
     from common.classification.image_sizes import step_sizes
     from common.classification.mixing import Mixing
