@@ -33,6 +33,7 @@ class TrainingState:
         self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
         for optimizer in self._optimizers:
             self._optimizer_names(optimizer)
+        self._head = getattr(self.model, "margin_head", None)  # whose weights are in no state_dict
 
     def exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
         """The module that is exported: the moving average if there is one, else the model; with `tensors`, if given.
@@ -53,6 +54,8 @@ class TrainingState:
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
+        if self._head:
+            files["margin_head"] = {"weight": self._head.weight}
         return files
 
     def numbers(self) -> dict:
@@ -73,10 +76,11 @@ class TrainingState:
 
         Changes nothing. `where` names the checkpoint.
         """
-        for file, module in (("model", self.model), ("ema", self.ema)):
-            if module is None:
+        mine_by_file = self.tensors()
+        for file in ("model", "ema", "margin_head"):
+            if file not in mine_by_file:
                 continue
-            mine = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+            mine = {name: tuple(tensor.shape) for name, tensor in mine_by_file[file].items()}
             theirs = shapes.get(file, {})
             differing = [
                 f"{name} ({theirs.get(name, 'missing')} there, {mine.get(name, 'missing')} here)"
@@ -117,6 +121,9 @@ class TrainingState:
         sharding.load(self.model, files["model"])
         if self.ema is not None:
             sharding.load(self.ema, files["ema"])
+        if self._head:
+            weight = self._head.weight.detach()
+            weight.copy_(sharding.shard_like(files["margin_head"]["weight"], weight))
         if self.scaler and scaler:
             self.scaler.load_state_dict(scaler)
 

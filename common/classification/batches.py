@@ -155,9 +155,11 @@ class TrainingSamples(Dataset):
             images, targets = augmentation.apply(images, targets, draws)
         found = []
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
-        for index, row in zip(indices, (100 * targets).round().int().tolist(), strict=True):
-            shares = sorted(zip(row, classes, strict=True), reverse=True)
-            words = [name + f": {share} %" * (share < 100) for share, name in shares if share]
+        for index, row in zip(indices, (100 * targets).round().int(), strict=True):
+            shares = sorted(
+                ((row[place].item(), classes[place]) for place in row.nonzero()[:, 0].tolist()), reverse=True
+            )
+            words = [name + f": {share} %" * (share < 100) for share, name in shares]
             found.append(("\n".join(words[:3]), self.source.name(index), []))
         return found
 

@@ -7,7 +7,7 @@ how the run was sharded.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,8 @@ from common.errors import Refused
 Tensors = dict[str, torch.Tensor]
 _LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
 # Their names since torch 2.14, and before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Shares of a model's parameters: larger blocks are divided, smaller ones gathered together.
 _LARGEST, _SMALLEST = 1 / 16, 1 / 1000
 
@@ -134,6 +134,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, or the tensor itself. No communication."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards of the same mesh."""
+    found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return [*found.values()]
+
+
+def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some are in shards."""
+    norms = [whole(torch.nn.utils.get_total_norm(part)) for part in alike(tensors) or [[]]]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
@@ -299,7 +313,7 @@ class _Gather(_Collective):
                     row.copy_(input_tensor)
             return None
         self.shards.before_gathering(self.number)
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Collective):
@@ -314,7 +328,7 @@ class _Scatter(_Collective):
         if self.shards.is_alone:
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
             return None
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 class _Linear(nn.Linear):

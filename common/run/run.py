@@ -215,7 +215,11 @@ class Run:
         """The network to train, and its optimizers: wrapped by Accelerate, or the model itself if that is sharded."""
         if sharding.is_sharded(model):
             return model, *map(self.accelerator.prepare_optimizer, optimizers)
-        return self.accelerator.prepare(model, *optimizers)
+        head = model._modules.pop("margin_head", None)  # DDP would send its gradients, which are of all ranks already
+        prepared = self.accelerator.prepare(model, *optimizers)
+        if head:
+            model.margin_head = head
+        return prepared
 
     def _make_plan(self, samples: Samples) -> BatchPlan:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
@@ -471,6 +475,7 @@ class Run:
         return {
             **timm_models.describe(self.config.model, self.model),
             **samples.describe(),
+            **({"margin head": str(self.model.margin_head)} if hasattr(self.model, "margin_head") else {}),
             "batch norm": batch_norm.describe(self.model),
             **freezing.describe(),
             "layout": launch.describe(self.accelerator, self.config.dtype),

@@ -16,7 +16,6 @@ from common.checkpoints.writer import Writer, take_part
 from common.config.fields import RunConfig
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
-from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.files import as_json
 from common.run.best import Best
@@ -91,7 +90,7 @@ class Saving:
                 if self.config.dry_run:
                     self.writer.wait()
                     self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
-            elif is_sharded(self._state.model):
+            else:
                 take_part(self._state.tensors())
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ from common.imports import face, import_timm
 if TYPE_CHECKING:
     from common.training import batch_norm, defaults, drop_path, timm_models
     from common.training.freezing import freeze, prepare_layers
+    from common.training.margin_head import MarginHead, add_margin_head
     from common.training.optimizer import Schedule, build_ema, build_optimizer, build_schedule, set_learning_rate
 
 __all__, __getattr__ = face(__name__)

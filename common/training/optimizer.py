@@ -1,13 +1,14 @@
 """Optimizer, learning rate schedule, gradient clipping and moving average of the weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import timm.optim
 import torch
+from accelerate import Accelerator
 from timm.optim import muon, param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad, unitwise_norm
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
-from common.distributed.sharding import is_sharded, local, shard_like, twin, whole
+from common.distributed.collectives import all_sum
+from common.distributed.sharding import alike, is_sharded, local, shard_like, total_norm, twin, whole
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -47,13 +49,16 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
-    if is_sharded(model) and name not in ON_SHARDS:
+    in_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
+    on_shards = ON_SHARDS if is_sharded(model) else {each for each in ON_SHARDS if not each.startswith("lamb")}
+    if in_shards and name not in on_shards:
         raise Refused(
             f"--opt {config.opt}: its step on a shard differs from its step on whole weights; a sharded run takes "
-            f"{', '.join(sorted(ON_SHARDS))}"
+            f"{', '.join(sorted(on_shards))}"
         )
-    fused = _FUSED - _NOT_FUSED_ON_SHARDS if is_sharded(model) else _FUSED
-    muon.zeropower_via_newtonschulz = _orthogonalized if is_sharded(model) else _newton_schulz
+    fused = _FUSED - _NOT_FUSED_ON_SHARDS if in_shards else _FUSED
+    muon.zeropower_via_newtonschulz = _orthogonalized if in_shards else _newton_schulz
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -104,6 +109,7 @@ def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
+    groups = _apart(groups, getattr(model, "margin_head", None))
     factors = lr_factors(config)
     if set(factors.values()) == {1}:
         return groups
@@ -117,6 +123,17 @@ def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
             parameters = [parameter for parameter in group["params"] if factor_of[id(parameter)] == factor]
             split.append(group | {"params": parameters, "lr_scale": factor * group.get("lr_scale", 1.0)})
     return [group for group in split if group["params"]]
+
+
+def _apart(groups: list[dict], head: torch.nn.Module | None) -> list[dict]:
+    """The groups, with the weights of a margin head in a group of their own: they may be in shards beside whole ones."""
+    own = {*map(id, head.parameters())} if head else set()
+    parts = [
+        group | {"params": [parameter for parameter in group["params"] if (id(parameter) in own) == is_own]}
+        for group in groups
+        for is_own in (False, True)
+    ]
+    return [group for group in parts if group["params"]]
 
 
 def lr_factors(config: OptimizationConfig) -> dict[str, float]:
@@ -213,15 +230,34 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode:
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+    norm = total_norm([parameter.grad for parameter in parameters])
     if limit and mode == "agc":
         clip_units = (
             _clip_sharded_units if any(isinstance(each, DTensor) for each in parameters) else adaptive_clip_grad
         )
         clip_units(parameters, limit)
     elif limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        for part in alike(parameters):
+            torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
     return norm
+
+
+def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: torch.nn.Module) -> None:
+    """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
+
+    torch's scaler does not take whole gradients beside one in shards, that of a margin head. So it does not see that one,
+    whose overflow is carried over to a whole one, which all ranks have.
+    """
+    weight = getattr(getattr(model, "margin_head", None), "weight", None)
+    if is_sharded(model) or not (accelerator.scaler and isinstance(weight, DTensor)):
+        accelerator.unscale_gradients(optimizers)
+        return
+    gradient, weight.grad = weight.grad, None
+    carrier = next(parameter for parameter in model.parameters() if parameter.grad is not None)
+    carrier.grad += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
+    scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
+    accelerator.unscale_gradients(optimizers)
+    weight.grad = gradient.div_(scale)
 
 
 def _clip_sharded_units(parameters: list[torch.nn.Parameter], limit: float) -> None:

@@ -21,7 +21,7 @@ from common.errors import Refused
 from common.randomness import key_of, seed_generators
 from common.training import batch_norm, drop_path
 from common.training.freezing import Freezing
-from common.training.optimizer import clip_gradients
+from common.training.optimizer import clip_gradients, unscale_gradients
 from common.training.warm_up import check_losses, warm_up
 
 
@@ -87,7 +87,8 @@ class TrainingStep:
     ):
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
-        self._is_counted = hasattr(model, "counts")
+        self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
+        self._looks_ahead = self._is_counted or self._head is not None
 
     def attempt(self, network: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`, on noise: the same in every call.
@@ -95,10 +96,11 @@ class TrainingStep:
         Waits for no other rank. Losses of another shape than [B] are refused.
         """
         devices.seed(0, self._device)
-        count = plan.micro_steps if self._is_counted else 1  # as many as are on the device at once
+        count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
         feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
         batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
         self._set_totals(batches[:1])
+        self._begin_head(0, batches[:1], plan, alone=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
         losses = self._losses_of(network, batches[0])
         check_losses(losses, plan.micro_batch_sizes[0])
@@ -171,6 +173,7 @@ class TrainingStep:
         batch = next(Prefetcher([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
         reseed(seed)  # reading images has left the generators in a state of its own
         self._set_totals([batch])
+        self._begin_head(0, [batch])
         drop_path.set_draws(self.model, batch.drop_path)
         losses = batch.positions
         try:
@@ -202,9 +205,10 @@ class TrainingStep:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
         self._freezing.begin(step)
         batches = (next(self._feed) for _ in range(self.plan.micro_steps))
-        if self._is_counted:
+        if self._looks_ahead:
             batches = [*batches]
             self._set_totals(batches, all_sum)
+            self._begin_head(step, batches, self.plan, alone=False)
         for micro_step, batch in enumerate(batches):
             devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
             drop_path.set_draws(self.model, batch.drop_path)
@@ -220,6 +224,13 @@ class TrainingStep:
             for batch in batches:
                 batch.totals = F.pad(counts, (0, 1), value=self.samples.stream.global_batch_size)
 
+    def _begin_head(self, step: int, batches: Sequence, plan: BatchPlan | None = None, alone: bool = True) -> None:
+        """Tell a margin head the labels of all of this rank's micro-batches of a step."""
+        if self._head:
+            labels = torch.cat([batch.labels for batch in batches])
+            sizes = (plan.micro_batch_sizes[0], plan.micro_steps) if plan else (len(labels), 1)
+            self._head.begin(step, labels, *sizes, alone)
+
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over the global batch."""
         check_losses(losses, len(self._positions[-1]))
@@ -229,7 +240,7 @@ class TrainingStep:
     def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
         """Leave out what is frozen, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
         self._freezing.leave_out_gradients()
-        self._accelerator.unscale_gradients(self._optimizers)
+        unscale_gradients(self._accelerator, self._optimizers, self.model)
         return clip_gradients(self._parameters, limit, mode)
 
     def end(self) -> StepOutcome:

@@ -317,6 +317,8 @@ def _save_config(
     model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
 ) -> None:
     file, labels = folder / "config.json", {"label_names": list(classes)}
+    if getattr(model, "num_classes", len(classes)) != len(classes):  # its outputs are no classes, but an embedding
+        labels = {}
     if multi_label:  # transformers then gives each class a probability of its own
         labels["problem_type"] = "multi_label_classification"
     if is_of_timm(model):

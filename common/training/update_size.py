@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from common.distributed.sharding import whole
+from common.distributed.sharding import local, total_norm
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -45,9 +45,9 @@ class UpdateSize:
         before, weights, self._before, self._weights = self._before, self._weights, [], []
         if not before:
             return Update(self._rates())
-        size = whole(torch.nn.utils.get_total_norm(before))
-        torch._foreach_sub_(before, weights)
-        return Update(self._rates(), torch.stack([size, whole(torch.nn.utils.get_total_norm(before))]))
+        size = total_norm(before)
+        torch._foreach_sub_([*map(local, before)], [*map(local, weights)])
+        return Update(self._rates(), torch.stack([size, total_norm(before)]))
 
     def _rates(self) -> dict[str, float]:
         """`lr_backbone`, `lr_head`, ...; with several rates in a part `lr_backbone_min` and `lr_backbone_max`; else {}."""

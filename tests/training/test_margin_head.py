@@ -1,0 +1,229 @@
+"""A head cut by class computes what plain PyTorch computes of whole weights, on any number of processes."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common.distributed.collectives import rank, world_size
+from common.distributed.sharding import local, whole
+from common.errors import Refused
+from common.training.margin_head import MarginHead
+from common.training.optimizer import clip_gradients, unscale_gradients
+
+CLASSES, FEATURES, BATCH, STEPS = 37, 6, 13, 4
+# Of each world, the sizes of the micro-batches of each rank in every micro-step.
+CUTS = {1: [[13]], 2: [[4, 3], [3, 3]], 3: [[3, 2, 2], [2, 2, 2]]}
+KINDS = [("cosface", 1.0, "adamw"), ("arcface", 1.0, "sgd"), ("cosface", 0.1, "sgd"), ("arcface", 0.1, "adamw")]
+
+
+def body() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, FEATURES)).double()
+
+
+def head_of(kind: str, share: float = 1.0, classes: int = CLASSES) -> MarginHead:
+    options = {"kind": kind, "scale": 16.0, "margin": 0.4, "share": share, "seed": 3, "dtype": torch.float64}
+    return MarginHead(classes, FEATURES, **options)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 5, generator=draws, dtype=torch.float64), torch.randint(
+        CLASSES, (BATCH,), generator=draws
+    )
+
+
+def train(kind: str, share: float, name: str) -> tuple[list[float], list[float], list[list]]:
+    """Losses, gradient norms and final weights."""
+    model, cuts = body(), CUTS[world_size()]
+    network = nn.parallel.DistributedDataParallel(model) if world_size() > 1 else model
+    head = head_of(kind, share)
+    groups = [{"params": [*model.parameters()]}, {"params": [head.weight]}]
+    options = {"adamw": {"lr": 1e-2, "fused": True}, "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}}
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](groups, **options[name])
+    sizes, found, norms = [size for cut in cuts for size in cut], [], []
+    starts = [sum(sizes[:place]) for place in range(len(sizes))][rank() :: world_size()]
+    spans = [(start, start + cut[rank()]) for start, cut in zip(starts, cuts, strict=True)]
+    for step in range(STEPS):
+        images, labels = batch(step)
+        head.begin(step, torch.cat([labels[low:high] for low, high in spans]), max(sizes), len(cuts))
+        total = torch.zeros((), dtype=torch.float64)
+        for place, (low, high) in enumerate(spans):
+            is_last = place == len(spans) - 1 or world_size() == 1
+            with nullcontext() if is_last else network.no_sync():
+                losses = head(network(images[low:high]), labels[low:high])
+                (losses.sum() * world_size() / BATCH).backward()
+            total += losses.detach().sum()
+        limit, mode = (0.5, "agc") if (kind, name) == ("arcface", "sgd") else (0.5, "norm")
+        norms.append(clip_gradients([*model.parameters(), head.weight], limit, mode).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if world_size() > 1:
+            dist.all_reduce(total)
+        found.append(total.item() / BATCH)
+    return found, norms, [whole(weight.detach()).tolist() for weight in (*model.parameters(), head.weight)]
+
+
+def rank_trains() -> list:
+    return [train(*kind) for kind in KINDS]
+
+
+def close(mine: list, theirs: list, limit: float = 1e-8) -> bool:
+    return all(
+        torch.allclose(torch.tensor(one).double(), torch.tensor(other).double(), limit, limit)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def test_one_process_and_several_make_the_same_steps(processes) -> None:
+    """Unequal shares, two micro-steps, clipping; all classes and a tenth as negatives."""
+    (expected,) = processes.run(rank_trains, ranks=1)
+    for kind, (_, norms, weights) in zip(KINDS, expected, strict=True):
+        assert min(norms) > 0.5 and not close(weights[-1:], [head_of(*kind[:2]).weight.tolist()], 1e-3), kind
+    for ranks in (2, 3):
+        for found in processes.run(rank_trains, ranks=ranks):
+            for kind, mine, theirs in zip(KINDS, found, expected, strict=True):
+                assert close(mine[0], theirs[0]) and close(mine[1], theirs[1]) and close(mine[2], theirs[2]), (
+                    ranks,
+                    kind,
+                )
+
+
+def dense_losses(kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As the papers write it, by autograd."""
+    cosines = F.normalize(embeddings) @ F.normalize(weight).T
+    true = cosines.gather(1, labels[:, None])
+    if kind == "cosface":
+        moved = true - 0.4
+    else:
+        within = true.clamp(-0.999, 0.999).acos() + 0.4 <= math.pi
+        moved = torch.where(within, (true.acos() + 0.4).cos(), true - 0.4 * math.sin(0.4))
+    return F.cross_entropy(16 * cosines.scatter(1, labels[:, None], moved), labels, reduction="none")
+
+
+@pytest.mark.parametrize("kind", ["cosface", "arcface"])
+def test_losses_and_gradients_are_those_of_plain_torch(kind: str) -> None:
+    """Also beyond an angle of pi, where the first sample points away from its class."""
+    head, labels = head_of(kind), batch(0)[1]
+    embeddings = torch.randn(BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    embeddings[0] = -head.weight[labels[0]].detach() + 0.001
+    factors = torch.rand(BATCH, dtype=torch.float64)
+    results = []
+    for losses_of in (lambda x: head(x, labels), lambda x: dense_losses(kind, x, head.weight, labels)):
+        head.weight.grad, inputs = None, embeddings.clone().requires_grad_()
+        head.begin(0, labels, BATCH)
+        losses = losses_of(inputs)
+        (losses * factors).sum().backward()
+        results.append((losses.detach(), inputs.grad, head.weight.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_sampled_classes_are_the_positives_and_a_share_of_the_others() -> None:
+    """Others than in the step before, and the same when the step is made again. The rest gets no gradient."""
+    head, labels = head_of("cosface", 0.1, 5000), batch(0)[1]
+    chosen = []
+    for step in (0, 1, 0):
+        head.begin(step, labels, BATCH)
+        head.weight.grad = None
+        head(torch.ones(BATCH, FEATURES, requires_grad=True), labels).sum().backward()
+        chosen.append({*head.weight.grad.abs().sum(1).nonzero()[:, 0].tolist()})
+        assert chosen[-1] >= {*labels.tolist()}
+        assert 420 < len(chosen[-1]) < 580
+    assert chosen[0] == chosen[2] and len(chosen[0] & chosen[1]) < 120
+
+
+def rank_tries(share: float) -> tuple[list, bool]:
+    """Rank 0 alone, then both; labels are of the other rank's classes, too."""
+    head = head_of("arcface", share)
+    labels, inputs = torch.tensor([0, CLASSES - 1]), torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
+    if rank() == 0:
+        head.begin(0, labels, 3, alone=True)
+        head(inputs, labels).sum().backward()
+        head.weight.grad = None
+    head.begin(0, labels, 3)
+    losses = head(inputs, labels)
+    losses.sum().backward()
+    return losses.tolist(), isinstance(head.weight.grad, DTensor)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_a_trial_waits_for_no_rank(processes, share: float) -> None:
+    ((expected, _),) = processes.run(rank_tries, share, ranks=1)
+    for losses, is_cut in processes.run(rank_tries, share, ranks=2):
+        assert losses == pytest.approx(expected, rel=1e-12) and is_cut
+
+
+class Fp16:
+    """Accelerate's part under fp16, which it refuses on a CPU."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+
+    def unscale_gradients(self, optimizers: list) -> None:
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
+
+
+def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
+    """One number of a rank's part of the head's gradient is infinite: scale and norm, and how far the weights moved."""
+    model, accelerator = body().float(), Fp16()
+    model.margin_head = head_of("cosface").float()
+    head, (images, labels) = model.margin_head, batch(0)
+    optimizer = torch.optim.AdamW(
+        [{"params": [*model[0].parameters()]}, {"params": [head.weight]}], lr=1.0, fused=fused
+    )
+    head.begin(0, labels, BATCH)
+    accelerator.scaler.scale(head(model[:3](images.float()), labels).sum()).backward()
+    before = [local(weight).detach().clone() for weight in (model[0].weight, head.weight)]
+    if rank() == culprit:
+        local(head.weight.grad)[1, 2] = torch.inf
+    unscale_gradients(accelerator, [optimizer], model)
+    norm = clip_gradients(model.parameters(), 0, "norm").item()
+    accelerator.scaler.step(optimizer)
+    accelerator.scaler.update()
+    after = [local(weight).detach() for weight in (model[0].weight, head.weight)]
+    moved = [(new - old).abs().max().item() for new, old in zip(after, before, strict=True)]
+    assert (min(moved) > 0) == (max(moved) > 0)
+    return accelerator.scaler.get_scale(), max(moved), norm
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_part_is_a_step_that_all_ranks_skip(processes, fused: bool) -> None:
+    ((_, _, expected),) = processes.run(rank_overflows, -1, fused, ranks=1)
+    for scale, moved, norm in processes.run(rank_overflows, -1, fused, ranks=2):
+        assert scale == 16.0 and moved > 0 and norm == pytest.approx(expected, rel=1e-5), "unscaled as on one process"
+    for scale, moved, norm in processes.run(rank_overflows, 1, fused, ranks=2):
+        assert (scale, moved) == (8.0, 0.0) and not math.isfinite(norm)
+
+
+def rank_builds(classes: int) -> tuple[list, str]:
+    try:
+        head = head_of("cosface", classes=classes)
+    except Refused as refusal:
+        return [], str(refusal)
+    return whole(head.weight.detach()).tolist(), ""
+
+
+def test_first_weights_and_too_few_classes(processes) -> None:
+    """More classes than are drawn at once."""
+    ((expected, _),) = processes.run(rank_builds, 2500, ranks=1)
+    assert torch.tensor(expected).std().item() == pytest.approx(0.01, rel=0.05)
+    assert all(found == expected for found, _ in processes.run(rank_builds, 2500, ranks=3))
+    assert all(
+        text == "4 classes leave some of 3 processes without one: start fewer"
+        for _, text in processes.run(rank_builds, 4, ranks=3)
+    )
+
+
+def test_soft_labels_are_refused() -> None:
+    with pytest.raises(Refused, match="one class id per image: leave out --mixup"):
+        head_of("cosface")(torch.ones(2, FEATURES), torch.ones(2, CLASSES))
+    with pytest.raises(Refused, match="share=0; take cosface or arcface, and a share in"):
+        head_of("cosface", share=0)
