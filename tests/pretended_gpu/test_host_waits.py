@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from tests.host_waits import CLS, DET, command
-from tests.recipes.copied import copy
+from tests.recipes.copied import CHANGES, copy
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
@@ -110,6 +110,15 @@ def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tm
     steps = count({"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2)["waiting"]
     timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}  # by DDP in its first ten steps
     check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
+
+
+@pytest.mark.long
+def test_a_head_that_is_cut_by_class_waits_for_nothing(count, tmp_path):
+    """Although it knows only on the device which classes occur in a step."""
+    change = CHANGES["hundreds-of-thousands-of-classes"].replace("share=1.0", "share=0.1")
+    words = "--model test_vit --clip 1 --ema_decay 0.9 --max_micro_batch_size 4"
+    steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", words)}, devices=2)["head"]
+    check(steps, {}, {"cudaEventSynchronize head/cls.py, parallel/distributed.py": 8})
 
 
 @pytest.mark.long

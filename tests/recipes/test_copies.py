@@ -73,13 +73,14 @@ MEAN_OF_BOXES = """A mean as loss, of shape [].
 def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> None:
     compile(apply(CHANGES[name], (ROOT / f"recipes/{recipe_of(name)}.py").read_text()), name, "exec")
     come, go = changed_lines(CHANGES[name])
-    assert 0 < come + go <= 15
+    assert 0 < come + go <= 20
     assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), f"the page's table: +{come} -{go}"
 
 
 @pytest.mark.smoke
 def test_every_change_of_the_page_is_trained() -> None:
-    assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys()
+    elsewhere = {"hundreds-of-thousands-of-classes"}  # in test_margin_head.py
+    assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys() - elsewhere
 
 
 @pytest.mark.smoke
