@@ -88,8 +88,9 @@ class MarginHead(nn.Module):
     def begin(self, step: int, labels: Tensor, limit: int, micro_steps: int = 1, alone: bool = False) -> None:
         """Choose the classes of a step with up to `micro_steps` micro-batches of `limit` samples on each rank. A collective.
 
-        `labels` int64[n] belong to this rank's samples of the whole step. The host does not wait for the device. If
-        `alone`, no other rank is waited for, as by `sharding.alone`: in place of the others' samples stand copies.
+        `labels` int64[n] belong to this rank's samples of the whole step; a `share` of 1 does not need them. The host does not
+        wait for the device. If `alone`, no other rank is waited for, as by `sharding.alone`: in place of the others' samples
+        stand copies.
         """
         self._limit, self._rows, self._is_shared = limit, None, world_size() > 1 and not alone
         if self.share == 1:

@@ -88,7 +88,8 @@ class TrainingStep:
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
         self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
-        self._looks_ahead = self._is_counted or self._head is not None
+        # Micro-batches of a step are all fetched before its first pass.
+        self._looks_ahead = self._is_counted or (self._head is not None and self._head.share < 1)
 
     def attempt(self, network: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`, on noise: the same in every call.
@@ -208,7 +209,7 @@ class TrainingStep:
         if self._looks_ahead:
             batches = [*batches]
             self._set_totals(batches, all_sum)
-            self._begin_head(step, batches, self.plan, alone=False)
+        self._begin_head(step, batches if self._looks_ahead else [], self.plan, alone=False)
         for micro_step, batch in enumerate(batches):
             devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
             drop_path.set_draws(self.model, batch.drop_path)
@@ -225,9 +226,9 @@ class TrainingStep:
                 batch.totals = F.pad(counts, (0, 1), value=self.samples.stream.global_batch_size)
 
     def _begin_head(self, step: int, batches: Sequence, plan: BatchPlan | None = None, alone: bool = True) -> None:
-        """Tell a margin head the labels of all of this rank's micro-batches of a step."""
+        """Tell a margin head the labels of this rank's micro-batches of a step, if it needs them before the first pass."""
         if self._head:
-            labels = torch.cat([batch.labels for batch in batches])
+            labels = torch.cat([batch.labels for batch in batches]) if batches else torch.empty(0)
             sizes = (plan.micro_batch_sizes[0], plan.micro_steps) if plan else (len(labels), 1)
             self._head.begin(step, labels, *sizes, alone)
 
