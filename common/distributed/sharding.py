@@ -136,6 +136,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def from_local(shard: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor cut as `like` is, of which this rank has `shard`. No communication."""
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards of the same mesh."""
     found: dict[DeviceMesh | None, list[torch.Tensor]] = {}

@@ -10,6 +10,7 @@ from textwrap import shorten
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from torch.distributed.tensor import DTensor
 
 from common.data.batch_plan import BatchPlan
 from common.distributed import devices
@@ -85,6 +86,8 @@ def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.n
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         attempt(plan)
+        # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy for the size of the update.
+        held += [torch.empty_like(each) for each in parameters if not isinstance(each, DTensor) for _ in range(3)]
         del held
         if is_known:
             taken, room = torch.accelerator.max_memory_allocated(), devices.memory()[1]

@@ -15,6 +15,7 @@ WORDS = (
     *("--image_size", 32, "--hflip", 0, "--max_steps", 2, "--eval_every", 2, "--log_every", 1, "--ema_decay", 0.9),
     *("--tracker", "none", "--workers", 0, "--schedule", "constant"),
 )
+ELSE = 20  # MiB of the small ViT: cuBLAS's and cuDNN's workspaces (16), activations
 STATES = 20  # bytes per parameter: weights, gradients, AdamW's moments, moving average
 
 
@@ -39,7 +40,7 @@ def assert_trained(run: Outcome, states: float, devices: int, gib: float) -> tup
     assert run.outcome == "ok", run.text
     predicted = float(re.search("memory +(.+) of .* GiB at the peak of a step", run.stdout)[1])
     peak = run.column("perf/gpu_memory_gb")[0]
-    assert states / devices < 0.97 * peak and predicted < gib and 0.85 * predicted < peak < 1.01 * predicted
+    assert states / devices < 0.97 * peak and predicted < gib and 0.75 * predicted < peak < 1.01 * predicted
     assert np.isfinite(run.column("train/loss")).all()
     shapes = [
         {name: tensor.shape for name, tensor in tensors.items()}
@@ -76,6 +77,6 @@ def test_a_device_holds_its_shards_and_a_few_blocks(run_on_gpus, data: Path) -> 
         block = sum(tensor.numel() for name, tensor in model.items() if name.startswith("blocks.0."))
         states = STATES * sum(tensor.numel() for tensor in model.values()) / 2**20
         predicted, peak = (1024 * gib for gib in assert_trained(run, states / 1024, devices, 16))
-        goal = states / devices + 2 * 4 * block / 2**20
+        goal = states / devices + 2 * 4 * block / 2**20 + ELSE
+        assert peak < 1.1 * goal
         print(f"| {devices} | {states / devices:.0f} | {goal:.0f} | {predicted:.0f} | {peak:.0f} |")
-        assert predicted < states / devices + 6 * 4 * block / 2**20
