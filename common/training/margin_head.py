@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from common.distributed import devices
 from common.distributed.collectives import rank, world_size
 from common.distributed.sharding import all_gather, local, reduce_scatter
 from common.errors import Refused
@@ -98,7 +99,7 @@ class MarginHead(nn.Module):
         count = len(self._own)
         kept = mix(self._own, key_of(self.seed, "negatives", step)) < np.uint64(self.share * (2**64 - 1))
         negatives = torch.from_numpy(np.flatnonzero(kept))
-        negatives = negatives.pin_memory() if labels.is_cuda else negatives
+        negatives = negatives.pin_memory() if devices.has_streams(labels.device) else negatives
         positives = self._gathered(_padded(labels, limit * micro_steps, -1)) - self._first
         positives = torch.where((positives >= 0) & (positives < count), positives, count)
         rows = torch.cat([negatives.to(labels.device, non_blocking=True), positives]).sort().values
