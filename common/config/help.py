@@ -6,9 +6,10 @@ import io
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import tyro
+from docstring_parser import parse_from_object
 
 from common.config.fields import field_names
 
@@ -64,7 +65,13 @@ def _titles(config_class: Any) -> dict[str, str]:
 
 
 def _only(config_class: Any, names: list[str]) -> type:
-    """`config_class` with these of its fields; tyro finds their help texts in its source."""
+    """`config_class` with these of its fields, whose help texts are the docstrings in its source, without their line breaks."""
+    kinds = reversed(config_class.__mro__[:-1])
+    texts = {doc.arg_name: str(doc.description) for kind in kinds for doc in parse_from_object(kind).params}
+    hints = get_type_hints(config_class)
     part: Any = type(config_class.__name__, (config_class,), {"__doc__": ""})
+    part.__annotations__ = {
+        name: Annotated[hints[name], tyro.conf.arg(help=" ".join(texts[name].split()))] for name in names
+    }
     part.__dataclass_fields__ = {name: config_class.__dataclass_fields__[name] for name in names}
     return part
