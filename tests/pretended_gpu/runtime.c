@@ -473,8 +473,12 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flag
 int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxGetDevice(int *device) { *device = current; return 0; }
+int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
+int cuCtxSetLimit(int limit, size_t value) { return 0; }
+int cuPointerGetAttribute(void *value, int attribute, size_t pointer) { *(size_t *)value = pointer; return 0; }
 int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
+int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
@@ -482,6 +486,7 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
   return 0;
 }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void *function, int preferred) { return 0; }
 int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
