@@ -6,6 +6,7 @@ Its forward never touches the running statistics: it collects the mean and varia
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,13 +35,15 @@ class StepBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that are updated once per step.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
-    Made by `convert`, not constructed, which sets `mode`, `group_size`, `micro_batch` and `collected`.
+    Made by `convert`, not constructed, which sets `mode`, `group_size`, `step`, `activates` and `collected`.
     """
 
     mode: str
     group_size: int  # samples
-    micro_batch: "_MicroBatch"  # shared by the model's layers
+    step: "_Step"  # shared by the model's layers
+    activates: bool  # timm's BatchNormAct2d drops and activates too
     collected: torch.Tensor  # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one
+    rows: tuple[torch.Tensor, ...]  # of `collected`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mode == "frozen" or not self.training:
@@ -54,26 +57,31 @@ class StepBatchNorm(_BatchNorm):
         else:
             y = self._normalize(x)
         # An export to any batch size must not ask for the length.
-        if y.requires_grad and len(y) == 1 and y.device.type == "cpu" and not torch.compiler.is_compiling():
+        if y.requires_grad and y.shape[0] == 1 and y.device.type == "cpu" and not torch.compiler.is_compiling():
             # torch 2.14 misreads the gradient of a single sample whose places became tokens.
             y.register_hook(torch.Tensor.contiguous)
-        if hasattr(self, "act"):  # timm's BatchNormAct2d drops and activates too
+        if self.activates:
             y = self.act(self.drop(y))
         return y
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last row stays one.
-        statistics = torch.ones_like(self.collected)
+        # With momentum 1 the kernel writes just this batch's mean and unbiased variance: of the step's first where they are
+        # collected, which saves two kernels; one is added in the end.
+        is_first = not torch.compiler.is_compiling() and self not in self.step.written
+        statistics = self.rows if is_first else torch.ones_like(self.collected)
         is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
         y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
-        self.collected += statistics
+        if is_first:
+            self.step.written.add(self)
+        else:
+            self.collected += statistics
         return y
 
     def _normalize_groups(self, x: torch.Tensor) -> torch.Tensor:
-        groups, rest = divmod(self.micro_batch.samples, self.group_size)
+        groups, rest = divmod(self.step.samples, self.group_size)
         if rest or not groups:
             raise Refused(
-                f"a micro-batch of {self.micro_batch.samples} samples is not whole groups of norm_batch_size "
+                f"a micro-batch of {self.step.samples} samples is not whole groups of norm_batch_size "
                 f"{self.group_size}: choose a multiple of it"
             )
         if groups == 1:
@@ -102,17 +110,23 @@ class StepBatchNorm(_BatchNorm):
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
         super()._apply(function, recurse)
-        self.collected = function(self.collected)
+        self._collect_in(function(self.collected))
         return self
+
+    def _collect_in(self, collected: torch.Tensor) -> None:
+        # The rows have versions of their own: backward passes don't read what batch norm wrote there.
+        self.collected, self.rows = collected, collected.data.unbind()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
 
 
-class _MicroBatch:
-    """Number of samples in the current forward pass of training. A method is the hook, so that a deepcopy has its own."""
+class _Step:
+    """What the layers of a model share in a step. A method is the hook, so that a deepcopy has its own."""
 
-    samples = 0
+    def __init__(self) -> None:
+        self.samples = 0  # in the current forward pass of training
+        self.written: set[StepBatchNorm] = set()  # whose first statistics lie in `collected`, not yet counted there
 
     def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if model.training:  # an export to any batch size must not ask for the length
@@ -251,14 +265,14 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     for name, layer in layers:
         if type(layer) not in CONVERTIBLE or layer.running_mean is None:
             raise Refused(f"{name} ({layer}) can't be converted: needs a known batch norm with running statistics")
-    micro_batch = _MicroBatch()
+    step = _Step()
     for _, layer in layers:
         layer.__class__ = StepBatchNorm  # a new module would lose the hooks
-        layer.mode, layer.group_size, layer.micro_batch = mode, group_size, micro_batch
-        layer.collected = layer.running_mean.new_zeros(3, layer.num_features)
+        layer.mode, layer.group_size, layer.step, layer.activates = mode, group_size, step, hasattr(layer, "act")
+        layer._collect_in(layer.running_mean.new_zeros(3, layer.num_features))
     model.step_batch_norms = [layer for _, layer in layers]  # walking through a large model takes 0.1 ms per step
     if mode == "group" and layers:
-        model.register_forward_pre_hook(micro_batch.note, with_kwargs=True)
+        model.register_forward_pre_hook(step.note, with_kwargs=True)
     if mode == "node":
         node_group()  # all ranks make it here, not in the middle of a forward
     return len(layers)
@@ -333,19 +347,20 @@ def update_running_statistics(model: nn.Module) -> None:
     layers = _collecting(model)
     if not layers:
         return
+    if written := layers[0].step.written:
+        torch._foreach_add_([layer.rows[2] for layer in written], 1)
+        written.clear()
     sums = torch.cat([layer.collected for layer in layers], dim=1)  # [3, channels of all layers]
     if is_distributed():
         dist.all_reduce(sums)
-    means, variances = [layer.running_mean for layer in layers], [layer.running_var for layer in layers]
-    running = torch.stack([torch.cat(means), torch.cat(variances)])
-    collected = sums[:2] / sums[2]
+    buffers = [layer.running_mean for layer in layers] + [layer.running_var for layer in layers]
+    collected = (sums[:2] / sums[2]).flatten()
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step as well.
-    collected = torch.where(collected.isfinite(), collected, running)
+    collected = torch.where(collected.abs() < math.inf, collected, torch.cat(buffers))
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
     # Momentum None means the average over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
-    new_means, new_variances = (row.split([layer.num_features for layer in layers]) for row in collected)
-    torch._foreach_lerp_(means + variances, new_means + new_variances, momenta + momenta)
+    torch._foreach_lerp_(buffers, collected.split([layer.num_features for layer in layers] * 2), momenta * 2)
     torch._foreach_zero_([layer.collected for layer in layers])
 
 
@@ -353,6 +368,7 @@ def update_running_statistics(model: nn.Module) -> None:
 def discard_statistics(model: nn.Module) -> None:
     """Discard what forwards collected since the last update, as after a warm-up, which is no step. No communication."""
     for layer in _collecting(model):
+        layer.step.written.clear()
         layer.collected.zero_()
 
 

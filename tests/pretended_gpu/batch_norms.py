@@ -31,7 +31,8 @@ def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
     y = layer(x)
     y.backward(gradient)
     assert y.dtype == x.dtype and y.stride() == x.stride() == x.grad.stride(), (y.stride(), x.stride(), x.grad.stride())
-    named = {"y": y, "x": x.grad, "statistics": layer.collected}
+    batch_norm.update_running_statistics(layer)
+    named = {"y": y, "x": x.grad, "mean": layer.running_mean, "variance": layer.running_var}
     return named | {name: parameter.grad for name, parameter in layer.named_parameters()}
 
 
