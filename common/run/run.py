@@ -163,7 +163,7 @@ class Run:
         evaluated: Evaluated,
         losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> tuple:
-        """All that comes before the first step; returns the wrapped model and the optimizers, as Accelerate prepares them.
+        """All that comes before the first step; returns the wrapped model and the optimizers.
 
         1. Finds the largest micro-batches that fit into the memory of every process, by a trial of a step.
         2. Wraps the model, and warms DDP up. With --ema_decay, makes the moving average of its weights.
@@ -212,14 +212,16 @@ class Run:
         return network, wrapped[0] if single else wrapped
 
     def _wrapped(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple:
-        """The network to train, and its optimizers: wrapped by Accelerate, or the model itself if that is sharded."""
-        if sharding.is_sharded(model):
-            return model, *map(self.accelerator.prepare_optimizer, optimizers)
-        head = model._modules.pop("margin_head", None)  # DDP would send its gradients, which are of all ranks already
-        prepared = self.accelerator.prepare(model, *optimizers)
-        if head:
-            model.margin_head = head
-        return prepared
+        """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
+        network = model
+        if not sharding.is_sharded(model):
+            head = model._modules.pop("margin_head", None)  # DDP would send its gradients, which are of all ranks already
+            network = self.accelerator.prepare(model)
+            if head:
+                model.margin_head = head
+        if self.accelerator.scaler:  # otherwise the wrapper would only take time
+            optimizers = [*map(self.accelerator.prepare_optimizer, optimizers)]
+        return network, *optimizers
 
     def _make_plan(self, samples: Samples) -> BatchPlan:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""

@@ -8,6 +8,7 @@ Its forward never touches the running statistics: it collects the mean and varia
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class StepBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that are updated once per step.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
-    Made by `convert`, not constructed, which sets `mode`, `group_size`, `step`, `activates` and `collected`.
+    Made by `convert`, not constructed, which sets its attributes.
     """
 
     mode: str
@@ -43,7 +44,8 @@ class StepBatchNorm(_BatchNorm):
     step: "_Step"  # shared by the model's layers
     activates: bool  # timm's BatchNormAct2d drops and activates too
     collected: torch.Tensor  # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one
-    rows: tuple[torch.Tensor, ...]  # of `collected`
+    latest: torch.Tensor | None  # [3, channels]: the same of the latest group; None before the first update
+    rows: tuple[torch.Tensor, ...]  # of `latest`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mode == "frozen" or not self.training:
@@ -53,7 +55,7 @@ class StepBatchNorm(_BatchNorm):
         elif self.mode in ("node", "global") and is_distributed():
             group = node_group() if self.mode == "node" else dist.group.WORLD
             y, statistics = normalize_shared(x, self.weight, self.bias, self.eps, group)
-            self.collected += statistics
+            self._collect(statistics)
         else:
             y = self._normalize(x)
         # An export to any batch size must not ask for the length.
@@ -65,16 +67,17 @@ class StepBatchNorm(_BatchNorm):
         return y
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        # With momentum 1 the kernel writes just this batch's mean and unbiased variance: of the step's first where they are
-        # collected, which saves two kernels; one is added in the end.
-        is_first = not torch.compiler.is_compiling() and self not in self.step.written
-        statistics = self.rows if is_first else torch.ones_like(self.collected)
+        own = self.latest is None or torch.compiler.is_compiling()
+        if not own and self in self.step.pending:
+            self._collect(self.latest)
+        # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last row stays one.
+        statistics = torch.ones_like(self.collected) if own else self.rows
         is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
         y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
-        if is_first:
-            self.step.written.add(self)
+        if own:
+            self._collect(statistics)
         else:
-            self.collected += statistics
+            self.step.pending.add(self)
         return y
 
     def _normalize_groups(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,23 +105,33 @@ class StepBatchNorm(_BatchNorm):
         statistics = self.collected.new_ones(3, groups * self.num_features)
         weight, bias = (each if each is None else each.repeat(groups) for each in (self.weight, self.bias))
         y = F.batch_norm(rows, statistics[0], statistics[1], weight, bias, True, 1.0, self.eps)
-        self.collected += statistics.unflatten(1, (groups, -1)).sum(1)
+        self._collect(statistics.unflatten(1, (groups, -1)).sum(1))
         if channels_last:
             return y.movedim(1, -1).unflatten(-1, (groups, -1)).movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
         return y.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
 
+    def _collect(self, statistics: torch.Tensor) -> None:
+        self.collected += statistics
+        self.step.has_collected = True
+
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
         super()._apply(function, recurse)
-        self._collect_in(function(self.collected))
+        self.collected, self.latest, self.step.slab = function(self.collected), None, None
         return self
-
-    def _collect_in(self, collected: torch.Tensor) -> None:
-        # The rows have versions of their own: backward passes don't read what batch norm wrote there.
-        self.collected, self.rows = collected, collected.data.unbind()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
+
+
+@dataclass(eq=False)
+class _Slab:
+    """Tensors of several layers in one memory each, so that an update takes few kernels for any number of layers."""
+
+    layers: list[StepBatchNorm]
+    latest: torch.Tensor  # [3, channels of all layers]
+    running: torch.Tensor  # [2, channels of all layers]: mean and variance
+    counts: torch.Tensor  # int64[layers]: num_batches_tracked
 
 
 class _Step:
@@ -126,7 +139,33 @@ class _Step:
 
     def __init__(self) -> None:
         self.samples = 0  # in the current forward pass of training
-        self.written: set[StepBatchNorm] = set()  # whose first statistics lie in `collected`, not yet counted there
+        self.has_collected = False  # True if a layer has
+        self.pending: set[StepBatchNorm] = set()  # layers whose `latest` is not in `collected` yet
+        self.slab: _Slab | None = None
+
+    def join(self, layers: list[StepBatchNorm]) -> _Slab:
+        """The slab of `layers`, with the tensors that they have now; it is made only once."""
+        if self.slab is None or self.slab.layers != layers:
+            means, variances = ([getattr(layer, name) for layer in layers] for name in ("running_mean", "running_var"))
+            running = torch.stack([torch.cat(means), torch.cat(variances)])
+            counts = torch.stack([layer.num_batches_tracked for layer in layers])
+            latest = torch.cat([torch.zeros_like(running), torch.ones_like(running[:1])])
+            self.slab = _Slab(layers, latest, running, counts)
+            sizes = [layer.num_features for layer in layers]
+            parts = latest.split(sizes, 1), running.split(sizes, 1), counts
+            for layer, latest, (mean, variance), count in zip(layers, *parts, strict=True):
+                layer.running_mean, layer.running_var, layer.num_batches_tracked = mean, variance, count
+                # Rows with versions of their own: backward passes don't read what batch norm wrote there.
+                layer.latest, layer.rows = latest, latest.data.unbind()
+        return self.slab
+
+    def clear(self) -> None:
+        """Forget what the slab's layers have collected."""
+        self.slab.latest[:2].zero_()  # what is not finite, after an overflow, would stay
+        if self.has_collected:
+            torch._foreach_zero_([layer.collected for layer in self.slab.layers])
+        self.pending.clear()
+        self.has_collected = False
 
     def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if model.training:  # an export to any batch size must not ask for the length
@@ -269,7 +308,7 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     for _, layer in layers:
         layer.__class__ = StepBatchNorm  # a new module would lose the hooks
         layer.mode, layer.group_size, layer.step, layer.activates = mode, group_size, step, hasattr(layer, "act")
-        layer._collect_in(layer.running_mean.new_zeros(3, layer.num_features))
+        layer.collected, layer.latest = layer.running_mean.new_zeros(3, layer.num_features), None
     model.step_batch_norms = [layer for _, layer in layers]  # walking through a large model takes 0.1 ms per step
     if mode == "group" and layers:
         model.register_forward_pre_hook(step.note, with_kwargs=True)
@@ -347,29 +386,37 @@ def update_running_statistics(model: nn.Module) -> None:
     layers = _collecting(model)
     if not layers:
         return
-    if written := layers[0].step.written:
-        torch._foreach_add_([layer.rows[2] for layer in written], 1)
-        written.clear()
-    sums = torch.cat([layer.collected for layer in layers], dim=1)  # [3, channels of all layers]
+    step = layers[0].step
+    if step.slab and step.slab.layers == layers and len(step.pending) == len(layers) and not step.has_collected:
+        slab, sums = step.slab, step.slab.latest
+    else:
+        for layer in step.pending:
+            layer.collected += layer.latest
+        sums, step.has_collected = torch.cat([layer.collected for layer in layers], dim=1), True
+        slab = step.join(layers)
     if is_distributed():
-        dist.all_reduce(sums)
-    buffers = [layer.running_mean for layer in layers] + [layer.running_var for layer in layers]
-    collected = (sums[:2] / sums[2]).flatten()
+        dist.all_reduce(sums := sums.clone())
+    collected = sums[:2] / sums[2]
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step as well.
-    collected = torch.where(collected.abs() < math.inf, collected, torch.cat(buffers))
-    torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
+    collected = torch.where(collected.abs() < math.inf, collected, slab.running)
+    slab.counts += 1
     # Momentum None means the average over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
-    torch._foreach_lerp_(buffers, collected.split([layer.num_features for layer in layers] * 2), momenta * 2)
-    torch._foreach_zero_([layer.collected for layer in layers])
+    if len({*momenta}) == 1:
+        slab.running.lerp_(collected, momenta[0])
+    else:
+        sizes = [layer.num_features for layer in layers]
+        for momentum, running, new in zip(momenta, slab.running.split(sizes, 1), collected.split(sizes, 1), strict=True):
+            running.lerp_(new, momentum)
+    step.clear()
 
 
 @torch.no_grad()
 def discard_statistics(model: nn.Module) -> None:
     """Discard what forwards collected since the last update, as after a warm-up, which is no step. No communication."""
-    for layer in _collecting(model):
-        layer.step.written.clear()
-        layer.collected.zero_()
+    if layers := _collecting(model):
+        layers[0].step.join(layers)
+        layers[0].step.clear()
 
 
 def _collecting(model: nn.Module) -> list[StepBatchNorm]:

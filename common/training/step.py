@@ -235,7 +235,8 @@ class TrainingStep:
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over the global batch."""
         check_losses(losses, len(self._positions[-1]))
-        self._accelerator.backward(losses.sum() * self.plan.loss_scale)
+        gradient, scaler = torch.full_like(losses, self.plan.loss_scale), self._accelerator.scaler
+        losses.backward(scaler.scale(gradient) if scaler else gradient)  # as of the scaled sum, in fewer kernels
         self._losses.append(losses.detach())
 
     def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
