@@ -126,7 +126,9 @@ class TrainingSamples(Dataset):
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         # One step's positions: their images have one size. No policy depends on it: timm's translate by shares of the image.
-        transform = replace(self.transform, size=tuple(self.image_sizes.of(positions[:1])[0].tolist()))
+        transform = self.transform
+        if self.image_sizes.choices != (transform.size,):
+            transform = replace(transform, size=tuple(self.image_sizes.of(positions[:1])[0].tolist()))
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):

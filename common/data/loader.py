@@ -152,7 +152,7 @@ class Prefetcher:
         watchdog.note("training")
         self._waited += time.perf_counter() - began
         with self._copies or contextlib.nullcontext():
-            batch = batch.to(self._device).complete()
+            batch = (batch if self._device.type == "cpu" else batch.to(self._device)).complete()
         self._broken += batch.broken
         if self._copies:
             computing = torch.accelerator.current_stream(self._device)
