@@ -67,7 +67,7 @@ class RunFolder:
     def lost(self) -> bool:
         """Whether the folder no longer has the locked file, so that it may belong to another run. Takes microseconds."""
         try:
-            found = os.stat(self.path / ".lock", follow_symlinks=False)
+            found = os.stat(f"{self.path}/.lock", follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return True
         return not os.path.samestat(found, os.fstat(self._lock.fileno()))

@@ -60,7 +60,7 @@ class _Posted:
     norms: Sequence[float] = ()
     lap: "Lap | None" = None
     ready: int = 0  # how many ranks say how long their laps took
-    summed: torch.Tensor | None = None
+    summed: torch.Tensor | list[float] | None = None
     grad_norm: float = 0.0
     loss_scale: float | None = None
     skipped: bool = False
@@ -207,15 +207,17 @@ class StepReports:
             shared += [seconds * (place == rank()) for place in range(world_size())]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
-        posted.summed = torch.tensor(shared, dtype=torch.float64)
+        posted.summed = shared
         if world_size() > 1:
+            posted.summed = torch.tensor(shared, dtype=torch.float64)
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
 
     def _finish(self) -> StepReport:
         posted = self._posted.popleft()
         if posted.work is not None:
             posted.work.wait()
-        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
+            posted.summed = posted.summed.tolist()
+        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed
         ready, sums = tuple(sums[: posted.ready]), sums[posted.ready :]
         if bad:
             self._refuse(posted)

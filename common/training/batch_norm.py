@@ -130,6 +130,7 @@ class _Slab:
 
     layers: list[StepBatchNorm]
     latest: torch.Tensor  # [3, channels of all layers]
+    statistics: torch.Tensor  # its first two rows
     running: torch.Tensor  # [2, channels of all layers]: mean and variance
     counts: torch.Tensor  # int64[layers]: num_batches_tracked
 
@@ -150,7 +151,7 @@ class _Step:
             running = torch.stack([torch.cat(means), torch.cat(variances)])
             counts = torch.stack([layer.num_batches_tracked for layer in layers])
             latest = torch.cat([torch.zeros_like(running), torch.ones_like(running[:1])])
-            self.slab = _Slab(layers, latest, running, counts)
+            self.slab = _Slab(layers, latest, latest[:2], running, counts)
             sizes = [layer.num_features for layer in layers]
             parts = latest.split(sizes, 1), running.split(sizes, 1), counts
             for layer, latest, (mean, variance), count in zip(layers, *parts, strict=True):
@@ -161,7 +162,6 @@ class _Step:
 
     def clear(self) -> None:
         """Forget what the slab's layers have collected."""
-        self.slab.latest[:2].zero_()  # what is not finite, after an overflow, would stay
         if self.has_collected:
             torch._foreach_zero_([layer.collected for layer in self.slab.layers])
         self.pending.clear()
@@ -396,9 +396,9 @@ def update_running_statistics(model: nn.Module) -> None:
         slab = step.join(layers)
     if is_distributed():
         dist.all_reduce(sums := sums.clone())
-    collected = sums[:2] / sums[2]
+    collected = slab.statistics if sums is slab.latest else sums[:2] / sums[2]
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step as well.
-    collected = torch.where(collected.abs() < math.inf, collected, slab.running)
+    collected = torch.where(collected.abs() < math.inf, collected, slab.running, out=slab.statistics)
     slab.counts += 1
     # Momentum None means the average over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
@@ -415,7 +415,7 @@ def update_running_statistics(model: nn.Module) -> None:
 def discard_statistics(model: nn.Module) -> None:
     """Discard what forwards collected since the last update, as after a warm-up, which is no step. No communication."""
     if layers := _collecting(model):
-        layers[0].step.join(layers)
+        layers[0].step.join(layers).statistics.zero_()  # what is not finite would stay
         layers[0].step.clear()
 
 

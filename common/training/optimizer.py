@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import timm.optim
@@ -176,14 +176,17 @@ class Schedule:
                 f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or 8,11 for each fall"
             )
 
+    @cached_property
+    def _warmup(self) -> int:
+        return min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
+
     @property
     def peak(self) -> float:
         return peak_learning_rate(self.config)
 
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        config, peak = self.config, self.peak
-        warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
+        config, peak, warmup = self.config, self.peak, self._warmup
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)

@@ -252,6 +252,7 @@ class TrainingStep:
             raise RuntimeError(
                 f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
             )
-        outcome = StepOutcome(torch.cat(self._losses), torch.cat(self._positions), *self._feed.take())
+        parts = self._losses, self._positions
+        outcome = StepOutcome(*(each[0] if len(each) == 1 else torch.cat(each) for each in parts), *self._feed.take())
         self._losses, self._positions = [], []
         return outcome
