@@ -42,6 +42,7 @@ class RunFolder:
             # lockf, not flock: data workers inherit a flock and would hold it for seconds after a kill.
             self._lock = open(path / ".lock", "ab+", buffering=0, opener=_open_file)
             self._claim()
+            self._claimed = os.fstat(self._lock.fileno())
             self._log = open(path / "log.txt", "ab", buffering=0, opener=_open_file)
         except OSError as error:
             if self.fresh:
@@ -70,7 +71,7 @@ class RunFolder:
             found = os.stat(f"{self.path}/.lock", follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        return not os.path.samestat(found, os.fstat(self._lock.fileno()))
+        return not os.path.samestat(found, self._claimed)
 
     def check(self) -> None:
         """Raise `Refused` if the folder is lost."""

@@ -29,7 +29,7 @@ class UpdateSize:
     """Measures steps of `optimizers`, which train parameters of `model`."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._parameters = model, optimizers, list(model.parameters())
         self._groups: dict[str, list[dict]] | None = None  # parameter groups by part, once their rates are set
         self._weights: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
@@ -38,7 +38,7 @@ class UpdateSize:
     def begin(self) -> None:
         """Copy the weights that have a gradient, so those that the step trains. Called before the optimizers' steps."""
         if not self._before:
-            self._weights = [weight for weight in self._model.parameters() if weight.grad is not None]
+            self._weights = [weight for weight in self._parameters if weight.grad is not None]
             self._before = [_copy(weight.detach()) for weight in self._weights]
 
     @torch.no_grad()
