@@ -8,7 +8,6 @@ Its forward never touches the running statistics: it collects the mean and varia
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,22 +116,11 @@ class StepBatchNorm(_BatchNorm):
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
         super()._apply(function, recurse)
-        self.collected, self.latest, self.step.slab = function(self.collected), None, None
+        self.collected, self.latest, self.step.layers = function(self.collected), None, []
         return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
-
-
-@dataclass(eq=False)
-class _Slab:
-    """Tensors of several layers in one memory each, so that an update takes few kernels for any number of layers."""
-
-    layers: list[StepBatchNorm]
-    latest: torch.Tensor  # [3, channels of all layers]
-    statistics: torch.Tensor  # its first two rows
-    running: torch.Tensor  # [2, channels of all layers]: mean and variance
-    counts: torch.Tensor  # int64[layers]: num_batches_tracked
 
 
 class _Step:
@@ -140,30 +128,31 @@ class _Step:
 
     def __init__(self) -> None:
         self.samples = 0  # in the current forward pass of training
-        self.has_collected = False  # True if a layer has
+        self.layers: list[StepBatchNorm] = []  # whose tensors are parts of the following
+        self.latest = self.running = self.counts = torch.empty(
+            0
+        )  # [3, channels], mean and variance, num_batches_tracked
         self.pending: set[StepBatchNorm] = set()  # layers whose `latest` is not in `collected` yet
-        self.slab: _Slab | None = None
+        self.has_collected = False  # True if any layer has something in `collected`
 
-    def join(self, layers: list[StepBatchNorm]) -> _Slab:
-        """The slab of `layers`, with the tensors that they have now; it is made only once."""
-        if self.slab is None or self.slab.layers != layers:
-            means, variances = ([getattr(layer, name) for layer in layers] for name in ("running_mean", "running_var"))
-            running = torch.stack([torch.cat(means), torch.cat(variances)])
-            counts = torch.stack([layer.num_batches_tracked for layer in layers])
-            latest = torch.cat([torch.zeros_like(running), torch.ones_like(running[:1])])
-            self.slab = _Slab(layers, latest, latest[:2], running, counts)
-            sizes = [layer.num_features for layer in layers]
-            parts = latest.split(sizes, 1), running.split(sizes, 1), counts
-            for layer, latest, (mean, variance), count in zip(layers, *parts, strict=True):
-                layer.running_mean, layer.running_var, layer.num_batches_tracked = mean, variance, count
-                # Rows with versions of their own: backward passes don't read what batch norm wrote there.
-                layer.latest, layer.rows = latest, latest.data.unbind()
-        return self.slab
+    def join(self, layers: list[StepBatchNorm]) -> None:
+        """Put the tensors of `layers` into one memory each, so that an update takes few kernels for any number of layers."""
+        if self.layers == layers:
+            return
+        means, variances = ([getattr(layer, name) for layer in layers] for name in ("running_mean", "running_var"))
+        self.layers, self.running = layers, torch.stack([torch.cat(means), torch.cat(variances)])
+        self.counts = torch.stack([layer.num_batches_tracked for layer in layers])
+        self.latest = torch.cat([torch.zeros_like(self.running), torch.ones_like(self.running[:1])])
+        sizes = [layer.num_features for layer in layers]
+        parts = zip(layers, self.running.split(sizes, 1), self.counts, self.latest.split(sizes, 1), strict=True)
+        for layer, (layer.running_mean, layer.running_var), layer.num_batches_tracked, layer.latest in parts:
+            # Rows with versions of their own: backward passes don't read what batch norm wrote there.
+            layer.rows = layer.latest.data.unbind()
 
     def clear(self) -> None:
-        """Forget what the slab's layers have collected."""
+        """Forget what layers have collected."""
         if self.has_collected:
-            torch._foreach_zero_([layer.collected for layer in self.slab.layers])
+            torch._foreach_zero_([layer.collected for layer in self.layers])
         self.pending.clear()
         self.has_collected = False
 
@@ -387,27 +376,26 @@ def update_running_statistics(model: nn.Module) -> None:
     if not layers:
         return
     step = layers[0].step
-    if step.slab and step.slab.layers == layers and len(step.pending) == len(layers) and not step.has_collected:
-        slab, sums = step.slab, step.slab.latest
+    if step.layers == layers and len(step.pending) == len(layers) and not step.has_collected:
+        sums = step.latest
     else:
         for layer in step.pending:
-            layer.collected += layer.latest
-        sums, step.has_collected = torch.cat([layer.collected for layer in layers], dim=1), True
-        slab = step.join(layers)
+            layer._collect(layer.latest)
+        sums, step.has_collected = torch.cat([layer.collected for layer in layers], dim=1), True  # [3, channels of all]
+        step.join(layers)
     if is_distributed():
         dist.all_reduce(sums := sums.clone())
-    collected = slab.statistics if sums is slab.latest else sums[:2] / sums[2]
+    collected = sums[:2] if sums is step.latest else sums[:2] / sums[2]
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step as well.
-    collected = torch.where(collected.abs() < math.inf, collected, slab.running, out=slab.statistics)
-    slab.counts += 1
+    collected = torch.where(collected.abs() < math.inf, collected, step.running, out=step.latest[:2])
+    step.counts += 1
     # Momentum None means the average over all steps; reading the count waits for the device.
     momenta = [1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum for layer in layers]
     if len({*momenta}) == 1:
-        slab.running.lerp_(collected, momenta[0])
+        step.running.lerp_(collected, momenta[0])
     else:
         sizes = [layer.num_features for layer in layers]
-        for momentum, running, new in zip(momenta, slab.running.split(sizes, 1), collected.split(sizes, 1), strict=True):
-            running.lerp_(new, momentum)
+        torch._foreach_lerp_([*step.running.split(sizes, 1)], [*collected.split(sizes, 1)], momenta)
     step.clear()
 
 
@@ -415,7 +403,9 @@ def update_running_statistics(model: nn.Module) -> None:
 def discard_statistics(model: nn.Module) -> None:
     """Discard what forwards collected since the last update, as after a warm-up, which is no step. No communication."""
     if layers := _collecting(model):
-        layers[0].step.join(layers).statistics.zero_()  # what is not finite would stay
+        layers[0].step.join(layers)
+        layers[0].step.latest[:2].zero_()  # what is not finite would stay
+        layers[0].step.has_collected = True
         layers[0].step.clear()
 
 
