@@ -181,7 +181,7 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
         augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, sizes))
 
     def augment(batch):
-        targets = torch.full((len(batch.labels), classes), of_others, dtype=dtype, device=device)
+        targets = batch.labels.new_full((len(batch.labels), classes), of_others, dtype=dtype)
         if train.multi_label:
             targets.masked_fill_(batch.labels, of_label)
         else:
