@@ -66,7 +66,7 @@ class StepBatchNorm(_BatchNorm):
         return y
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.latest is None or torch.compiler.is_compiling()
+        own = torch.compiler.is_compiling() or self.latest is None
         if not own and self in self.step.pending:
             self._collect(self.latest)
         # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last row stays one.
