@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from common.distributed import sharding
 from common.distributed.collectives import rank, world_size
@@ -16,7 +15,7 @@ from common.run.run import Run
 from tests.harness import several
 
 overflows = {int(step) for step in sys.argv[1].split(",")}
-steps, backward, clip_gradients = Run.steps, Accelerator.backward, Run.clip_gradients
+steps, backward, clip_gradients = Run.steps, Run.backward, Run.clip_gradients
 making, is_sharded = 0, False  # number of the current step; whether the model is in shards
 
 
@@ -32,9 +31,10 @@ def watched_steps(run: Run) -> Iterator[int]:
         yield step
 
 
-def overflowing_backward(accelerator: Accelerator, loss: torch.Tensor, **options: object) -> None:
-    factor = 1e30 if overflows_here() and not is_sharded else 1
-    backward(accelerator, loss * factor, **options)
+def overflowing_backward(run: Run, losses: torch.Tensor) -> None:
+    if overflows_here() and not is_sharded:
+        losses.register_hook(lambda gradient: 1e30 * gradient)
+    backward(run, losses)
 
 
 def overflowing_clip(run: Run, *options: object) -> torch.Tensor:
@@ -44,5 +44,5 @@ def overflowing_clip(run: Run, *options: object) -> torch.Tensor:
     return clip_gradients(run, *options)
 
 
-Run.steps, Accelerator.backward, Run.clip_gradients = watched_steps, overflowing_backward, overflowing_clip
+Run.steps, Run.backward, Run.clip_gradients = watched_steps, overflowing_backward, overflowing_clip
 several.main(Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
