@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import Refused
@@ -333,3 +334,44 @@ def test_within_alone_no_rank_waits_and_afterwards_statistics_are_shared_again(p
         assert means.abs().max() > 1e-4 or (variances - 1).abs().max() > 1e-2
     [(means, _), (others, _)] = answers
     torch.testing.assert_close(means + others, torch.zeros_like(means), atol=1e-6, rtol=0)
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("momenta", [(0.1, 0.1), (0.3, 0.1)])
+def test_running_statistics_are_those_of_plain_layers_and_a_step_that_overflowed_leaves_none(momenta) -> None:
+    plain = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta)).double()
+    model = copy.deepcopy(plain)
+    convert(model, "local")
+    discard_statistics(model)
+    for scale in (1, torch.inf, 2, 3):
+        model(samples(4) * scale)
+        update_running_statistics(model)
+        if scale < torch.inf:
+            plain(samples(4) * scale)
+    for name, buffer in plain.named_buffers():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(model.state_dict()[name], buffer, rtol=1e-12, atol=1e-12)
+
+
+def test_an_update_takes_few_operators_for_any_number_of_layers() -> None:
+    counts = []
+    for layers in (1, 9):
+        model = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(layers))).double()
+        convert(model, "local")
+        discard_statistics(model)
+        model(samples(2))
+        with Counted() as counted:
+            update_running_statistics(model)
+        counts.append(counted.count)
+    assert counts[0] == counts[1] < 8
