@@ -169,8 +169,6 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
     dtype, sizes, classes = getattr(torch, config.dtype), step_sizes(config, data_config), len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
-    shares = torch.tensor([0, 1], dtype=dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
-    of_others, of_label = shares.tolist()
     augmentations = []  # your own is one more line here: see common.classification.Augmentation
     if config.color_jitter:
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
@@ -181,11 +179,8 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
         augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, sizes))
 
     def augment(batch):
-        targets = batch.labels.new_full((len(batch.labels), classes), of_others, dtype=dtype)
-        if train.multi_label:
-            targets.masked_fill_(batch.labels, of_label)
-        else:
-            targets.scatter_(1, batch.labels[:, None], of_label)
+        targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
+        targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
         images = batch.images if augmentations[0] is normalize else batch.images.to(dtype)
         for augmentation, draws in zip(augmentations, batch.draws, strict=True):
             images, targets = augmentation.apply(images, targets, draws)

@@ -215,9 +215,8 @@ class Run:
         """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
         network = model
         if not sharding.is_sharded(model):
-            head = model._modules.pop(
-                "margin_head", None
-            )  # DDP would send its gradients, which are of all ranks already
+            # DDP would send a margin head's gradients, which are of all ranks already.
+            head = model._modules.pop("margin_head", None)
             network = self.accelerator.prepare(model)
             if head:
                 model.margin_head = head

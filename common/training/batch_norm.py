@@ -129,9 +129,8 @@ class _Step:
     def __init__(self) -> None:
         self.samples = 0  # in the current forward pass of training
         self.layers: list[StepBatchNorm] = []  # whose tensors are parts of the following
-        self.latest = self.running = self.counts = torch.empty(
-            0
-        )  # [3, channels], mean and variance, num_batches_tracked
+        # [3, channels]; [2, channels], mean and variance; num_batches_tracked of each layer
+        self.latest = self.running = self.counts = torch.empty(0)
         self.pending: set[StepBatchNorm] = set()  # layers whose `latest` is not in `collected` yet
         self.has_collected = False  # True if any layer has something in `collected`
 
