@@ -198,7 +198,7 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
         logits = logits.to(targets.dtype)  # out of half precision
         if config.loss == "bce":
             return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights).mean(1)
-        return F.cross_entropy(logits, targets * weights, reduction="none")
+        return -(targets * weights * logits.log_softmax(1)).sum(1)
 
     return torch.compile(losses, dynamic=False) if config.compile else losses
 
